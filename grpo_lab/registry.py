@@ -99,10 +99,10 @@ def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
         raise ValueError(f"`{what}` {address(part)} cannot be built with {dict(knobs)}: {error}") from error
 
 
-def address(part: Any) -> str:
-    """``module.name`` of a class or function, of its class for an object."""
+def address(part: Any, before_name: str = ".") -> str:
+    """``module.name`` of a class or function, of its class for an object; with ``":"`` what ``load_named`` reads."""
     kind = part if hasattr(part, "__qualname__") else type(part)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{kind.__module__}{before_name}{kind.__qualname__}"
 
 
 def working_folder_on_path() -> str:
@@ -127,8 +127,8 @@ def load_named(reference: str, where: str) -> Any:
         loaded = import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder "
-            f"{here} and among the installed packages; PYTHONPATH adds further folders)"
+            f"`{where}` is {reference!r}, which cannot be loaded: {error} (looked in the working folder {here} and "
+            "among the installed packages; PYTHONPATH adds further folders)"
         ) from error
     try:
         return getattr(loaded, attribute)

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
-from grpo_lab.trainer.critic.files import Critic, save_critic
+from grpo_lab.trainer.critic import Critic, save_critic
 from grpo_lab.trainer.trl_bridge import CRITIC
 
 LR, VALUE_LR, BETA, GAMMA, LAM, VF, CLIP, RANGE, PENALTY, UPDATES = 0.2, 0.05, 0.5, 0.9, 0.8, 0.5, 0.2, 0.02, 0.75, 2

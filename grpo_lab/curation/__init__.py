@@ -8,8 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.curation.contamination import Contamination, EvaluationIndex, contaminated, find_contamination
-from grpo_lab.curation.duplicates import Deduplicated, deduplicate
+from grpo_lab.curation.duplicates import EvaluationIndex, contaminated, deduplicate, find_contamination
 from grpo_lab.curation.kinds import question_kind
 from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 from grpo_lab.curation.rejection import (
@@ -20,7 +19,7 @@ from grpo_lab.curation.rejection import (
     sampled,
     shortest_correct,
 )
-from grpo_lab.curation.selection import CurationReport, FilterOutcome, Selection, balance
+from grpo_lab.curation.selection import CurationReport, Selection, balance
 from grpo_lab.curation.weights import average_weights
 
 if TYPE_CHECKING:
@@ -34,12 +33,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Contamination",
     "CurationReport",
     "CurriculumSampler",
-    "Deduplicated",
     "EvaluationIndex",
-    "FilterOutcome",
     "PassRate",
     "PrioritizedSampler",
     "RoundSampler",

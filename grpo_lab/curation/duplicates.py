@@ -1,23 +1,35 @@
-"""Exact and near duplicates inside one set: keep the first row of each family.
-
-Exact: the same normalised words. Near: Indel similarity of the words, 2·LCS/(a + b), of at least 0.85; numbers are
-words like any other, so a problem that differs from a kept one in a single number goes. (Evaluation sets are stricter:
-`contamination`.) Candidates come from MinHash LSH over 3-word shingles (datasketch) and are measured exactly
-(rapidfuzz): LSH can miss a pair, never invent one. A row is compared with kept rows only: a chain a ~ b ~ c drops b,
-and c only if it is close to a.
+"""Questions that are there already: twice in one set (`deduplicate`), or in an evaluation set (`find_contamination`).
 
 Words: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or Japanese
 character one. Masked: every number, in digits or in English words, is `#`, so that the same problem with other numbers
-is the same sequence.
+is the same sequence. Similarity: Indel, 2·LCS/(a + b) for a and b words.
+
+**Duplicates** are the same words, or at least 0.85 similar; numbers are words like any other. Candidates come from
+MinHash LSH over 3-word shingles (datasketch) and are measured exactly (rapidfuzz): LSH can miss a pair, never invent
+one. A row is compared with kept rows only: a chain a ~ b ~ c drops b, and c only if it is close to a.
+
+**Contaminated** is a text by an evaluation item if one of these holds, tried in this order:
+
+exact          the same words in the same order
+ngram          a run of 13 words in common (13 as in GPT-3, arXiv 2005.14165, appendix C)
+other_numbers  the same words once every number is masked, with at least 6 words that are no numbers
+masked_ngram   a run of 13 words in common once numbers are masked, at least 9 of them no numbers
+near           similarity of the masked words of at least 0.7
+
+Short texts share runs by chance: an item of fewer than 13 words is "contained" only where it makes up at least half of
+the text, and below 20 words (on either side) "near" takes 0.85. The published recipes stop at n-grams; the last three
+rules are ours, with thresholds chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with every item
+(rapidfuzz): nothing is lost to an index.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, Literal, NamedTuple
 
 MASK: Final = "#"
 
@@ -34,34 +46,28 @@ _NUMBERS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion dozen "
     "half third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh eighth eighths ninth tenth "
-    "tenths "
-    "once twice thrice double triple quadruple first second"
+    "tenths once twice thrice double triple quadruple first second"
 )
 _NUMBER_WORDS: Final = frozenset(_NUMBERS.split())
 
 
 def words_of(text: str) -> list[str]:
     """The normalised words of a text, in order. Linear in its length; any text is accepted."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    words: list[str] = []
-    for word in _WORD.findall(folded):
-        if word in _MARKUP:
-            continue
-        if "," in word:
-            word = word.replace(",", "")
-        words.append(_SAME_WORD.get(word, word).replace("’", "'"))
-    return words
+    if not isinstance(text, str):
+        raise ValueError(f"a text is a {type(text).__name__}; every text and evaluation item has to be a str")
+    found = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    words = (word.replace(",", "") for word in found if word not in _MARKUP)
+    return [_SAME_WORD.get(word, word).replace("’", "'") for word in words]
 
 
 def masked(words: list[str]) -> list[str]:
     """The words with every number replaced by `MASK`; neighbouring numbers (`3 1/2`, `twenty five`) become one mask."""
     result: list[str] = []
     for word in words:
-        if word[0].isdigit() or word in _NUMBER_WORDS:
-            if not (result and result[-1] == MASK):
-                result.append(MASK)
-        else:
+        if not (word[0].isdigit() or word in _NUMBER_WORDS):
             result.append(word)
+        elif result[-1:] != [MASK]:
+            result.append(MASK)
     return result
 
 
@@ -70,8 +76,7 @@ _PERMUTATIONS: Final = 128
 _WORDS_READ: Final = 20_000  # of one text, for the signature and the comparison
 
 
-@dataclass(frozen=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     """`row` repeats the kept row `of`; `similarity` in [0, 1], 1.0 for the same words."""
 
     row: int
@@ -79,8 +84,7 @@ class Duplicate:
     similarity: float
 
 
-@dataclass(frozen=True)
-class Deduplicated:
+class Deduplicated(NamedTuple):
     """`keep[i]` says whether row i stays; `pairs` holds one entry for every row that goes."""
 
     keep: list[bool]
@@ -88,76 +92,215 @@ class Deduplicated:
 
 
 def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicated:
-    """Which texts to keep so that no two kept ones are duplicates.
+    """Which texts to keep so that no two kept ones are duplicates: the first of each family.
 
     Args: similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
     Raises: ValueError for a similarity out of range or a text that is no string.
     """
     if not 0.6 <= similarity <= 1:
         raise ValueError(f"similarity={similarity} is not in [0.6, 1]; below 0.6 the candidate search misses pairs")
-    rows = [_words(text) for text in texts]
+    rows = [words_of(text) for text in texts]
     first: dict[object, int] = {}
-    pairs: list[Duplicate] = []
+    copies: list[Duplicate] = []
     for row, (text, words) in enumerate(zip(texts, rows, strict=True)):
-        key: object = tuple(words) if words else text.strip()  # a text of symbols only is itself its key
-        if key in first:
-            pairs.append(Duplicate(row, first[key], 1.0))
-        else:
-            first[key] = row
-    if similarity < 1:
-        near = {pair.row: pair for pair in _near(rows, sorted(first.values()), similarity)}
-        pairs = [*near.values(), *(_to_kept_row(pair, near) for pair in pairs)]
+        of = first.setdefault(tuple(words) or text.strip(), row)  # a text of symbols only is itself its key
+        if of != row:
+            copies.append(Duplicate(row, of, 1.0))
+    near = _near(rows, list(first.values()), similarity) if similarity < 1 else {}
+    # an exact copy of a row that itself went repeats the row that stays
+    pairs = [*near.values(), *(near.get(copy.of, copy)._replace(row=copy.row) for copy in copies)]
     gone = {pair.row for pair in pairs}
-    return Deduplicated([row not in gone for row in range(len(rows))], sorted(pairs, key=lambda pair: pair.row))
+    return Deduplicated([row not in gone for row in range(len(rows))], sorted(pairs))
 
 
-def _near(rows: list[list[str]], distinct: list[int], similarity: float) -> list[Duplicate]:
+def _near(rows: list[list[str]], distinct: list[int], similarity: float) -> dict[int, Duplicate]:
     from datasketch import MinHash, MinHashLSH
     from rapidfuzz.distance import Indel
 
-    lsh = MinHashLSH(threshold=_candidate_threshold(similarity), num_perm=_PERMUTATIONS, weights=(0.2, 0.8))
+    # One changed word of k breaks up to three shingles: with a share d = 1 − similarity of the words changed, about
+    # (1 − 3d) of the shingles survive on each side and their Jaccard similarity is (1 − 3d)/(1 + 3d); 0.7 of it leaves
+    # room for clustered and scattered changes.
+    survives = max(0.2, 1 - _SHINGLE * (1 - similarity))
+    threshold = max(0.1, 0.7 * survives / (2 - survives))
+    lsh = MinHashLSH(threshold=threshold, num_perm=_PERMUTATIONS, weights=(0.2, 0.8))
     template = MinHash(num_perm=_PERMUTATIONS, seed=1)
-    pairs: list[Duplicate] = []
+    pairs: dict[int, Duplicate] = {}
     for row in distinct:
         words = rows[row][:_WORDS_READ]
         if not words:
             continue
+        length = min(_SHINGLE, len(words))
+        shingles = set(zip(*(words[start:] for start in range(length)), strict=False))
         signature = template.copy()
-        signature.update_batch([" ".join(shingle).encode() for shingle in _shingles(words)])
+        signature.update_batch([" ".join(shingle).encode() for shingle in shingles])
         best = Duplicate(row, -1, 0.0)
         for candidate in sorted(lsh.query(signature)):
             score = Indel.normalized_similarity(words, rows[candidate][:_WORDS_READ], score_cutoff=similarity)
             if score > best.similarity:
                 best = Duplicate(row, candidate, float(score))
         if best.of >= 0:
-            pairs.append(best)
+            pairs[row] = best
         else:
             lsh.insert(row, signature)
     return pairs
 
 
-def _candidate_threshold(similarity: float) -> float:
-    """Shingle Jaccard of a pair that is just similar enough: one changed word of k breaks up to three shingles.
+Reason = Literal["exact", "ngram", "other_numbers", "masked_ngram", "near"]
 
-    With a share d = 1 − similarity of the words changed, about (1 − 3d) of the shingles survive on each side and the
-    Jaccard similarity is (1 − 3d)/(1 + 3d); half of it leaves room for clustered and scattered changes.
+_CONTENT_WORDS_IN_TEMPLATE: Final = 6  # "what is # + #" has three and is nobody's problem in particular
+_CONTENT_SHARE_OF_NGRAM: Final = 9 / 13
+_SHORT: Final = 20  # words
+_SIMILARITY_OF_SHORT: Final = 0.85
+_CELLS_AT_ONCE: Final = 4_000_000  # of the similarity matrix, 16 MB
+
+
+@dataclass(frozen=True)
+class Contamination:
+    """Why a text is contaminated: `item` is the index into `against`, `evidence` the words shared, `similarity` in
+    [0, 1] is of the masked words and 1.0 for equal ones."""
+
+    item: int
+    reason: Reason
+    evidence: str
+    similarity: float
+
+
+def contaminated(
+    texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
+) -> list[bool]:
+    """Which of `texts` an evaluation set `against` already knows; settings as in `EvaluationIndex`."""
+    return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
+
+
+def find_contamination(
+    texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
+) -> list[Contamination | None]:
+    """Like `contaminated`, with the matched item and the reason for every contaminated text."""
+    if isinstance(texts, str):
+        raise ValueError("texts is one str; a list of texts is expected")
+    return list(EvaluationIndex(against, ngram=ngram, similarity=similarity).find(texts))
+
+
+class EvaluationIndex:
+    """An evaluation set, prepared once for a stream of texts of any length.
+
+    Args:
+        against: the evaluation questions.
+        ngram: words in a run that counts as copied, at least 5.
+        similarity: least similarity of masked words that counts as a near duplicate, in (0.5, 1].
+    Raises: ValueError for settings out of range or items that are not strings.
     """
-    survives = max(0.2, 1 - _SHINGLE * (1 - similarity))
-    return max(0.1, 0.7 * survives / (2 - survives))
+
+    def __init__(self, against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7) -> None:
+        if isinstance(against, str):
+            raise ValueError("against is one str; a list of evaluation questions is expected")
+        if ngram < 5:
+            raise ValueError(f"ngram={ngram}: runs of fewer than 5 words are shared by chance; at least 5")
+        if not 0.5 < similarity <= 1:
+            raise ValueError(f"similarity={similarity} is not in (0.5, 1]")
+        self.ngram, self.similarity = ngram, similarity
+        self._codes: dict[str, str] = {}
+        self._exact: dict[str, int] = {}
+        self._wordless: dict[str, int] = {}
+        self._templates: dict[str, int] = {}
+        self._runs: dict[int, dict[str, int]] = {ngram: {}}  # by length: shorter ones are whole items
+        self._masked_runs: dict[str, int] = {}
+        self._items: list[str] = []
+        for item, text in enumerate(against):
+            self._add(item, text)
+
+    def find(self, texts: Iterable[str]) -> Iterator[Contamination | None]:
+        """One result a text, in order; reads ahead by one block."""
+        stream = iter(texts)
+        size = max(1, min(4096, _CELLS_AT_ONCE // max(1, len(self._items))))
+        while block := list(islice(stream, size)):
+            words = [words_of(text) for text in block]
+            templates = [self._encoded(masked(one)) for one in words]
+            found = [self._copied(*one) for one in zip(block, words, templates, strict=True)]
+            unsure = [row for row, result in enumerate(found) if result is None]
+            for row, result in zip(unsure, self._similar([templates[row] for row in unsure]), strict=True):
+                found[row] = result
+            yield from found
+
+    def _add(self, item: int, text: str) -> None:
+        words = words_of(text)
+        hidden = masked(words)
+        for word in (*words, *hidden):  # word number n is the character 1 + n without the surrogates
+            code = 1 + len(self._codes) % 1_100_000
+            self._codes.setdefault(word, chr(code if code < 0xD800 else code + 0x800))
+        plain, template = self._encoded(words), self._encoded(hidden)
+        self._items.append(template)
+        if not words:
+            if text.strip():
+                self._wordless.setdefault(text.strip(), item)
+            return
+        self._exact.setdefault(plain, item)
+        length = min(len(words), self.ngram)
+        for run in _runs_of(plain, length):
+            self._runs.setdefault(length, {}).setdefault(run, item)
+        if self._says_something(template, _CONTENT_WORDS_IN_TEMPLATE):
+            self._templates.setdefault(template, item)
+        for run in _runs_of(template, self.ngram):
+            if self._says_something(run, _CONTENT_SHARE_OF_NGRAM * self.ngram):
+                self._masked_runs.setdefault(run, item)
+
+    def _copied(self, text: str, words: list[str], template: str) -> Contamination | None:
+        """The rules that look words up: exact, ngram, other_numbers, masked_ngram."""
+        plain, hidden = self._encoded(words), masked(words)
+        if not words:
+            item = self._wordless.get(text.strip())
+            return None if item is None else Contamination(item, "exact", text.strip()[:80], 1.0)
+        if (item := self._exact.get(plain)) is not None:
+            return Contamination(item, "exact", " ".join(words[: self.ngram]), 1.0)
+        for length, items in self._runs.items():
+            if length == self.ngram or (length >= 5 and 2 * length >= len(words)):
+                for item, place in _hits(items, plain, length):
+                    return self._result(item, "ngram", words[place : place + length], template)
+        if (item := self._templates.get(template)) is not None:
+            return self._result(item, "other_numbers", hidden, template)
+        for item, place in _hits(self._masked_runs, template, self.ngram):
+            return self._result(item, "masked_ngram", hidden[place : place + self.ngram], template)
+        return None
+
+    def _similar(self, templates: list[str]) -> list[Contamination | None]:
+        import numpy
+        from rapidfuzz import process
+        from rapidfuzz.distance import Indel
+
+        results: list[Contamination | None] = [None] * len(templates)
+        if not templates or not self._items:
+            return results
+        scorer, least = Indel.normalized_similarity, min(self.similarity, _SIMILARITY_OF_SHORT)
+        table = process.cdist(templates, self._items, scorer=scorer, score_cutoff=least, dtype=numpy.float32)
+        item_lengths = numpy.array([len(item) for item in self._items])
+        strict = max(self.similarity, _SIMILARITY_OF_SHORT)
+        for row in numpy.flatnonzero(table.max(axis=1) > 0).tolist():
+            short = numpy.minimum(item_lengths, len(templates[row])) < _SHORT
+            enough = table[row] >= numpy.where(short, strict, self.similarity) - 1e-6
+            item = int(numpy.where(enough, table[row], -1).argmax())
+            if enough[item] and self._says_something(templates[row], _CONTENT_WORDS_IN_TEMPLATE):
+                score = float(table[row, item])
+                results[row] = Contamination(item, "near", f"similarity {score:.2f} with numbers masked", score)
+        return results
+
+    def _result(self, item: int, reason: Reason, evidence: list[str], template: str) -> Contamination:
+        from rapidfuzz.distance import Indel
+
+        score = Indel.normalized_similarity(template, self._items[item])
+        return Contamination(item, reason, " ".join(evidence[:40]), float(score))
+
+    def _encoded(self, words: list[str]) -> str:
+        """One character a word, so that a run of words is a substring; `\\0` for words the evaluation set has not."""
+        return "".join([self._codes.get(word, "\0") for word in words])
+
+    def _says_something(self, template: str, content_words: float) -> bool:
+        return len(template) - template.count(self._codes.get(MASK, "\0")) >= content_words
 
 
-def _shingles(words: list[str]) -> set[tuple[str, ...]]:
-    if len(words) < _SHINGLE:
-        return {tuple(words)}
-    return set(zip(*(words[start:] for start in range(_SHINGLE)), strict=False))
+def _runs_of(encoded: str, length: int) -> Iterator[str]:
+    return (encoded[start : start + length] for start in range(len(encoded) - length + 1))
 
 
-def _to_kept_row(copy: Duplicate, near: Mapping[int, Duplicate]) -> Duplicate:
-    """An exact copy of a row that itself went repeats the row that stays."""
-    return replace(near[copy.of], row=copy.row) if copy.of in near else copy
-
-
-def _words(text: str) -> list[str]:
-    if not isinstance(text, str):
-        raise ValueError(f"deduplicate compares str; got {type(text).__name__}")
-    return words_of(text)
+def _hits(items: Mapping[str, int], encoded: str, length: int) -> Iterator[tuple[int, int]]:
+    """(item, place) of the runs of ``encoded`` that ``items`` holds."""
+    return ((items[run], place) for place, run in enumerate(_runs_of(encoded, length)) if run in items)

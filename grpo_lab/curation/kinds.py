@@ -20,6 +20,7 @@ English and Chinese are read; options are recognised in any language that letter
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Final, Literal
 
 QuestionKind = Literal["open", "multiple_choice", "true_false", "proof"]
@@ -27,7 +28,7 @@ KINDS: Final[tuple[QuestionKind, ...]] = ("open", "multiple_choice", "true_false
 
 _READ_AT_MOST: Final = 20_000  # characters kept from each end of a longer text
 
-# --- options -------------------------------------------------------------------------------------------------------
+_DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)  # a program, whose labels look like options
 _WRAPPED = r"\\(?:textbf|text|mathrm|mathbf|textrm|textit|bf|rm)\s?\{\s?"
 # (A)   \textbf{(A)}   （A）   and not P(A) or f(A): nothing that could name a function directly before it
 _PARENTHESES = re.compile(rf"(?:{_WRAPPED}|(?<![\w}}\])'\\^]))[(（]\s?([A-Z])\s?[)）]")
@@ -35,18 +36,15 @@ _PARENTHESES = re.compile(rf"(?:{_WRAPPED}|(?<![\w}}\])'\\^]))[(（]\s?([A-Z])\s
 _BARE = re.compile(rf"(?:^|(?<=[\s$*.。;；,，?？:：)）])|{_WRAPPED})([A-Z])\s?[).）．、:：]", re.MULTILINE)
 _SMALL = re.compile(r"(?:(?<![\w}\])'\\^])[(（]\s?([a-z])\s?[)）])")
 _SMALL_AT_LINE_START = re.compile(r"^[ \t]*([a-z])[).:][ \t]", re.MULTILINE)
-_LISTED = re.compile(
-    r"^[ \t]*(?:answer )?(?:options|choices|选项)[ \t]*[:：](.*)", re.IGNORECASE | re.MULTILINE | re.DOTALL
-)
+_LISTED = re.compile(r"(?ims)^[ \t]*(?:answer )?(?:options|choices|选项)[ \t]*[:：](.*)")
 _CUE_TO_CHOOSE = re.compile(
     r"\bwhich\b|\bchoose\b|\bselect\b|\bpick\b|\boptions?\b|\bchoices?\b|\balternatives?\b|[?？]\s*$|_{2,}\W*$",
     re.IGNORECASE,
 )
 _LETTER_IS_THE_ANSWER = re.compile(
-    r"\b(?:enter|give|write|choose|select|pick|with|state)\b(?: only| just| your answer as)? (?:the|one|all)(?: "
-    r"correct| right| best)?(?: capital)?"
-    r" (?:letters?\W (?:of|for|that|corresponding|label)|letters? "
-    r"(?:of|for|that|corresponding|label)|(?:letter|option|choice|alternative)\s*[.:(])"
+    r"\b(?:enter|give|write|choose|select|pick|with|state)\b(?: only| just| your answer as)? (?:the|one|all)"
+    r"(?: correct| right| best)?(?: capital)? (?:letters?\W? (?:of|for|that|corresponding|label)"
+    r"|(?:letter|option|choice|alternative)\s*[.:(])"
     r"|\b(?:enter|write|answer|give|use)\W{1,3}[A-Z]\W{1,3}for\b[^.?!\n]{1,40},\W{1,3}[A-Z]\W{1,3}for\b"
     r"|\banswer\b[^.?!\n]{0,12}\b(?:as|with)\b[^.?!\n]{0,12}\$?\(?\bA\)?\$?\s?(?:,|or)\s?\$?\(?B\b",
     re.IGNORECASE,
@@ -55,7 +53,6 @@ _TWO_VALUED: Final = frozenset(
     "yes|no|true|false|valid|invalid|correct|incorrect|right|wrong|对|错|正确|错误|是|否|√|×".split("|")  # noqa: SIM905
 )
 
-# --- requests ------------------------------------------------------------------------------------------------------
 _START = (
     r"(?:^|[.,;:!?，。；：)\]}]|\b(?:then|and|also|hence|thus|please|you|must|should|exercise|problem|or)\b)"
     r"[\s*$\"“(]*(?:\w{1,12}ly,? )?"
@@ -69,9 +66,8 @@ _DETERMINE_WHETHER = re.compile(
     rf"{_START}(?:determine|decide|state|tell|say|judge|check)(?: me)? (?:whether|if)\b|判断|是否", re.IGNORECASE
 )
 _TRUE_OR_FALSE = re.compile(
-    r"\b(?:true ?(?:or|/) ?false|false ?(?:or|/) ?true|yes ?(?:or|/) ?no|valid or invalid|correct or incorrect|right "
-    r"or wrong)\b"
-    r"|\b(?:yes|true)\b\W{1,6}or\W{1,6}(?:no|false)\b"
+    r"\b(?:true ?(?:or|/) ?false|false ?(?:or|/) ?true|yes ?(?:or|/) ?no|valid or invalid|correct or incorrect"
+    r"|right or wrong)\b|\b(?:yes|true)\b\W{1,6}or\W{1,6}(?:no|false)\b"
     r"|\b(?:is|are) (?:this|it|that|the (?:above |following )?(?:statement|claim|assertion|proposition)s?)"
     r" (?:true|false|correct|valid|right)\s*[?？]|对还是错|[(（]判断对错[)）]"
     r"|[吗嗎]\s*[?？]?\s*$|(?<![什怎多])么\s*[?？]\s*$",
@@ -86,9 +82,8 @@ _YES_NO_FIRST = re.compile(rf"{_LEADING}{_AUXILIARY}\s+\S", re.IGNORECASE)
 _YES_NO_LATER = re.compile(rf"(?:[,;:，；：]\s*|\bthen ){_AUXILIARY}\s+\S", re.IGNORECASE)
 _POLITE = re.compile(
     rf"{_LEADING}(?:can|could|would|will) (?:you|we|anyone|someone) (?:\w+ly |please |help )*"
-    r"(?:find (?:the|a|an|all|out|how|what)|compute|calculate|determine|evaluate|solve|tell "
-    r"(?:me|us|how|what)|figure out|work out|"
-    r"give (?:me|the)|list|name|say (?:how|what|which)|explain)\b",
+    r"(?:find (?:the|a|an|all|out|how|what)|compute|calculate|determine|evaluate|solve|tell (?:me|us|how|what)"
+    r"|figure out|work out|give (?:me|the)|list|name|say (?:how|what|which)|explain)\b",
     re.IGNORECASE,
 )
 _QUESTION_WORD = re.compile(r"\b(?:what|how|why|(?<!, )(?:which|whose|whom|who|when|where))\b", re.IGNORECASE)
@@ -96,10 +91,9 @@ _ASKED_AFTER = re.compile(r",\s*(?:then )?(?:what|how|why|which|find|compute|cal
 _HOW_MANY = re.compile(r"\bhow (?:many|much|long|far|old|tall|often|fast|big|large|heavy|wide|high)\b", re.IGNORECASE)
 _MORE_THAN_TWO_ANSWERS = re.compile(r"\bneither\s*[?？)]|, (?:or )?neither\b|,[^,?]{1,60}, or\b", re.IGNORECASE)
 _COMMAND = re.compile(
-    rf"{_START}(?:if so,? |to "
-    r")?(?:find|compute|calculate|determine|evaluate|solve|simplify|express|factor|expand|estimate|list|round|"
-    r"convert|approximate|count|give|state|write|enter|name|describe|obtain|derive|answer|identify|sketch|graph|order|"
-    r"arrange|rank|rewrite|report|complete|fill|reduce|apply|construct|use|approximate|minimi[sz]e|maximi[sz]e)\b"
+    rf"{_START}(?:if so,? |to )?(?:find|compute|calculate|determine|evaluate|solve|simplify|express|factor|expand"
+    r"|estimate|list|round|convert|approximate|count|give|state|write|enter|name|describe|obtain|derive|answer|identify"
+    r"|sketch|graph|order|arrange|rank|rewrite|report|complete|fill|reduce|apply|construct|use|minimi[sz]e|maximi[sz]e)\b"
     r"|多少|几(?![何乎])|求(?!证)|计算|化简|解方程|写出|什么|哪",
     re.IGNORECASE,
 )
@@ -109,9 +103,9 @@ _ABOUT_THE_FORM = re.compile(
     re.IGNORECASE,
 )
 _GENERAL_STATEMENT = re.compile(
-    r"\b(?:every|for (?:all|any|each|every|some)|there (?:exists?|is|are)|if and only if|iff|then|is (?:an? |not "
-    r")?(?:closed|open|dense|"
-    r"compact|connected|continuous|bounded|finite|infinite|isomorphic|cyclic|normal|divisible|irreducible|abelian))\b",
+    r"\b(?:every|for (?:all|any|each|every|some)|there (?:exists?|is|are)|if and only if|iff|then|is (?:an? |not )?"
+    r"(?:closed|open|dense|compact|connected|continuous|bounded|finite|infinite|isomorphic|cyclic|normal|divisible"
+    r"|irreducible|abelian))\b",
     re.IGNORECASE,
 )
 _MATHEMATICAL = re.compile(
@@ -138,7 +132,7 @@ def question_kind(text: str) -> QuestionKind:
         raise ValueError(f"question_kind reads one question as a str; got {type(text).__name__}")
     if len(text) > 2 * _READ_AT_MOST:
         text = text[:_READ_AT_MOST] + "\n" + text[-_READ_AT_MOST:]
-    text = _without_drawings(text).strip()
+    text = _DRAWING.sub(" ", text).strip()
     options = _options(text)
     if options:
         return "true_false" if _two_valued(options) else "multiple_choice"
@@ -149,24 +143,10 @@ def question_kind(text: str) -> QuestionKind:
     return _requested(text)
 
 
-def _without_drawings(text: str) -> str:
-    """The text without Asymptote programs, whose labels look like options; an unclosed one goes to the end."""
-    kept: list[str] = []
-    position = 0
-    while (begin := text.find("[asy]", position)) >= 0:
-        kept.append(text[position:begin])
-        end = text.find("[/asy]", begin)
-        if end < 0:
-            return " ".join(kept)
-        position = end + len("[/asy]")
-    return " ".join([*kept, text[position:]])
-
-
 def _options(text: str) -> list[str] | None:
     """The texts of the options to choose from, or None."""
     if listed := _LISTED.search(text):
-        lines = [line.strip(" \t-*•") for line in listed.group(1).split("\n")]
-        lines = [line for line in lines if line]
+        lines = list(filter(None, (line.strip(" \t-*•") for line in listed[1].split("\n"))))
         if len(lines) == 1:
             lines = [part.strip() for part in re.split(r"[,;/|，、]|\bor\b", lines[0])]
         if len(lines) >= 2:
@@ -210,26 +190,21 @@ def _two_valued(options: list[str]) -> bool:
 
 def _parts_of_a_task(options: list[str]) -> bool:
     """(a) Show that … (b) Find …: parts to be worked, not options to choose from."""
-    tasks = sum(
-        bool(_PROVE.match(o) or _COMMAND.match(o) or _QUESTION_WORD.match(o) or o.endswith("?")) for o in options
-    )
-    return tasks >= 2
+    tasks = (_PROVE.match(o) or _COMMAND.match(o) or _QUESTION_WORD.match(o) or o.endswith("?") for o in options)
+    return sum(map(bool, tasks)) >= 2
 
 
 def _requested(text: str) -> QuestionKind:
     """What the last sentence that asks for something asks for."""
     about_the_form = False
-    sentences = _sentences(text)
-    for index in reversed(range(len(sentences))):
-        before, sentence = sentences[index - 1] if index else "", sentences[index]
+    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
+    pieces = (text[begin:end].strip() for begin, end in pairwise(ends))
+    sentences = ["", *(piece for piece in pieces if len(piece) > 1)]
+    for before, sentence in reversed(list(pairwise(sentences))):
         kind = _kind_of_sentence(sentence)
-        if (
-            kind == "open"
-            and sentence.endswith("?")
-            and _YES_NO_FIRST.match(before)
-            and not _QUESTION_WORD.search(sentence)
-        ):
-            kind = _yes_no(sentence)  # "Did Franklin D. | Roosevelt …?": cut at an initial
+        cut_at_an_initial = _YES_NO_FIRST.match(before) and not _QUESTION_WORD.search(sentence)
+        if kind == "open" and sentence.endswith("?") and cut_at_an_initial:  # "Did Franklin D. | Roosevelt …?"
+            kind = _yes_no(sentence)
         if kind == "open" and _ABOUT_THE_FORM.match(sentence) and not sentence.endswith("?"):
             about_the_form = True  # "Express your answer in …" says how, not what
         elif kind is not None:
@@ -238,16 +213,6 @@ def _requested(text: str) -> QuestionKind:
     if about_the_form or not states:
         return "open"
     return "proof" if _GENERAL_STATEMENT.search(text) else "true_false"
-
-
-def _sentences(text: str) -> list[str]:
-    pieces: list[str] = []
-    position = 0
-    for end in _SENTENCE_END.finditer(text):
-        pieces.append(text[position : end.end()].strip())
-        position = end.end()
-    pieces.append(text[position:].strip())
-    return [piece for piece in pieces if len(piece) > 1]
 
 
 def _kind_of_sentence(sentence: str) -> QuestionKind | None:
@@ -265,16 +230,10 @@ def _kind_of_sentence(sentence: str) -> QuestionKind | None:
         return _yes_no(sentence)
     if sentence.endswith(("?", "？")):
         later = _YES_NO_LATER.search(sentence)
-        if (
-            later
-            and not _QUESTION_WORD.search(sentence, 0, later.start())
-            and not _ASKED_AFTER.search(sentence, later.end())
-        ):
-            return _yes_no(sentence)
-        return "open"
-    if _COMMAND.search(sentence) or _BLANK.search(sentence):
-        return "open"
-    return None
+        if later is None or _QUESTION_WORD.search(sentence, 0, later.start()):
+            return "open"
+        return "open" if _ASKED_AFTER.search(sentence, later.end()) else _yes_no(sentence)
+    return "open" if _COMMAND.search(sentence) or _BLANK.search(sentence) else None
 
 
 def _yes_no(sentence: str) -> QuestionKind:

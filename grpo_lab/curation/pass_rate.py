@@ -3,10 +3,12 @@
 p̂_i = (right completions of problem i) / (scored completions of problem i)
 
 Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
-difficulty of the problem. A completion that could not be scored (`None`) is counted apart and never as wrong. A run
-that was killed goes on with the problems that have no line in the file yet (`sample_file`). Problems are recognised by
-their content and by what the model is given for them (`rendered`): their order may change, equal ones are sampled once,
-and another chat template makes other problems of them.
+difficulty of the problem. A completion that could not be scored (`None`) is counted apart and never as wrong.
+
+The file has a header with the settings, then one line a problem, on the disk before the next batch begins: a run that
+was killed goes on with the problems that have no line yet. Problems are recognised by their content and by what the
+model is given for them (`rendered`): their order may change, equal ones are sampled once, and another chat template
+makes other problems of them.
 
 Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
 The wording of the request is ours.
@@ -14,21 +16,60 @@ The wording of the request is ours.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from grpo_lab.curation.sample_file import PassRate as PassRate
-from grpo_lab.curation.sample_file import Written as Written
-from grpo_lab.curation.sample_file import opened, progress_of
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
 Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n completions a prompt
 Rendered = Callable[[Any], Any]  # prompt -> what the model really continues: text or token ids
 Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A completion of `generate` that says whether a limit of tokens cut it off."""
+
+    completion: Any
+    cut: bool
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where
+    `generate` does not say (it gives no `Written`)."""
+
+    scores: tuple[float | None, ...]
+    completions: tuple[Any, ...]
+    cut: int | None = None
+
+    @property
+    def successes(self) -> int:
+        return sum(score is not None and score >= CORRECT_FROM for score in self.scores)
+
+    @property
+    def trials(self) -> int:
+        """Completions that could be scored."""
+        return sum(score is not None for score in self.scores)
+
+    @property
+    def unscorable(self) -> int:
+        return len(self.scores) - self.trials
+
+    @property
+    def rate(self) -> float | None:
+        """p̂, or None if no completion could be scored."""
+        return self.successes / self.trials if self.trials else None
 
 
 def pass_rates(
@@ -48,22 +89,23 @@ def pass_rates(
 
     Args:
         problems: rows with the column `prompt`; every other column goes to `score`.
-        generate: `(prompts, n)` -> for every prompt a list of n completions (strings or message lists, or `Written`
-            ones).
+        generate: `(prompts, n)` -> for every prompt a list of n completions (strings, message lists or `Written`).
         score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or
             more.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
-        settings: what the samples depend on (model, temperature, …). Written into the file; a file with other
-            settings is refused.
+        settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
         batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
         progress: show how far it is, under the name `label`.
-        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key in the
-            file.
+        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key.
     Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
         belongs to other settings, is damaged before its end, or is being written by another process.
     """
-    _check(problems, n, batch_size)
+    if n < 1 or batch_size < 1:
+        raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")
+    for row, problem in enumerate(problems):
+        if "prompt" not in problem:
+            raise ValueError(f"problem {row} has no column 'prompt'; its columns: {sorted(problem)}")
     header = {
         "grpo_lab": "pass_rates",
         "n": n,
@@ -71,28 +113,151 @@ def pass_rates(
         "prompt_column": "prompt",
         "settings": json.loads(json.dumps(dict(settings or {}), sort_keys=True, default=str)),
     }
-    keys = [problem_key(p, None if rendered is None else rendered(p["prompt"])) for p in problems]
-    with opened(path, header) as (done, save):
+    keys = [_key(problem, None if rendered is None else rendered(problem["prompt"])) for problem in problems]
+    with _opened(path, header) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
-        todo, different = list(missing.items()), len(set(keys))
-        with progress_of(different, different - len(todo), label, progress) as advance:
+        todo, different = list(missing.items()), dict.fromkeys(keys)
+        with _progress_of(len(different), len(different) - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])
-                results = _sample(list(batch.values()), generate, score, n)
-                named = dict(zip(batch, results, strict=True))
-                save(named)
-                done.update(named)
-                advance(len(batch), _so_far(done[key] for key in dict.fromkeys(keys) if key in done))
+                results = dict(zip(batch, _sample(list(batch.values()), generate, score, n), strict=True))
+                save(results)
+                done.update(results)
+                advance(len(batch), [done[key] for key in different if key in done])
     return [done[key] for key in keys]
 
 
-def problem_key(problem: Problem, rendered: Any = None) -> str:
-    """What makes a problem the same one in another run: a digest of all of its columns and of what the model is
-    given."""
+def _key(problem: Problem, rendered: Any) -> str:
+    """What makes a problem the same one in another run: a digest of all of its columns and of what the model gets."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
     if rendered is not None:
         text += json.dumps(rendered, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -> list[PassRate]:
+    prompts = [problem["prompt"] for problem in problems]
+    groups = generate(prompts, n)
+    if len(groups) != len(prompts) or any(len(group) != n for group in groups):
+        raise ValueError(
+            f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
+            f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
+        )
+    cuts = [
+        sum(one.cut for one in group) if all(isinstance(one, Written) for one in group) else None for group in groups
+    ]
+    groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
+    names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
+    given = score(
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        completions=[completion for group in groups for completion in group],
+        **{name: [problem.get(name) for problem in problems for _ in range(n)] for name in names},
+    )
+    scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
+    return [
+        PassRate(tuple(scores[row * n : (row + 1) * n]), tuple(group), cuts[row]) for row, group in enumerate(groups)
+    ]
+
+
+@contextmanager
+def _opened(
+    path: str | Path | None, header: dict[str, Any]
+) -> Iterator[tuple[dict[str, PassRate], Callable[[Mapping[str, PassRate]], None]]]:
+    """The results that are there already and a function that appends more and returns once they are on the disk."""
+    if path is None:
+        yield {}, lambda results: None
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path} is being written by another process") from error
+
+        def save(results: Mapping[str, PassRate]) -> None:
+            rows = [
+                {"key": key, "scores": one.scores, "rate": one.rate}
+                | ({} if one.cut is None else {"cut": one.cut})
+                | {"completions": one.completions}
+                for key, one in results.items()
+            ]
+            _append(file, *rows)
+
+        yield _read(file, path, header), save
+
+
+def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
+    file.seek(0)
+    lines = file.read().split(b"\n")
+    parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
+    good = len(parsed)
+    while good and parsed[good - 1] is None:
+        good -= 1
+    if None in parsed[:good]:
+        raise ValueError(f"{path} is damaged in line {parsed.index(None) + 1}; remove that line or the file")
+    if not good and not _line(header).startswith(lines[0]):
+        raise ValueError(f"{path} holds something else than samples, and is left as it is; use another path")
+    file.truncate(sum(len(line) + 1 for line in lines[:good]))
+    file.seek(0, os.SEEK_END)
+    if not good:
+        _append(file, header)
+        return {}
+    found, *rows = [row or {} for row in parsed[:good]]
+    seen, asked = _differing({name: found.get(name) for name in header}, header)
+    if asked:
+        raise ValueError(
+            f"{path} holds samples made with {seen}, this run has {asked}; use another path or remove the file "
+            "(`grpo-lab curate` and `long2short`: `--overwrite` samples anew)"
+        )
+    return {row["key"]: PassRate(tuple(row["scores"]), tuple(row["completions"]), row.get("cut")) for row in rows}
+
+
+def _differing(found: Any, asked: Any) -> tuple[Any, Any]:
+    """Both without what they agree in, mappings inside of mappings included."""
+    if not (isinstance(found, dict) and isinstance(asked, dict)):
+        return found, asked
+    names = [name for name in {**found, **asked} if found.get(name) != asked.get(name)]
+    pairs = {name: _differing(found.get(name), asked.get(name)) for name in names}
+    return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A header or a row with samples; None for anything else."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
+    return row if known else None
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=True).encode() + b"\n"
+
+
+def _append(file: IO[bytes], *rows: Mapping[str, Any]) -> None:
+    file.write(b"".join(map(_line, rows)))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
+    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file; `done` of
+    `total` were there before."""
+    from tqdm import tqdm
+
+    seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    often = {"mininterval": seconds, "maxinterval": seconds}
+    with tqdm(total=total, initial=done, desc=label, unit=" problems", disable=not shown, **often) as bar:
+
+        def advance(count: int, results: Sequence[PassRate]) -> None:
+            trials = sum(result.trials for result in results)
+            right = sum(result.successes for result in results) / max(trials, 1)
+            bar.set_postfix_str(f"{right:.1%} right so far" if trials else "nothing scorable so far", refresh=False)
+            bar.update(count)
+
+        yield advance
 
 
 def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0) -> list[bool]:
@@ -105,47 +270,6 @@ def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0
     if wrong := [rate for rate in rates if rate is not None and not 0 <= rate <= 1]:
         raise ValueError(f"a pass rate lies in [0, 1]; got {wrong[0]}")
     return [rate is not None and low < rate < high for rate in rates]
-
-
-def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -> list[PassRate]:
-    prompts = [problem["prompt"] for problem in problems]
-    groups = generate(prompts, n)
-    if len(groups) != len(prompts) or any(len(group) != n for group in groups):
-        raise ValueError(
-            f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
-            f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
-        )
-    cuts = [_cut(group) for group in groups]
-    groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
-    names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
-    columns = {name: [problem.get(name) for problem in problems for _ in range(n)] for name in names}
-    given = score(
-        prompts=[prompt for prompt in prompts for _ in range(n)],
-        completions=[completion for group in groups for completion in group],
-        **columns,
-    )
-    scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
-    return [
-        PassRate(tuple(scores[row * n : (row + 1) * n]), tuple(group), cuts[row]) for row, group in enumerate(groups)
-    ]
-
-
-def _cut(group: Sequence[Any]) -> int | None:
-    return sum(one.cut for one in group) if all(isinstance(one, Written) for one in group) else None
-
-
-def _so_far(results: Iterable[PassRate]) -> str:
-    counted = [(result.successes, result.trials) for result in results]
-    successes, trials = sum(s for s, _ in counted), sum(t for _, t in counted)
-    return f"{successes / trials:.1%} right so far" if trials else "nothing scorable so far"
-
-
-def _check(problems: Sequence[Problem], n: int, batch_size: int) -> None:
-    if n < 1 or batch_size < 1:
-        raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")
-    for row, problem in enumerate(problems):
-        if "prompt" not in problem:
-            raise ValueError(f"problem {row} has no column 'prompt'; its columns: {sorted(problem)}")
 
 
 ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"

@@ -15,7 +15,7 @@ Two answers are the same way of solving if ``same`` maps their texts to the same
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_lab.curation.duplicates import words_of
@@ -23,6 +23,8 @@ from grpo_lab.curation.pass_rate import PassRate
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained
+Same = Callable[[str], Hashable]
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,25 @@ class Sampled:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {len(self.completions), len(self.scores), len(self.lengths)}
-        if len(counts) != 1:
+        if len({len(self.completions), len(self.scores), len(self.lengths)}) != 1:
             raise ValueError(
                 f"{len(self.completions)} completions, {len(self.scores)} scores and {len(self.lengths)} lengths "
                 "of one problem; they have to be as many"
             )
+
+    @property
+    def right(self) -> list[int]:
+        """Places of the right completions."""
+        return [place for place, score in enumerate(self.scores) if score is not None and score >= CORRECT_FROM]
+
+    @property
+    def wrong(self) -> list[int]:
+        return [place for place, score in enumerate(self.scores) if score is not None and score < CORRECT_FROM]
+
+    @property
+    def right_by_length(self) -> list[int]:
+        """Shortest first; ties in the order they were sampled."""
+        return sorted(self.right, key=lambda place: self.lengths[place])
 
 
 def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length) -> list[Sampled]:
@@ -54,12 +69,12 @@ def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], le
     return rows
 
 
-def shortest_correct(rows: Sequence[Sampled]) -> list[dict[str, Any]]:
+def shortest_correct(rows: Sequence[Sampled]) -> Rows:
     """SFT rows `prompt, completion, length, …columns`: the shortest right completion of every problem that has one."""
-    chosen = [(row, right[0]) for row in rows if (right := _shortest_first(row))]
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
-        for row, best in chosen
+        for row in rows
+        for best in row.right_by_length[:1]
     ]
 
 
@@ -69,7 +84,7 @@ def preference_pairs(
     *,
     wrong_must_be_longer: bool = False,
     pairs_per_problem: int | None = None,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length, rejected_because, …columns`.
 
     Args:
@@ -82,15 +97,16 @@ def preference_pairs(
     if ratio <= 1:
         raise ValueError(f"ratio={ratio}: a rejected right completion has to be longer than the chosen one, ratio > 1")
     _check_limit(pairs_per_problem, "pairs_per_problem")
-    built: list[dict[str, Any]] = []
+    built: Rows = []
     for row in rows:
-        right = _shortest_first(row)
-        if not right:
+        if not row.right:
             continue
-        best = right[0]
-        longer = [place for place in right[1:] if row.lengths[place] >= ratio * max(row.lengths[best], 1)]
-        wrong = [place for place in _wrong(row) if not wrong_must_be_longer or row.lengths[place] > row.lengths[best]]
-        rejected = [(place, "longer") for place in longer] + [(place, "wrong") for place in wrong]
+        best, *others = row.right_by_length
+        shortest = row.lengths[best]
+        rejected = [(place, "longer") for place in others if row.lengths[place] >= ratio * max(shortest, 1)]
+        rejected += [
+            (place, "wrong") for place in row.wrong if not wrong_must_be_longer or row.lengths[place] > shortest
+        ]
         rejected = [(place, why) for place, why in rejected if row.completions[place] != row.completions[best]]
         rejected.sort(key=lambda pair: (-row.lengths[pair[0]], pair[0]))
         built += [
@@ -98,33 +114,6 @@ def preference_pairs(
             for place, why in rejected[:pairs_per_problem]
         ]
     return built
-
-
-Same = Callable[[str], Hashable]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What a selection saw and left.
-
-    problems, solved   problems sampled, and those with a right sample (that passed ``sound``)
-    samples, scored, right, unsound   completions; unsound: right, but ``sound`` refused them
-    ways   ways of solving over all problems before the limit a problem, gold ones not counted
-    kept, gold   rows or pairs that are left, and how many of them are gold
-    """
-
-    problems: int
-    solved: int
-    samples: int
-    scored: int
-    right: int
-    unsound: int
-    ways: int
-    kept: int
-    gold: int = 0
-
-    def facts(self) -> dict[str, int]:
-        return asdict(self)
 
 
 def normalised(text: str) -> Hashable:
@@ -139,7 +128,7 @@ def right_answers(
     same: Same = normalised,
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
-) -> tuple[list[dict[str, Any]], Counts]:
+) -> tuple[Rows, dict[str, int]]:
     """SFT rows `prompt, completion, source` (``own`` or ``gold``), problem by problem, and what was counted.
 
     Args:
@@ -148,51 +137,61 @@ def right_answers(
             other ways (sum of the edit distances), as in the paper's algorithm 1.
         sound: a right answer that it refuses is left out.
         gold: column with a reference solution that goes first and is never left out; own answers of its way are.
+
+    Returns: the rows, and the counts
+        problems, solved   problems sampled, and those with a right sample (that passed ``sound``)
+        samples, scored, right, unsound   completions; unsound: right, but ``sound`` refused them
+        ways   ways of solving over all problems before the limit a problem, gold ones not counted
+        kept, gold   rows or pairs that are left, and how many of them are gold
+
     Raises: ValueError for a limit below 1, or a column that a problem does not have.
     """
     _check_limit(per_problem)
-    built: list[dict[str, Any]] = []
-    right = unsound = solved = ways = 0
+    built: Rows = []
+    unsound = solved = ways = 0
     for row in rows:
-        good = [text_of(row.completions[place]) for place in _right(row)]
+        good = [text_of(row.completions[place]) for place in row.right]
         passed = [text for text in good if sound is None or sound(text)]
-        reference = None if gold is None else _gold(row, gold)
+        reference = None
+        if gold is not None:
+            if row.columns.get(gold) is None:
+                raise ValueError(
+                    f"a problem has no {gold!r}, and gold solutions were asked for; its columns: {sorted(row.columns)}"
+                )
+            reference = str(row.columns[gold])
+            built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
         own = _ways(passed, same, reference)
-        right += len(good)
         unsound += len(good) - len(passed)
         solved += bool(passed)
         ways += len(own)
-        if reference is not None:
-            built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
         built += [
             {"prompt": row.prompt, "completion": in_form_of(row.prompt, text), "source": "own"}
             for text in own[:per_problem]
         ]
     golds = sum(one["source"] == "gold" for one in built)
-    return built, Counts(*_seen(rows, solved), right, unsound, ways, len(built), golds)
+    return built, _counts(rows, solved, unsound, ways, len(built), golds)
 
 
 def contrast_pairs(
     rows: Sequence[Sampled], *, per_problem: int | None = None, same: Same = normalised
-) -> tuple[list[dict[str, Any]], Counts]:
-    """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and what was counted.
+) -> tuple[Rows, dict[str, int]]:
+    """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and the counts of
+    `right_answers`.
 
     With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod
     W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on
     neither side.
     """
     _check_limit(per_problem)
-    built: list[dict[str, Any]] = []
-    right = solved = ways = 0
+    built: Rows = []
+    solved = ways = 0
     for row in rows:
-        places = _right(row)
-        chosen, rejected = _firsts(row, places, same), _firsts(row, _wrong(row), same)
-        right, solved, ways = right + len(places), solved + bool(places), ways + len(chosen)
-        if chosen and rejected:
-            count = max(len(chosen), len(rejected))
-            for number in range(count if per_problem is None else min(count, per_problem)):
-                built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
-    return built, Counts(*_seen(rows, solved), right, 0, ways, len(built))
+        chosen, rejected = (_firsts(row, places, same) for places in (row.right, row.wrong))
+        solved, ways = solved + bool(chosen), ways + len(chosen)
+        count = max(len(chosen), len(rejected)) if chosen and rejected else 0
+        for number in range(count)[:per_problem]:
+            built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
+    return built, _counts(rows, solved, 0, ways, len(built), 0)
 
 
 def text_of(completion: Any) -> str:
@@ -209,17 +208,17 @@ def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
     """One text for each way, in the order in which the ways turned up; those of ``reference``'s way are left out."""
     from rapidfuzz.distance import Levenshtein
 
-    taken = None if reference is None else same(reference)
+    gold = [] if reference is None else [reference]
+    taken = [same(text) for text in gold]
     kept: dict[Hashable, str] = {}
     for text in texts:
         way = same(text)
-        if reference is not None and way == taken:
+        if way in taken:
             continue
-        others = [other for key, other in kept.items() if key != way] + ([] if reference is None else [reference])
-        if way not in kept:
-            kept[way] = text
-        elif text != kept[way]:
-            far, near = (sum(Levenshtein.distance(one, other) for other in others) for one in (text, kept[way]))
+        first = kept.setdefault(way, text)
+        if text != first:
+            others = [other for key, other in kept.items() if key != way] + gold
+            far, near = (sum(Levenshtein.distance(one, other) for other in others) for one in (text, first))
             if far > near:
                 kept[way] = text
     return list(kept.values())
@@ -243,30 +242,18 @@ def _pair(row: Sampled, chosen: int, rejected: int) -> dict[str, Any]:
     }
 
 
-def _right(row: Sampled) -> list[int]:
-    return [place for place, score in enumerate(row.scores) if score is not None and score >= CORRECT_FROM]
-
-
-def _wrong(row: Sampled) -> list[int]:
-    return [place for place, score in enumerate(row.scores) if score is not None and score < CORRECT_FROM]
-
-
-def _shortest_first(row: Sampled) -> list[int]:
-    """Places of the right completions; ties in the order they were sampled."""
-    return sorted(_right(row), key=lambda place: (row.lengths[place], place))
-
-
-def _gold(row: Sampled, column: str) -> str:
-    if column not in row.columns or row.columns[column] is None:
-        raise ValueError(
-            f"a problem has no {column!r}, and gold solutions were asked for; its columns: {sorted(row.columns)}"
-        )
-    return str(row.columns[column])
-
-
-def _seen(rows: Sequence[Sampled], solved: int) -> tuple[int, int, int, int]:
-    scored = sum(score is not None for row in rows for score in row.scores)
-    return len(rows), solved, sum(len(row.completions) for row in rows), scored
+def _counts(rows: Sequence[Sampled], solved: int, unsound: int, ways: int, kept: int, gold: int) -> dict[str, int]:
+    return {
+        "problems": len(rows),
+        "solved": solved,
+        "samples": sum(len(row.completions) for row in rows),
+        "scored": sum(score is not None for row in rows for score in row.scores),
+        "right": sum(len(row.right) for row in rows),
+        "unsound": unsound,
+        "ways": ways,
+        "kept": kept,
+        "gold": gold,
+    }
 
 
 def _check_limit(limit: int | None, name: str = "per_problem") -> None:

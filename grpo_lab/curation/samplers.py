@@ -58,18 +58,16 @@ class RoundSampler(Sampler[int]):
         batch_size: different prompts in a round (TRL: `generation_batch_size // num_generations`).
         repeat_count: times a round is served (TRL: `num_iterations * steps_per_generation`).
         seed: the same on every rank.
-    Raises: ValueError for counts below 1, a seed that is no integer, or fewer prompts than one round needs.
+    Raises: ValueError for counts and seeds that are none, or fewer prompts than one round needs.
     """
 
     def __init__(
         self, data_source: Sized, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1, seed: int = 0
     ) -> None:
         counts = {"mini_repeat_count": mini_repeat_count, "batch_size": batch_size, "repeat_count": repeat_count}
-        for name, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}; an integer of at least 1 is needed")
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"seed={seed!r}; an integer is needed, the same on every rank")
+        for name, value in {**counts, "seed": seed}.items():
+            if type(value) is not int or (name != "seed" and value < 1):
+                raise ValueError(f"{name}={value!r}; an integer is needed, and a count is at least 1")
         if len(data_source) < batch_size:
             raise ValueError(f"the data has {len(data_source)} rows and a round needs batch_size={batch_size}")
         self.num_samples = len(data_source)
@@ -92,13 +90,13 @@ class RoundSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         if self._used_up:
-            self._begin_epoch(self.epoch + 1)
+            self.set_epoch(self.epoch + 1)
         return self._indices(self.epoch, self._drawn)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; the current one keeps its rounds and is replayed from its start."""
         if epoch != self.epoch:
-            self._begin_epoch(epoch)
+            self.epoch, self._drawn = epoch, []
         self._used_up = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,18 +128,12 @@ class RoundSampler(Sampler[int]):
         text = json.dumps(self.state_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
-    def _begin_epoch(self, epoch: int) -> None:
-        self.epoch, self._drawn, self._used_up = epoch, [], False
-
     def _indices(self, epoch: int, drawn: list[list[int]]) -> Iterator[int]:
         for number in range(self.rounds_per_epoch):
             if number == len(drawn):
                 drawn.append(self.draw(epoch, number, seeded(self.seed, epoch, number)))
                 assert len(set(drawn[-1])) == self.batch_size, "a round repeats a prompt"
-            for _ in range(self.repeat_count):
-                for index in drawn[number]:
-                    for _ in range(self.mini_repeat_count):
-                        yield index
+            yield from self.repeat_count * [i for i in drawn[number] for _ in range(self.mini_repeat_count)]
         if drawn is self._drawn:
             self._used_up = True
 
@@ -161,8 +153,7 @@ def seeded(*numbers: int) -> torch.Generator:
 class CurriculumSampler(RoundSampler):
     """Easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
 
-    Where N is no multiple of `batch_size`, the rows left out of an epoch are drawn at random, or the hardest would
-    never be seen.
+    Where N is no multiple of `batch_size`, random rows are left out of an epoch, or the hardest would never be seen.
 
     Args: pass_rates: one a row, in [0, 1]; the others as in `RoundSampler`.
     """
@@ -217,7 +208,6 @@ class UniformThenHardSampler(RoundSampler):
         if not 0 <= floor <= 1:
             raise ValueError(f"floor={floor} is not in [0, 1]")
         self.uniform_rounds, self.floor = uniform_rounds, floor
-        self._all = torch.arange(self.num_samples)
         self._hard = torch.nonzero(checked_rates(pass_rates, self.num_samples) < hard_below).flatten()
         if len(self._hard) < batch_size:
             raise ValueError(
@@ -230,7 +220,7 @@ class UniformThenHardSampler(RoundSampler):
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
         position = epoch * self.rounds_per_epoch + number
         if position < self.uniform_rounds:
-            return self._shuffled(self._all, position, phase=0)
+            return self._shuffled(torch.arange(self.num_samples), position, phase=0)
         if self.floor > 0:
             return systematic_sample(inclusion_probabilities(self._weights, self.batch_size), generator)
         return self._shuffled(self._hard, position - self.uniform_rounds, phase=1)
@@ -287,7 +277,7 @@ class PrioritizedSampler(RoundSampler):
         self.floor, self.decay = floor, decay
         self._initial = torch.tensor(rates, dtype=torch.float64)
         self._successes = torch.zeros(self.num_samples, dtype=torch.float64)
-        self._trials = torch.zeros(self.num_samples, dtype=torch.float64)
+        self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 
     def update(self, index: int, successes: float, trials: float) -> None:
         """Report that `successes` of `trials` completions of problem `index` were right; the same call on every rank.
@@ -300,40 +290,29 @@ class PrioritizedSampler(RoundSampler):
             raise ValueError(f"successes={successes} of trials={trials}: 0 ≤ successes ≤ trials is needed")
         if trials > 0:
             self._successes[index] = self.decay * self._successes[index] + successes
-            self._trials[index] = self.decay * self._trials[index] + trials
-
-    @property
-    def trials(self) -> torch.Tensor:
-        """T_i, [N] float64: the (decayed) number of completions behind s_i; 0 before the first."""
-        return self._trials
+            self.trials[index] = self.decay * self.trials[index] + trials
 
     @property
     def success_rates(self) -> torch.Tensor:
         """s_i, [N] float64."""
-        seen = self._trials > 0
-        return torch.where(seen, self._successes / torch.where(seen, self._trials, 1.0), self._initial)
+        return torch.where(self.trials > 0, self._successes / self.trials, self._initial)
 
     @property
     def weights(self) -> torch.Tensor:
         """w_i = max(1 − s_i, floor), [N] float64."""
         return (1 - self.success_rates).clamp(min=self.floor)
 
-    @property
-    def probabilities(self) -> torch.Tensor:
-        """P(i) = w_i / Σw, [N] float64: the share of the draws that problem i gets."""
-        return self.weights / self.weights.sum()
-
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
         return systematic_sample(inclusion_probabilities(self.weights, self.batch_size), generator)
 
     def state_dict(self) -> dict[str, Any]:
         """Adds S and T to the rounds."""
-        return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self._trials.tolist()}
+        return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self.trials.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._successes = torch.tensor(state["successes"], dtype=torch.float64)
-        self._trials = torch.tensor(state["trials"], dtype=torch.float64)
+        self.trials = torch.tensor(state["trials"], dtype=torch.float64)
 
 
 def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:

@@ -25,8 +25,7 @@ from grpo_lab.visible import visible
 
 @dataclass(frozen=True)
 class DroppedExample:
-    """A row that a filter dropped, as the report shows it: its number, its text cut to a readable length, why it
-    went."""
+    """A row that a filter dropped, as the report shows it: number, text cut to a readable length, why it went."""
 
     row: int
     text: str
@@ -68,9 +67,7 @@ class CurationReport:
         from rich.text import Text
 
         console = console or Console()
-        table = Table(title=Text(f"{self.title}: {self.kept:,} of {self.rows:,} rows kept"))
-        for heading in ("filter", "rule"):
-            table.add_column(heading)
+        table = Table("filter", "rule", title=Text(f"{self.title}: {self.kept:,} of {self.rows:,} rows kept"))
         for heading in ("before", "dropped", "share", "refused of all"):
             table.add_column(heading, justify="right")
         for one in self.filters:
@@ -114,18 +111,20 @@ class Selection:
     ) -> None:
         """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for
         the report."""
+        why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
-        if reasons is not None:
-            self._check_length(f"reasons of {name}", reasons)
+        self._check_length(f"reasons of {name}", why)
         if any(outcome.name == name for outcome in self._outcomes):
             raise ValueError(f"the filter {name!r} was applied already")
         refused = [index for index, kept in enumerate(mask) if not kept]
         newly = [index for index in refused if self._dropped_by[index] is None]
-        before = sum(by is None for by in self._dropped_by)
+        before = sum(self.mask)
         for index in newly:
             self._dropped_by[index] = name
-        examples = [self._example(index, reasons) for index in _spread(newly, _EXAMPLES)]
-        self._outcomes.append(FilterOutcome(name, setting, before, len(newly), len(refused), tuple(examples)))
+        count = min(_EXAMPLES, len(newly))  # evenly over the data, not all from its beginning
+        spread = [newly[place * len(newly) // count] for place in range(count)]
+        examples = tuple(DroppedExample(index, self._text(index), why[index] or "") for index in spread)
+        self._outcomes.append(FilterOutcome(name, setting, before, len(newly), len(refused), examples))
 
     @property
     def mask(self) -> list[bool]:
@@ -137,8 +136,7 @@ class Selection:
         return [self._scored(index) for index, kept in enumerate(self.mask) if kept]
 
     def scored_rows(self) -> list[dict[str, Any]]:
-        """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it, or
-        None)."""
+        """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it)."""
         return [
             {**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in enumerate(self._dropped_by)
         ]
@@ -155,23 +153,11 @@ class Selection:
                 f"{name}: {len(values)} values for {len(self._rows)} rows; filters and scores see all rows"
             )
 
-    def _example(self, index: int, reasons: Sequence[str | None] | None) -> DroppedExample:
+    def _text(self, index: int) -> str:
         shown = self._rows[index][self._shown]
-        text = shown if isinstance(shown, str) else _of_messages(shown)
-        return DroppedExample(index, text[:_SHOWN_CHARACTERS], (reasons[index] if reasons else None) or "")
-
-
-def _of_messages(messages: Any) -> str:
-    if not isinstance(messages, Sequence):
-        return str(messages)
-    return "\n".join(str(m.get("content", "")) if isinstance(m, Mapping) else str(m) for m in messages)
-
-
-def _spread(indices: list[int], count: int) -> list[int]:
-    """`count` of the indices, evenly over the data, so that examples do not all come from its beginning."""
-    if len(indices) <= count:
-        return indices
-    return [indices[position * len(indices) // count] for position in range(count)]
+        if not isinstance(shown, str):
+            shown = "\n".join(str(message.get("content", "")) for message in shown)
+        return str(shown[:_SHOWN_CHARACTERS])
 
 
 def balance(
@@ -201,9 +187,15 @@ def balance(
             members.setdefault(domain, []).append(index)
     if rows and not members:
         raise ValueError(f"none of the {len(rows)} rows has a value of {by!r} to balance by")
+    if per_domain is None:
+        per_domain = min(map(len, members.values()), default=0)
     keep = [False] * len(rows)
     for domain, indices in members.items():
-        share = _share(domain, members, per_domain)
+        if isinstance(per_domain, Mapping) and domain not in per_domain:
+            raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
+        share = per_domain[domain] if isinstance(per_domain, Mapping) else per_domain
+        if share < 0:
+            raise ValueError(f"per_domain={share} for domain {domain!r} is negative")
         for index in random.Random(f"{seed}/{domain}").sample(indices, min(share, len(indices))):
             keep[index] = True
     return keep
@@ -212,16 +204,3 @@ def balance(
 def is_missing(value: Any) -> bool:
     """True for what names no domain: None, NaN, an empty text."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())
-
-
-def _share(
-    domain: Hashable, members: Mapping[Hashable, Sequence[int]], per_domain: int | Mapping[Any, int] | None
-) -> int:
-    if per_domain is None:
-        return min(len(indices) for indices in members.values())
-    if isinstance(per_domain, Mapping) and domain not in per_domain:
-        raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
-    share = per_domain[domain] if isinstance(per_domain, Mapping) else per_domain
-    if share < 0:
-        raise ValueError(f"per_domain={share} for domain {domain!r} is negative")
-    return share

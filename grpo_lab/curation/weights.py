@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -30,9 +27,9 @@ _OF_A_MODEL = (
 def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, alpha: float = 0.5) -> Path:
     """Write the average of two Hugging Face checkpoint folders (safetensors, one file or sharded) to a new folder.
 
-    What else a model is (`is_of_a_model`) is copied from `a_dir`, and nothing that tells how it was trained. The shards
-    are cut as in `a_dir`. The folder appears under its name only when it is complete. Buffers that are not floating
-    point have to be equal.
+    The tokenizer, processors, code and licences are copied from `a_dir`, and nothing that tells how it was trained. The
+    shards are cut as in `a_dir`. The folder appears under its name only when it is complete. Buffers that are not
+    floating point have to be equal.
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
     Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
@@ -54,12 +51,10 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
             names = [name for name, file in files_a.items() if file == shard]
             _write_shard(a / shard, {name: b / files_b[name] for name in names}, unfinished / shard, alpha)
         for file in a.iterdir():
-            if file.is_file() and is_of_a_model(file.name):
+            if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _OF_A_MODEL):
                 shutil.copy2(file, unfinished / file.name)
         if bad := not_finite(unfinished):
-            raise NumbersError(
-                f"the average of {a} and {b} is not written: {bad}: look at how these two models were made"
-            )
+            raise NumbersError(f"the average of {a} and {b} is not written: {bad}: look at how they were made")
         if out.exists():
             out.rmdir()
         unfinished.rename(out)
@@ -67,22 +62,14 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensor → file of both folders. ValueError where a folder has no safetensors, or their tensors are not the
-    same."""
-    a, b = Path(a_dir), Path(b_dir)
-    files_a, files_b = _tensor_files(a), _tensor_files(b)
+    """Tensor → file of both. ValueError where a folder has no safetensors, or they hold other tensors."""
+    files_a, files_b = _tensor_files(Path(a_dir)), _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
         only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
         raise ValueError(
-            f"the checkpoints hold different tensors: only in {a}: {only_a[:5]}; only in {b}: {only_b[:5]}"
+            f"the checkpoints hold different tensors: only in {a_dir}: {only_a[:5]}; only in {b_dir}: {only_b[:5]}"
         )
     return files_a, files_b
-
-
-def is_of_a_model(name: str) -> bool:
-    """Whether a file of that name belongs to a checkpoint besides its weights: `save_pretrained` of transformers'
-    models, tokenizers and processors writes it, or it is code or a licence that goes with the weights."""
-    return any(fnmatch(name, pattern) for pattern in _OF_A_MODEL)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -106,29 +93,25 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _write_shard(a_file: Path, b_files: dict[str, Path], out_file: Path, alpha: float) -> None:
+    import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     averaged: dict[str, torch.Tensor] = {}
-    with safe_open(a_file, framework="pt") as a_tensors:
-        metadata = a_tensors.metadata()
-        for b_file in sorted(set(b_files.values())):
-            with safe_open(b_file, framework="pt") as b_tensors:
-                for name in (name for name, file in b_files.items() if file == b_file):
-                    averaged[name] = _average(name, a_tensors.get_tensor(name), b_tensors.get_tensor(name), alpha)
-    save_file(averaged, out_file, metadata=metadata)
-
-
-def _average(name: str, a: torch.Tensor, b: torch.Tensor, alpha: float) -> torch.Tensor:
-    import torch
-
-    if a.shape != b.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(a.shape)} in the first checkpoint and {tuple(b.shape)} in the second"
-        )
-    if not a.is_floating_point():
-        if not torch.equal(a, b):
-            raise ValueError(f"{name} is {a.dtype} and differs between the checkpoints; it cannot be averaged")
-        return a
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    return (alpha * a.to(wide) + (1 - alpha) * b.to(wide)).to(a.dtype).contiguous()
+    with ExitStack() as files:
+        a_tensors = files.enter_context(safe_open(a_file, framework="pt"))
+        b_tensors = {
+            file: files.enter_context(safe_open(file, framework="pt")) for file in sorted(set(b_files.values()))
+        }
+        for name, b_file in b_files.items():
+            a, b = a_tensors.get_tensor(name), b_tensors[b_file].get_tensor(name)
+            if a.shape != b.shape:
+                shapes = f"{tuple(a.shape)} in the first checkpoint and {tuple(b.shape)} in the second"
+                raise ValueError(f"{name} has shape {shapes}")
+            if a.is_floating_point():
+                wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+                a = (alpha * a.to(wide) + (1 - alpha) * b.to(wide)).to(a.dtype).contiguous()
+            elif not torch.equal(a, b):
+                raise ValueError(f"{name} is {a.dtype} and differs between the checkpoints; it cannot be averaged")
+            averaged[name] = a
+        save_file(averaged, out_file, metadata=a_tensors.metadata())

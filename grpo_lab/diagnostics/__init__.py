@@ -1,6 +1,78 @@
-"""What a run's own metrics say about it. Pure: no trainer, no torch, no files."""
+"""``diagnose``: one line on whether a run works, from its logged metrics. Pure: no trainer, no torch, no files."""
 
-from grpo_lab.diagnostics.health import Diagnosis, changes, diagnose
-from grpo_lab.diagnostics.rules import RULES, Facts, Rule
+from __future__ import annotations
 
-__all__ = ["RULES", "Diagnosis", "Facts", "Rule", "changes", "diagnose"]
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_lab.diagnostics.rules import RULES, Facts, History, recent, step_of
+
+__all__ = ["RULES", "Diagnosis", "Facts", "changes", "diagnose"]
+
+SHOWN = 2
+"""Findings that one line names; the others are counted. The first is often the cause of what follows."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a run's windows up to ``step`` say.
+
+    Args:
+        wrong: (name of the rule, sentence, settings to look at), most serious first.
+        notes: (name of the rule, sentence) of what looks wrong and is not.
+        now: reward, length and entropy of the last windows, in words.
+    """
+
+    step: int
+    wrong: tuple[tuple[str, str, str], ...]
+    notes: tuple[tuple[str, str], ...]
+    now: str
+
+    @property
+    def healthy(self) -> bool:
+        return not self.wrong
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rules that say something is wrong: what makes two verdicts the same."""
+        return tuple(name for name, _, _ in self.wrong)
+
+    @property
+    def line(self) -> str:
+        if self.healthy:
+            notes = "".join(f"; {sentence}" for _, sentence in self.notes)
+            return f"step {self.step}: healthy{f' ({self.now})' if self.now else ''}{notes}"
+        said = "; ".join(f"{sentence}. Look at {settings}" for _, sentence, settings in self.wrong[:SHOWN])
+        more = self.names[SHOWN:]
+        return f"step {self.step}: {said}" + (f" ({len(more)} more: {', '.join(more)})" if more else "")
+
+
+def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
+    """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule.
+
+    Raises:
+        ValueError: no window.
+    """
+    if not history:
+        raise ValueError("no logging window: there is nothing to diagnose")
+    found = [(rule, rule.seen(history, facts or Facts())) for rule in RULES]
+    wrong = tuple((rule.name, said, rule.settings) for rule, said in found if said and not rule.healthy)
+    notes = tuple((rule.name, said) for rule, said in found if said and rule.healthy)
+    reward, length, entropy = (recent(history, name) for name in ("reward", "completions/mean_length", "entropy"))
+    first = recent(history[:1], "reward")
+    now = [
+        None if reward is None else f"reward {reward:.3g}" + ("" if first is None else f", first {first:.3g}"),
+        None if length is None else f"length {length:.0f}",
+        None if entropy is None else f"entropy {entropy:.2g}",
+    ]
+    return Diagnosis(step_of(history[-1]), wrong, notes, "; ".join(filter(None, now)))
+
+
+def changes(history: History, facts: Facts | None = None) -> Iterator[Diagnosis]:
+    """The verdict of the first window, each that differs from the one before in what is wrong, and the last one."""
+    before: Diagnosis | None = None
+    for end in range(1, len(history) + 1):
+        verdict = diagnose(history[:end], facts)
+        if before is None or verdict.names != before.names or end == len(history):
+            yield verdict
+        before = verdict

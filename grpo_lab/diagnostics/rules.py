@@ -1,4 +1,4 @@
-"""Is it working? One row a thing that goes wrong: what is seen in the metrics, the sentence, the settings to look at.
+"""Is it working? One rule a thing that goes wrong: what is seen in the metrics, the sentence, the settings to look at.
 
 Thresholds have their source beside them; "ours" where the sources leave the value open. They were tried on runs of this
 repository that learn (quick start, two seeds; process supervision) and that do not (random weights, no right answer).
@@ -7,38 +7,29 @@ repository that learn (quick start, two seeds; process supervision) and that do 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 
-from grpo_lab.diagnostics.windows import (
-    PERSISTENCE,
-    History,
-    all_alike,
-    at_start,
-    has_critic,
-    last_steps,
-    lasting,
-    no_completion_scored,
-    not_zero,
-    number,
-    recent,
-    rise_in_errors,
-    step_of,
-    values,
-)
+Window = Mapping[str, object]
+"""One logged row: metric → number (other values are not looked at), with ``step``, the optimizer step."""
+
+History = Sequence[Window]
+"""Windows of training, oldest first."""
+
+PERSISTENCE = 3
+"""Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours."""
 
 TRUNCATED = 0.20
 """Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models'
 GSM8K answers (trl #6263)."""
 
 ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
-"""Nats per token, and share of the first windows' entropy, below both of which there is hardly anything left to
-explore. Ours: the quick start goes healthily from 0.17 to 0.05; the cause that is named is DAPO's (arXiv 2503.14476,
-clip-higher against collapse)."""
+"""Nats per token, and share of the first windows' entropy, below both of which hardly anything is left to explore.
+Ours: the quick start goes healthily from 0.17 to 0.05; the named cause is DAPO's (arXiv 2503.14476, clip-higher)."""
 
 ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
-"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours: e^0.5 is 1.6 times the
-choices a token."""
+"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours."""
 
 FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
 """Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many
@@ -50,9 +41,8 @@ is asked at every window."""
 
 LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
 """Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
-standard errors. Ours: on R1-Zero's curve, where length and reward rise together, length is often there first, and few
-windows do not tell a slow rise from noise. That length alone grows, and of wrong answers, is the length bias of arXiv
-2503.20783, App. C."""
+standard errors. Ours: on R1-Zero's curve, where both rise, length is often there first. That length alone grows, and of
+wrong answers, is the length bias of arXiv 2503.20783, App. C."""
 
 CEILING = 0.95
 """Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours."""
@@ -94,10 +84,8 @@ Seen = Callable[[History, Facts], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table.
-
+    """
     Args:
-        name: what it looks for.
         seen: the sentence, with what was seen, where the history shows it; else None.
         settings: where to look.
         healthy: it explains something that looks wrong and is not.
@@ -109,17 +97,32 @@ class Rule:
     healthy: bool = False
 
 
+RULES: list[Rule] = []
+"""Most serious first: in the order of this file."""
+
+
+def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Seen]:
+    def listed(seen: Seen) -> Seen:
+        RULES.append(Rule(name, seen, settings, healthy))
+        return seen
+
+    return listed
+
+
+@rule("non-finite", "learning_rate, max_grad_norm, bf16/fp16, the rewards")
 def not_finite(history: History, facts: Facts) -> str | None:
-    """A reward of NaN says that a window scored nothing: a row of its own. Steps that the guard left out lost
-    nothing."""
-    if number(history[-1], "guard/left_out"):
-        why = [kind for kind in not_zero(history[-1], "guard/") if kind != "left_out"]
-        return f"{' and '.join(why)} not finite: such steps were left out, and the weights are as before them"
-    seen = {name: number(history[-1], name) or 0.0 for name in ("loss", "grad_norm", "kl", "entropy", "reward")}
+    """A reward of NaN says that a window scored nothing: a rule of its own."""
+    last = history[-1]
+    if number(last, "guard/left_out"):
+        why = [name[6:] for name in last if name.startswith("guard/") and number(last, name)]
+        said = " and ".join(kind for kind in why if kind != "left_out")
+        return f"{said} not finite: such steps were left out, and the weights are as before them"
+    seen = {name: number(last, name) or 0.0 for name in ("loss", "grad_norm", "kl", "entropy", "reward")}
     found = [n for n, value in seen.items() if math.isinf(value) or (math.isnan(value) and n != "reward")]
     return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
 
 
+@rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
 def no_learning_rate(history: History, facts: Facts) -> str | None:
     """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first
     group's."""
@@ -130,20 +133,15 @@ def no_learning_rate(history: History, facts: Facts) -> str | None:
     return "the learning rate of the first parameter group is 0" + ("" if facts.moves is None else ": nothing moves")
 
 
-def _dead(history: History) -> bool:
-    """With a critic a group of equal rewards teaches like any other."""
-    return all_alike(history) and not has_critic(history)
-
-
+@rule("nothing scored", "rewards, the columns and the answer format that they read")
 def nothing_scored(history: History, facts: Facts) -> str | None:
-    if not no_completion_scored(history):
-        return None
-    return "no completion was scored, every reward gave None or NaN, so nothing is learned"
+    unscored = no_completion_scored(history)
+    return "no completion was scored, every reward gave None or NaN, so nothing is learned" if unscored else None
 
 
+@rule("all groups dead", "rewards, data (difficulty), num_generations, temperature, update.dead_groups")
 def all_dead(history: History, facts: Facts) -> str | None:
-    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come out of such a
-    start."""
+    """Over three windows; before that only where nothing has ever been rewarded: no gradient can come of that."""
     if not _dead(history) or no_completion_scored(history):
         return None
     reward = recent(history, "reward")
@@ -154,6 +152,7 @@ def all_dead(history: History, facts: Facts) -> str | None:
     return f"all groups are dead, every completion of a group got the same reward{level}, so nothing is learned"
 
 
+@rule("no gradient", "mask_truncated_completions, max_completion_length, frozen weights (peft_config)")
 def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
     if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history) or no_completion_scored(history):
@@ -162,17 +161,15 @@ def no_gradient(history: History, facts: Facts) -> str | None:
     return f"the gradient is 0 though {alive}: no token carries loss, or no weight is trained"
 
 
+@rule("sampler drifts", "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every")
 def drifting(history: History, facts: Facts) -> str | None:
-    gap = recent(history, "rollout/sync_gap")
-    difference = lasting(history, "sampling/sampling_logp_difference/mean")
-    worst = max(gap or 0.0, difference or 0.0)
-    return (
-        f"sampler and trainer differ by {worst:.2g} nats a token: completions are not the policy's"
-        if worst > DRIFT
-        else None
-    )
+    gaps = recent(history, "rollout/sync_gap"), lasting(history, "sampling/sampling_logp_difference/mean")
+    worst = max(gap or 0.0 for gap in gaps)
+    said = f"sampler and trainer differ by {worst:.2g} nats a token: completions are not the policy's"
+    return said if worst > DRIFT else None
 
 
+@rule("truncation", "max_completion_length, the prompt, mask_truncated_completions")
 def truncated(history: History, facts: Facts) -> str | None:
     share = lasting(history, "completions/truncated_share", "completions/clipped_ratio")
     if share is None or share <= TRUNCATED:
@@ -181,18 +178,19 @@ def truncated(history: History, facts: Facts) -> str | None:
     return f"{share:.0%} of the completions are cut off{' and count as wrong' if judged else ''}"
 
 
+@rule("unscorable", "the gold answers, rewards (mode), the template's answer format")
 def unscorable(history: History, facts: Facts) -> str | None:
-    share = lasting(history, "rewards/unscorable_share")
-    return None if share is None or share <= UNSCORABLE else f"{share:.0%} of the completions cannot be scored"
+    share = lasting(history, "rewards/unscorable_share") or 0.0
+    return f"{share:.0%} of the completions cannot be scored" if share > UNSCORABLE else None
 
 
+@rule("KL runs away", "beta, learning_rate, sync_ref_model")
 def kl_high(history: History, facts: Facts) -> str | None:
-    kl = lasting(history, "kl")
-    return (
-        None if kl is None or kl <= KL_HIGH else f"KL to the reference is {kl:.2g} nats a token: the policy runs away"
-    )
+    kl = lasting(history, "kl") or 0.0
+    return f"KL to the reference is {kl:.2g} nats a token: the policy runs away" if kl > KL_HIGH else None
 
 
+@rule("clip share", "learning_rate, num_iterations, steps_per_generation, epsilon")
 def clipped(history: History, facts: Facts) -> str | None:
     share = lasting(history, "clip_ratio/region_mean", "cispo_clip_ratio")
     if share is None or (share := share + (lasting(history, "clip_ratio/delta_mean") or 0.0)) <= CLIPPED:
@@ -200,6 +198,7 @@ def clipped(history: History, facts: Facts) -> str | None:
     return f"{share:.0%} of the tokens are clipped: updates are too large"
 
 
+@rule("entropy collapses", "epsilon_high, temperature, learning_rate, beta")
 def entropy_gone(history: History, facts: Facts) -> str | None:
     start, now = at_start(history, "entropy"), recent(history, "entropy")
     if start is None or now is None or now >= min(ENTROPY_GONE, ENTROPY_LEFT * start):
@@ -207,6 +206,7 @@ def entropy_gone(history: History, facts: Facts) -> str | None:
     return f"entropy collapsed from {start:.2g} to {now:.2g} nats a token: samples hardly differ"
 
 
+@rule("entropy explodes", "learning_rate, temperature, entropy_coef, beta")
 def entropy_explodes(history: History, facts: Facts) -> str | None:
     start, now = at_start(history, "entropy"), recent(history, "entropy")
     if start is None or now is None or now <= max(ENTROPY_TIMES * start, start + ENTROPY_MORE):
@@ -214,6 +214,7 @@ def entropy_explodes(history: History, facts: Facts) -> str | None:
     return f"entropy grew from {start:.2g} to {now:.2g} nats a token: the policy turns into noise"
 
 
+@rule("length runs away", "objective (dr_grpo has no length bias), rewards (soft_overlong, kimi_length)")
 def length_runs_away(history: History, facts: Facts) -> str | None:
     start, now = (seen(history, "completions/mean_length") for seen in (at_start, recent))
     before = recent(history[: 1 - LENGTH_WINDOWS], "completions/mean_length")
@@ -226,55 +227,34 @@ def length_runs_away(history: History, facts: Facts) -> str | None:
     return f"length grew from {start:.0f} to {now:.0f} tokens and reward did not"
 
 
-def _late(history: History) -> tuple[list[float], int]:
-    """The rewards that ``reward_falls`` and ``reward_flat`` look at, and how many steps they span; nothing where they
-    are too few."""
-    rows = last_steps(history, FLAT_STEPS, FLAT_WINDOWS)
-    series = values(rows, "reward")
-    return (series, step_of(rows[-1]) - step_of(rows[0])) if len(series) >= FLAT_WINDOWS else ([], 0)
-
-
+@rule("reward falls", "learning_rate, beta, data (difficulty), the rewards and their schedules")
 def reward_falls(history: History, facts: Facts) -> str | None:
     series, steps = _late(history)
-    if not series or _dead(history) or rise_in_errors(series) > -FALLEN:
+    if not series or rise_in_errors(series) > -FALLEN:
         return None
     half = len(series) // 2
-    early, late = sum(series[:half]) / half, sum(series[half:]) / (len(series) - half)
+    early, late = fmean(series[:half]), fmean(series[half:])
     why = "expected where problems get harder or a penalty sets in"
     return f"reward fell from {early:.3g} to {late:.3g} within {steps} steps ({why})"
 
 
-def _flat_at(history: History, facts: Facts) -> tuple[float, int] | None:
-    """Level and steps of a flat reward; None where it moves, and where all groups are dead: that has a row of its
-    own."""
-    series, steps = _late(history)
-    if not series or _dead(history) or abs(rise_in_errors(series)) >= NOISE:
-        return None
-    return sum(series) / len(series), steps
-
-
-def _at_ceiling(history: History) -> bool:
-    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1 in the last
-    windows."""
-    names = [name for name in history[-1] if name.startswith("rewards/") and name.endswith("/mean")] or ["reward"]
-    levels = [recent(history, name) for name in names]
-    return all(level is not None and CEILING <= level <= 1 for level in levels)
-
-
+@rule("reward flat", "learning_rate, data (difficulty), num_generations, temperature")
 def reward_flat(history: History, facts: Facts) -> str | None:
-    found = _flat_at(history, facts)
-    if found is None or _at_ceiling(history):
+    series, steps = _late(history)
+    if not series or abs(rise_in_errors(series)) >= NOISE or _at_ceiling(history):
         return None
-    return f"reward has been flat at {found[0]:.3g} for {found[1]} steps (fine if that is all there is to gain)"
+    return f"reward has been flat at {fmean(series):.3g} for {steps} steps (fine if that is all there is to gain)"
 
 
+@rule("reward full", "data (harder problems), max_steps", healthy=True)
 def reward_full(history: History, facts: Facts) -> str | None:
-    found = _flat_at(history, facts)
-    if found is None or not _at_ceiling(history):
+    series, steps = _late(history)
+    if not series or abs(rise_in_errors(series)) >= NOISE or not _at_ceiling(history):
         return None
-    return f"reward has been {found[0]:.3g} for {found[1]} steps: where 1 is the most, there is hardly more to gain"
+    return f"reward has been {fmean(series):.3g} for {steps} steps: where 1 is the most, there is hardly more to gain"
 
 
+@rule("loss 0", "none", healthy=True)
 def zero_loss(history: History, facts: Facts) -> str | None:
     loss, norm = number(history[-1], "loss"), number(history[-1], "grad_norm")
     once = facts.updates is not None and facts.updates <= 1
@@ -283,27 +263,100 @@ def zero_loss(history: History, facts: Facts) -> str | None:
     return "loss 0 is right: centred advantages sum to 0 at the one update a batch; watch the reward"
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("non-finite", not_finite, "learning_rate, max_grad_norm, bf16/fp16, the rewards"),
-    Rule("learning rate 0", no_learning_rate, "learning_rate, lr_scheduler_type, warmup_steps"),
-    Rule("nothing scored", nothing_scored, "rewards, the columns and the answer format that they read"),
-    Rule("all groups dead", all_dead, "rewards, data (difficulty), num_generations, temperature, update.dead_groups"),
-    Rule("no gradient", no_gradient, "mask_truncated_completions, max_completion_length, frozen weights (peft_config)"),
-    Rule("sampler drifts", drifting, "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every"),
-    Rule("truncation", truncated, "max_completion_length, the prompt, mask_truncated_completions"),
-    Rule("unscorable", unscorable, "the gold answers, rewards (mode), the template's answer format"),
-    Rule("KL runs away", kl_high, "beta, learning_rate, sync_ref_model"),
-    Rule("clip share", clipped, "learning_rate, num_iterations, steps_per_generation, epsilon"),
-    Rule("entropy collapses", entropy_gone, "epsilon_high, temperature, learning_rate, beta"),
-    Rule("entropy explodes", entropy_explodes, "learning_rate, temperature, entropy_coef, beta"),
-    Rule(
-        "length runs away",
-        length_runs_away,
-        "objective (dr_grpo has no length bias), rewards (soft_overlong, kimi_length)",
-    ),
-    Rule("reward falls", reward_falls, "learning_rate, beta, data (difficulty), the rewards and their schedules"),
-    Rule("reward flat", reward_flat, "learning_rate, data (difficulty), num_generations, temperature"),
-    Rule("reward full", reward_full, "data (harder problems), max_steps", healthy=True),
-    Rule("loss 0", zero_loss, "none", healthy=True),
-)
-"""Most serious first."""
+def number(window: Window, *names: str) -> float | None:
+    """The first of these metrics that the window has, finite or not; None where it has none. TRL logs NaN as None."""
+    for name in names:
+        value = window.get(name, False)
+        if value is None:
+            return math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return None
+
+
+def values(history: History, *names: str) -> list[float]:
+    """The finite values, window by window; a window without the metric is passed over."""
+    found = (number(window, *names) for window in history)
+    return [value for value in found if value is not None and math.isfinite(value)]
+
+
+def recent(history: History, *names: str) -> float | None:
+    """Mean over the last ``PERSISTENCE`` windows that there are; None where the metric is not logged."""
+    found = values(history[-PERSISTENCE:], *names)
+    return fmean(found) if found else None
+
+
+def lasting(history: History, *names: str) -> float | None:
+    """As ``recent``, and None before there are ``PERSISTENCE`` windows."""
+    return recent(history, *names) if len(history) >= PERSISTENCE else None
+
+
+def at_start(history: History, *names: str) -> float | None:
+    """Mean over the first ``PERSISTENCE`` windows; None before there are as many after them."""
+    return recent(history[:PERSISTENCE], *names) if len(history) >= 2 * PERSISTENCE else None
+
+
+def no_completion_scored(history: History) -> bool:
+    """The mean of a reward that scored no completion is NaN."""
+    means = [number(w, name) for w in history[-PERSISTENCE:] for name in _rewards(w)]
+    return _all_alike(history) and bool(means) and all(mean is not None and math.isnan(mean) for mean in means)
+
+
+def has_critic(history: History) -> bool:
+    """Whether the last windows are of PPO with a critic; a window of a batch that is used again logs no reward."""
+    return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
+
+
+def step_of(window: Window) -> int:
+    """The optimizer step at the end of the window."""
+    return int(number(window, "step") or 0)
+
+
+def rise_in_errors(series: Sequence[float]) -> float:
+    """Mean of the later half minus mean of the earlier half, in standard errors of that difference.
+
+    (m₂ − m₁) / √(s₁²/n₁ + s₂²/n₂), Welch's statistic (Biometrika 34, 1947): below about 2 in size a change is within
+    the noise. 0 where nothing varies and nothing changed, ±inf where a change has no noise at all. Takes 4 values or
+    more: each half has a variance.
+    """
+    half = len(series) // 2
+    early, late = series[:half], series[half:]
+    change = fmean(late) - fmean(early)
+    error = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
+    if error == 0:
+        return math.copysign(math.inf, change) if change else 0.0
+    return change / error
+
+
+def _rewards(window: Window) -> list[str]:
+    return [name for name in window if name.startswith("rewards/") and name.endswith("/mean")]
+
+
+def _all_alike(history: History) -> bool:
+    """Whether every group of the last windows had equal rewards."""
+    shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
+    return bool(shares) and min(shares) >= 1
+
+
+def _dead(history: History) -> bool:
+    """With a critic a group of equal rewards teaches like any other."""
+    return _all_alike(history) and not has_critic(history)
+
+
+def _late(history: History) -> tuple[list[float], int]:
+    """The rewards of the last ``FLAT_STEPS`` steps, or of ``FLAT_WINDOWS`` windows where those are more, and how many
+    steps they span; nothing where they are too few, or all groups are dead: that has a rule of its own."""
+    end = step_of(history[-1])
+    if len(history) < FLAT_WINDOWS or end - step_of(history[0]) < FLAT_STEPS or _dead(history):
+        return [], 0
+    back = len(history) - FLAT_WINDOWS
+    while back and step_of(history[back - 1]) >= end - FLAT_STEPS:
+        back -= 1
+    series = values(history[back:], "reward")
+    return (series, end - step_of(history[back])) if len(series) >= FLAT_WINDOWS else ([], 0)
+
+
+def _at_ceiling(history: History) -> bool:
+    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1."""
+    levels = [recent(history, name) for name in _rewards(history[-1]) or ["reward"]]
+    return all(level is not None and CEILING <= level <= 1 for level in levels)

@@ -7,12 +7,16 @@ same form (`trainer/generation/thinking.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+import resource
+import signal
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from grpo_lab.engines.chat_template import rendered
 from grpo_lab.engines.grouping import check_logprobs
+from grpo_lab.signals import handle, put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from grpo_lab.engines.grouping import GroupedEngine
 
 Messages = Sequence[Mapping[str, Any]]
+
+#: limits of a chat template, which is a program that came with the model: seconds, bytes, characters
+TEMPLATE_SECONDS, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 20.0, 1 << 30, 10_000_000
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,51 @@ def render_prompt(
     A plain string is tokenized as it is, with the tokenizer's own special tokens. A message list goes through the chat
     template with the generation prompt added (the template writes its special tokens itself, so none are added after
     it); one that ends with an assistant's message is continued where that ends.
+
+    Raises:
+        ValueError: the template fails, leaves its sandbox, or takes more than any prompt needs.
     """
     if isinstance(prompt, str):
         return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
     continued = prompt[-1]["role"] == "assistant"
     how = {"add_generation_prompt": not continued, "continue_final_message": continued, **(chat_template_kwargs or {})}
-    text = rendered(tokenizer, prompt, **how)
+    try:
+        with _bounded():
+            text = str(tokenizer.apply_chat_template([dict(one) for one in prompt], tokenize=False, **how))
+    except Exception as error:  # of jinja2, of its sandbox, or of the template's own arithmetic
+        memory = f"it needs more than {TEMPLATE_BYTES >> 30} GiB" if isinstance(error, MemoryError) else None
+        said = memory or " ".join(str(error).split())[:500]
+        raise ValueError(f"the chat template cannot render a prompt: {type(error).__name__}: {said}") from error
+    if len(text) > TEMPLATE_CHARACTERS:
+        raise ValueError(
+            f"the chat template makes {len(text):,} characters of one prompt; at most {TEMPLATE_CHARACTERS:,} are taken"
+        )
     return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Memory where Linux says what is used; time in the main thread, where signals come, between two steps."""
+
+    def late(*_: Any) -> NoReturn:
+        raise TimeoutError(f"it is not done after {TEMPLATE_SECONDS:g} seconds")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = Path("/proc/self/statm")
+    pages = int(used.read_text().split()[0]) if used.is_file() else 0
+    limit = TEMPLATE_BYTES + pages * resource.getpagesize()
+    before = handle(late, signal.SIGALRM)
+    try:
+        if pages and (soft == resource.RLIM_INFINITY or limit < soft):
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        if before:
+            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+        yield
+    finally:
+        if before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            put_back(before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def in_form_of(prompt: str | Messages, text: str) -> Any:
@@ -110,12 +155,15 @@ class TransformersSampler:
         import torch
         from tqdm.auto import tqdm
 
-        self._refuse_overlong(prompts, max_new_tokens)
+        context, longest = context_of(self.model), max(map(len, prompts), default=0)
+        if context is not None and longest + max_new_tokens > context:
+            raise ValueError(too_long("longest", longest, max_new_tokens, context))
         # Longest first: too large a batch shows at once, and not after an hour.
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
         stops = stop_token_ids(self.model.generation_config, self.tokenizer)
-        config = plain_generation_config(temperature, max_new_tokens, stops, self._pad_id(stops))
+        pad = self.tokenizer.pad_token_id
+        config = plain_generation_config(temperature, max_new_tokens, stops, stops[0] if pad is None else int(pad))
 
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
         was_training = self.model.training
@@ -149,27 +197,12 @@ class TransformersSampler:
 
         from grpo_lab.finite import FiniteScores
 
-        input_ids, attention_mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
+        ids, mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
+        generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
+        asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
         with torch.no_grad():
-            generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
-            output = generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                generation_config=config,
-                logits_processor=[FiniteScores()],
-            )
-        rows: list[list[int]] = output[:, input_ids.shape[1] :].tolist()
-        return rows
-
-    def _pad_id(self, stops: list[int]) -> int:
-        pad = self.tokenizer.pad_token_id
-        return stops[0] if pad is None else int(pad)
-
-    def _refuse_overlong(self, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
-        context = context_of(self.model)
-        longest = max((len(ids) for ids in prompts), default=0)
-        if context is not None and longest + max_new_tokens > context:
-            raise ValueError(too_long("longest", longest, max_new_tokens, context))
+            output = generate(**asked, logits_processor=[FiniteScores()])
+        return output[:, ids.shape[1] :].tolist()
 
 
 @dataclass(frozen=True)
@@ -194,9 +227,7 @@ class VllmSampler:
                 min_p=0.0,
                 repetition_penalty=1.0,
                 max_tokens=max_new_tokens,
-                seed=None
-                if seed is None
-                else seed + place * n,  # sample k of a request is given seed + k: none share one
+                seed=None if seed is None else seed + place * n,  # sample k of a request gets seed + k: none share one
                 stop_token_ids=list(self.stop_token_ids),
                 logprobs=0 if self.logprobs else None,
             )
@@ -205,10 +236,11 @@ class VllmSampler:
         asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
         outputs = self.engine.llm.generate(asked, parameters, use_tqdm=False)
         check_logprobs(outputs)
-        return [[_of_engine(one) for one in sorted(output.outputs, key=lambda one: one.index)] for output in outputs]
+        return [[of_engine(one) for one in sorted(output.outputs, key=lambda one: one.index)] for output in outputs]
 
 
-def _of_engine(written: Any) -> Completion:
+def of_engine(written: Any) -> Completion:
+    """A completion of vLLM's as one of ours."""
     ids, logprobs = list(written.token_ids), None
     if written.logprobs is not None:
         logprobs = [entries[token].logprob for token, entries in zip(ids, written.logprobs, strict=True)]
@@ -219,7 +251,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tupl
     """Ragged rows -> (ids [B, T], attention mask [B, T]), padded on the left."""
     import torch
 
-    width = max(len(row) for row in rows)
+    width = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
@@ -227,15 +259,12 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tupl
 
 def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
     """The ids up to and with the first end-of-text token; the padding behind it is not the model's."""
-    for position, token in enumerate(ids):
-        if token in eos_ids:
-            return list(ids[: position + 1])
-    return list(ids)
+    ends = (position + 1 for position, token in enumerate(ids) if token in eos_ids)
+    return list(ids[: next(ends, None)])
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None where the model has no
-    limit."""
+    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
     return context_of_config(model.config)
 
 
@@ -275,8 +304,7 @@ def plain_generation_config(temperature: float, max_new_tokens: int, stops: list
     from transformers import GenerationConfig
 
     greedy = temperature == 0
-    config: Any = GenerationConfig
-    made: GenerationConfig = config(
+    return GenerationConfig(
         max_new_tokens=max_new_tokens,
         min_new_tokens=0,
         do_sample=not greedy,
@@ -293,4 +321,3 @@ def plain_generation_config(temperature: float, max_new_tokens: int, stops: list
         pad_token_id=pad,
         use_cache=True,
     )
-    return made

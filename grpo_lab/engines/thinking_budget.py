@@ -4,8 +4,7 @@ Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fu
 model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry
 no loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
-Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is (`continued` makes one of
-a `Sampler`):
+Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is:
 
     1. every prompt, at most `budget` tokens.
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the
@@ -26,6 +25,7 @@ from typing import Any
 
 from grpo_lab.engines.sampler import Completion, Sampler
 
+END_TEXT = "</think>"
 QWEN3_STOP_TEXT = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     "</think>\n\n"
@@ -62,8 +62,7 @@ class ThinkingBudget:
     stop_ids                 the stop text as token ids; must close the thinking
     max_completion_length    all tokens of a completion, the inserted ones included
     eos_ids                  tokens that end a completion
-    decode                   ids -> text with special tokens kept, to find `end_text` however the tokenizer cuts it
-    end_text                 what closes the thinking
+    decode                   ids -> text with special tokens kept, to find `</think>` however the tokenizer cuts it
     """
 
     budget: int
@@ -71,14 +70,13 @@ class ThinkingBudget:
     max_completion_length: int
     eos_ids: Collection[int]
     decode: Callable[[list[int]], str]
-    end_text: str = "</think>"
 
     def __post_init__(self) -> None:
         if self.budget < 0:
             raise ValueError(f"thinking_budget must be 0 or more tokens, or null for no budget; got {self.budget}")
-        if self.end_text not in self.decode(list(self.stop_ids)):
+        if END_TEXT not in self.decode(list(self.stop_ids)):
             raise ValueError(
-                f"budget_text must contain {self.end_text!r}: after it the model is to answer; "
+                f"budget_text must contain {END_TEXT!r}: after it the model is to answer; "
                 f"as tokens it reads {self.decode(list(self.stop_ids))!r}"
             )
         if set(self.stop_ids) & set(self.eos_ids):
@@ -97,35 +95,31 @@ class ThinkingBudget:
         *,
         max_completion_length: int,
         eos_ids: Collection[int] | None = None,
-        text: str = QWEN3_STOP_TEXT,
-        end_text: str = "</think>",
+        text: str | None = None,
     ) -> ThinkingBudget:
-        """Settings for a Hugging Face tokenizer; `eos_ids=None`: the tokenizer's own end-of-text token."""
-        stop_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        """For a Hugging Face tokenizer; None: its own end-of-text token, and the text of Qwen's documentation."""
+        stop_ids = tuple(tokenizer(QWEN3_STOP_TEXT if text is None else text, add_special_tokens=False)["input_ids"])
         ends = {tokenizer.eos_token_id} if eos_ids is None else set(eos_ids)
-        return cls(budget, stop_ids, max_completion_length, ends, tokenizer.decode, end_text)
+        return cls(budget, stop_ids, max_completion_length, ends, tokenizer.decode)
 
     @property
     def answer_room(self) -> int:
         """Tokens left for the answer after a cut."""
         return self.max_completion_length - self.budget - len(self.stop_ids)
 
-    def is_finished(self, ids: Sequence[int], limit: int) -> bool:
-        """True where a completion generated under `limit` tokens ended by itself."""
-        return len(ids) < limit or (len(ids) > 0 and ids[-1] in self.eos_ids)
-
-    def has_closed(self, ids: Sequence[int]) -> bool:
-        """True where the thinking is closed within these tokens."""
-        return self.end_text in self.decode(list(ids))
+    def is_finished(self, ids: Sequence[int]) -> bool:
+        """True where these first tokens of a completion ended by themselves within the budget."""
+        return len(ids) < self.budget or (len(ids) > 0 and ids[-1] in self.eos_ids)
 
     def thinks(self, prompt_ids: Sequence[int]) -> bool:
         """False for a prompt that ends in a closed thinking block: the completion is an answer from its first token."""
         tail = list(prompt_ids[-8 - len(self.stop_ids) :])
-        return not self.decode(tail).rstrip().endswith(self.end_text)
+        return not self.decode(tail).rstrip().endswith(END_TEXT)
 
     def must_cut(self, prompt_ids: Sequence[int], head: Sequence[int]) -> bool:
         """True where these first tokens of a completion use up the budget without ending or closing the thinking."""
-        return self.thinks(prompt_ids) and not self.is_finished(head, self.budget) and not self.has_closed(head)
+        closed = END_TEXT in self.decode(list(head))
+        return self.thinks(prompt_ids) and not self.is_finished(head) and not closed
 
 
 def continued(sampler: Sampler, temperature: float = 1.0) -> Continue:
@@ -152,20 +146,17 @@ def budgeted_generate(
     first = [nothing] * len(prompts)
     if settings.budget > 0 and (prompts or in_step):
         first = _checked(generate(prompts, settings.budget), len(prompts), settings.budget)
-    cut = [settings.must_cut(prompt, one.ids) for prompt, one in zip(prompts, first, strict=True)]
     stop = list(settings.stop_ids)
-    kept = [one.ids + stop if is_cut else one.ids for one, is_cut in zip(first, cut, strict=True)]
-    going_on = [row for row, one in enumerate(first) if not settings.is_finished(one.ids, settings.budget)]
+    inserted = [stop if settings.must_cut(p, one.ids) else [] for p, one in zip(prompts, first, strict=True)]
+    kept = [one.ids + text for one, text in zip(first, inserted, strict=True)]
+    going_on = [row for row, one in enumerate(first) if not settings.is_finished(one.ids)]
     tails = dict.fromkeys(range(len(prompts)), nothing)
     for room in (settings.answer_room, settings.answer_room + len(stop)):  # rows that were cut, and the others
         rows = [row for row in going_on if settings.max_completion_length - len(kept[row]) == room]
         if rows or in_step:
             found = generate([prompts[row] + kept[row] for row in rows], room)
             tails.update(zip(rows, _checked(found, len(rows), room), strict=True))
-    return [
-        _joined(one, stop if is_cut else [], tails[row])
-        for row, (one, is_cut) in enumerate(zip(first, cut, strict=True))
-    ]
+    return [_joined(one, text, tails[row]) for row, (one, text) in enumerate(zip(first, inserted, strict=True))]
 
 
 def _joined(head: Completion, inserted: list[int], tail: Completion) -> BudgetedCompletion:

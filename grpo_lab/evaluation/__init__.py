@@ -1,11 +1,10 @@
-"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; terminal and HTML
-reports."""
+"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; reports."""
 
 from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.outcomes import Outcome
-from grpo_lab.evaluation.report import write_report
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
+from grpo_lab.evaluation.run_page import write_report
 from grpo_lab.evaluation.statistics import (
     Interval,
     majority_at_k,

@@ -1,12 +1,12 @@
-"""Where the ink goes: series → pixel coordinates. The markup is in `templates/chart.svg.j2`, which escapes all text."""
+"""Where the ink goes: series → pixel coordinates. The markup, which escapes all text, is in `figure.html.j2`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate, cycle
+from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
@@ -27,8 +27,7 @@ STYLES = [
 
 @dataclass(frozen=True)
 class Line:
-    """One named series of a chart. ``errors``: (low, high) at each point, drawn as bars. ``markers``: show the
-    points."""
+    """One named series. ``errors``: (low, high) at each point, drawn as bars; ``markers``: show the points."""
 
     label: str
     points: Points
@@ -36,8 +35,7 @@ class Line:
     markers: bool = False
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """A mark on an axis: its place in pixels and its label."""
 
     at: float
@@ -46,8 +44,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """One series in pixels: SVG paths (`raw`, `smooth`), dots with their labels, error bars, first and last value as
-    text."""
+    """A series in pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
 
     label: str
     colour: str
@@ -70,11 +67,11 @@ class Chart:
     y_ticks: list[Tick]
     smoothing: int
     description: str
-    rule: Tick | None = None
-    right_ticks: list[Tick] = field(default_factory=list)
-    right_unit: str = ""
-    box: dict[str, float] = field(default_factory=lambda: _box(RIGHT))
-    x_unit: str = "optimizer step"
+    rule: Tick | None
+    right_ticks: list[Tick]
+    right_unit: str
+    box: dict[str, float]
+    x_unit: str
 
 
 @dataclass(frozen=True)
@@ -102,76 +99,75 @@ def draw(
     right_unit: str = "",
     x_unit: str = "optimizer step",
 ) -> Chart:
-    """Lay ``lines`` out over a common axis, named ``x_unit``. share: values in [0, 1] shown as per cent. rule: a level
-    to compare with.
+    """Lay ``lines``, of which at least one must have a point, out over a common axis, named ``x_unit``.
 
-    right: lines with an axis of their own (from 0, in ``right_unit``) at the right. At least one of ``lines`` must have
-    a point.
+    share: values in [0, 1] shown as per cent. rule: a level to compare with. right: lines with an axis of their own
+    (from 0, in ``right_unit``) at the right.
     """
     lines, right = ([line for line in some if line.points] for some in (lines, right))
+    every = [*lines, *right]
     show = _percent if share else _plain
-    steps = [x for line in [*lines, *right] for x, _ in line.points]
+    steps = [x for line in every for x, _ in line.points]
     first, last = min(steps), max(steps)
     if first == last:
         first, last = first - 1, last + 1
-    margin = RIGHT + (SECOND_AXIS if right else 0.0)
-    x = _scale(first, last, LEFT + 6, WIDTH - margin - 6)
+    edge = WIDTH - RIGHT - (SECOND_AXIS if right else 0.0)
+    x = _scale(first, last, LEFT + 6, edge - 6)
     y_at, y = _axis(lines, from_zero or share, share)
     right_at, right_y = _axis(right, True, False) if right else ([], y)
+    over = x_unit.removeprefix("optimizer ")
     drawn = [
-        _draw_line(line, smooth(line.points), STYLES[place % len(STYLES)], x, height, said, x_unit)
-        for place, (line, height, said) in enumerate(
-            [*((line, y, show) for line in lines), *((line, right_y, _plain) for line in right)]
-        )
+        _draw_line(line, style, x, *((y, show) if place < len(lines) else (right_y, _plain)), over)
+        for place, (line, style) in enumerate(zip(every, cycle(STYLES), strict=False))
     ]
     return Chart(
         unit=unit,
         lines=drawn,
         x_ticks=[Tick(x(t), _plain(t)) for t in nice_ticks(first, last, 6, whole=True) if first <= t <= last],
         y_ticks=[Tick(y(t), show(t)) for t in y_at],
-        smoothing=max(smoothing_window(len(line.points)) for line in [*lines, *right]),
+        smoothing=max(smoothing_window(len(line.points)) for line in every),
         description="; ".join(f"{line.label}: from {line.first} to {line.last}" for line in drawn),
         rule=Tick(y(rule[0]), rule[1]) if rule is not None and y_at[0] <= rule[0] <= y_at[-1] else None,
         right_ticks=[Tick(right_y(t), _plain(t)) for t in right_at],
         right_unit=right_unit if right else "",
-        box=_box(margin),
+        box={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": edge, "top": TOP, "bottom": HEIGHT - BOTTOM},
         x_unit=x_unit,
     )
 
 
 def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[float], Callable[[float], float]]:
     """The ticks of a y axis that holds ``lines``, and where a value stands on it."""
-    heights = [y for line in lines for _, y in line.points]
-    low, high = _range(heights + [y for line in lines for pair in line.errors for y in pair], from_zero, share)
+    values = [y for line in lines for _, y in line.points]
+    values += [y for line in lines for pair in line.errors for y in pair]
+    low, high = min(values), max(values)
+    if from_zero and low >= 0:
+        low = 0.0
+        # A share that fills half of the scale gets the whole one; a small one is magnified.
+        high = 1.0 if share and 0.5 < high <= 1 else max(high, 0.01 if share else 0.0)
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        margin = abs(high) * 0.1 or 1.0
+        low, high = (low if from_zero and low == 0 else low - margin), high + margin
     at = nice_ticks(low, high, 4)
     return at, _scale(min(low, at[0]), max(high, at[-1]), HEIGHT - BOTTOM, TOP)
 
 
-def _box(margin: float) -> dict[str, float]:
-    right, bottom = WIDTH - margin, HEIGHT - BOTTOM
-    return {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
-
-
 def _draw_line(
     line: Line,
-    smoothed: Points,
     style: tuple[str, str],
     x: Callable[[float], float],
     y: Callable[[float], float],
     show: Callable[[float], str],
-    x_unit: str,
+    over: str,
 ) -> DrawnLine:
-    at = x_unit.removeprefix("optimizer ")
-    colour, dash = style
-    is_smoothed = smoothing_window(len(line.points)) > 1
+    smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
     return DrawnLine(
         label=line.label,
-        colour=colour,
-        dash=dash,
-        raw=_path(envelope(line.points), x, y) if is_smoothed else "",
+        colour=style[0],
+        dash=style[1],
+        raw=_path(envelope(line.points), x, y) if smoothing_window(len(line.points)) > 1 else "",
         smooth=_path(thinned(smoothed), x, y),
-        dots=[(x(a), y(b), f"{at} {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
+        dots=[(x(a), y(b), f"{over} {_plain(a)}: {show(b)}") for a, b in line.points] if lone else [],
         bars=[(x(a), y(lo), y(hi)) for (a, _), (lo, hi) in zip(line.points, line.errors, strict=bool(line.errors))],
         first=show(smoothed[0][1]),
         last=show(smoothed[-1][1]),
@@ -223,18 +219,6 @@ def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list
         gap = max(1.0, float(math.ceil(gap)))
     start, end = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
     return [gap * i for i in range(start, end + 1)]
-
-
-def _range(values: Sequence[float], from_zero: bool, share: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
-    if from_zero and low >= 0:
-        low = 0.0
-        # A share that fills half of the scale gets the whole one; a small one is magnified.
-        high = 1.0 if share and 0.5 < high <= 1 else max(high, 0.01 if share else 0.0)
-    if high - low < 1e-12 * max(1.0, abs(high)):
-        margin = abs(high) * 0.1 or 1.0
-        low, high = (low if from_zero and low == 0 else low - margin), high + margin
-    return low, high
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -1,5 +1,4 @@
-"""Two or more runs side by side: what was set differently, what came out, a paired test on the held-out problems; on
-the terminal and as a page.
+"""Two or more runs side by side: what was set differently, what came out, a paired test on the held-out problems.
 
 A test needs the same problems, judged alike. Problems are recognised by question and gold answer, not by their place;
 where two runs share none, or were judged by different rewards, no test is made and the reason is given instead.
@@ -22,9 +21,8 @@ from rich.table import Table as Columns
 from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.page import Page, Section, Table, text_of
-from grpo_lab.evaluation.panels import accuracy_line, panels_of
+from grpo_lab.evaluation.panels import CURVES, accuracy_line, panels_of
 from grpo_lab.evaluation.result import EvaluationResult
-from grpo_lab.evaluation.run_page import CURVES
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points
@@ -36,13 +34,12 @@ _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit"
 _NOT_SETTINGS = ("name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters")
 CAVEAT = (
     "The test asks whether the two models differ on problems such as these. It knows nothing of the luck of one "
-    "training: "
-    "another seed of either run moves its accuracy too."
+    "training: another seed of either run moves its accuracy too."
 )
 _RESULTS = "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples. – : not recorded."
 _TESTS = (
-    "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's "
-    "exact test, two-sided."
+    "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's exact "
+    "test, two-sided."
 )
 MARK = "grpo_lab comparison"
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
@@ -64,9 +61,8 @@ class Compared:
 class PairedTest:
     """``name`` against ``against``, on the problems that both answered and that could be scored.
 
-    difference   share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why, without a
-    test gained       problems that ``name`` alone has right; lost: that ``against`` alone has right p_value
-    McNemar's exact test, two-sided
+    difference: share of ``name`` minus that of ``against``, 95% interval; None, and ``why_not`` says why.
+    gained, lost: problems that only ``name``, or only ``against``, has right. p_value: McNemar's exact test, two-sided.
     """
 
     name: str
@@ -119,9 +115,8 @@ def paired_test(run: Compared, baseline: Compared) -> PairedTest:
     before, after = [bool(a.correct) for a, _ in pairs], [bool(b.correct) for _, b in pairs]
     gained = sum(b and not a for a, b in zip(before, after, strict=True))
     lost = sum(a and not b for a, b in zip(before, after, strict=True))
-    return PairedTest(
-        run.name, baseline.name, paired_difference(before, after), gained, lost, mcnemar_exact(gained, lost)
-    )
+    found = paired_difference(before, after)
+    return PairedTest(run.name, baseline.name, found, gained, lost, mcnemar_exact(gained, lost))
 
 
 def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -169,8 +164,7 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Settings of run.json, mappings taken apart, that are not the same in all runs that have one; None where a run has
-    no such setting."""
+    """Settings of run.json, mappings taken apart, that are not the same in all runs; None where a run has it not."""
     settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
     found = []
     for name in dict.fromkeys(name for one in settings for name in one):
@@ -200,9 +194,8 @@ def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
         shared, counts = test.difference.n, (run.after.n_problems, base.n_problems)
         if shared < max(counts):
             notes.append(
-                f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and "
-                f"{counts[1]:,}; the "
-                "test is on those"
+                f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and {counts[1]:,}; "
+                "the test is on those"
             )
         for key, said in _different(base, run.after, _CONDITIONS):
             notes.append(f"{run.name} and {test.against} were evaluated with another {key}: {said}")
@@ -218,16 +211,12 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-# --- shown ------------------------------------------------------------------------------------------------------------
-
-
 def write_comparison(found: Comparison, path: str | Path) -> Path:
     """Write the page. ValueError where ``path`` is a file that is no comparison, or cannot be written to."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(
-            f"--output {str(path)!r} is a folder; name the page, such as {str(path / 'comparison.html')!r}"
-        )
+        page = str(path / "comparison.html")
+        raise ValueError(f"--output {str(path)!r} is a folder; name the page, such as {page!r}")
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
         raise ValueError(f"--output {str(path)!r} exists and is no comparison; choose another file")
     folders = [os.path.relpath(run.record.folder, path.parent) for run in found.runs]
@@ -235,8 +224,7 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
 
 
 def rewrite_comparison(path: Path) -> Path:
-    """The page in ``path`` from what its runs hold now. ValueError where it is no comparison, or a run is no more
-    there."""
+    """The page in ``path`` from what its runs hold now. ValueError where it is no comparison, or a run is gone."""
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")
@@ -288,10 +276,8 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
     for test in found.tests:
         change, gained, lost, p = test_cells(test)
         if test.difference is not None:
-            lines.append(
-                f"{test.name} against {test.against}: {change} points, p {p} "
-                f"(n={test.difference.n}: {gained} right only in the first, {lost} only in the second)"
-            )
+            counts = f"n={test.difference.n}: {gained} right only in the first, {lost} only in the second"
+            lines.append(f"{test.name} against {test.against}: {change} points, p {p} ({counts})")
     for line in [*lines, *(f"note: {note}" for note in found.notes), *([CAVEAT] if lines else [])]:
         console.print(line, soft_wrap=True)
 
@@ -300,12 +286,8 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
     """Difference in points with its interval, right only here, right only there, p."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
-    return (
-        points(test.difference),
-        str(test.gained),
-        str(test.lost),
-        "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}",
-    )
+    p = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
+    return points(test.difference), str(test.gained), str(test.lost), p
 
 
 def result_rows(found: Comparison) -> list[list[str]]:
@@ -327,22 +309,17 @@ def _column(result: Any) -> list[tuple[str, str]]:
 def comparison_figures(runs: Sequence[Compared]) -> list[Figure]:
     """Curves with one line a run; quantities that no run recorded are left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
-    found = [("Held-out accuracy", meaning, [_accuracy(run) for run in runs], unit, {"share": True})]
+    trained = [run for run in runs if run.record.kind != EVALUATION]  # a lone evaluation belongs to no step
+    accuracy = [accuracy_line(run.record, run.name) for run in trained]
+    found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
     for panel in panels_of(*(run.record for run in runs)):
         for label, metrics in panel.lines.items():
             title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
             lines = [Line(run.name, run.record.first_of(*metrics)) for run in runs]
             missing = [line.label for line in lines if not line.points]
             meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
-            found.append((title, meaning, lines, panel.unit, panel.shape))
-    return [
-        one for title, meaning, lines, unit, shape in found if (one := figure(title, meaning, lines, unit, **shape))
-    ]
-
-
-def _accuracy(run: Compared) -> Line:
-    """Of a run; a lone evaluation belongs to no step."""
-    return accuracy_line(run.record, run.name) if run.record.kind != EVALUATION else Line(run.name, [])
+            found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
+    return [one for one in found if one]
 
 
 def _said(name: str, value: Any) -> str:

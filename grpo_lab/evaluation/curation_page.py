@@ -18,24 +18,19 @@ _CHARACTERS = 600
 _REASON = 300
 _RATES = (
     'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the '
-    "label before it, "
-    "up to its own."
+    "label before it, up to its own."
 )
 _KEPT = "From the hardest to the easiest in even steps; nothing is picked for looks."
 
 
 def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = None, rows: Rows = ()) -> Page:
-    """The page.
-
-    Args:
-        summary: how it was made, for the list of settings.
-        rows: all rows with `kept`, and `pass_rate` where it was measured (`Selection.scored_rows`), for the histogram
-            and for examples of what stayed.
-    """
+    """``summary``: how it was made, for the settings; ``rows``: all, with `kept`, and `pass_rate` where it was measured
+    (`Selection.scored_rows`), for the histogram and for examples of what stayed."""
     rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
     share = f"{report.kept / report.rows:.1%} of the rows" if report.rows else "no rows"
     mean = [Card("Mean pass rate of the kept", f"{100 * sum(rates) / len(rates):.1f}", "%")] if rates else []
     settings = {name: value for name, value in (summary or {}).items() if name not in ("finished", "report")}
+    stayed = Table(["row", "question", "gold", "pass rate"], kept_examples(rows), words={1})
     return Page(
         kind="curation report",
         title=report.title,
@@ -45,23 +40,15 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
         sections=[
             _filters(report),
             Section("Pass rates", legend=("kept", "dropped"), bars=histogram(rows), foot=_RATES),
-            Section(
-                "What stayed",
-                table=Table(["row", "question", "gold", "pass rate"], kept_examples(rows), words={1}),
-                foot=_KEPT,
-            ),
-            *_dropped(report),
+            Section("What stayed", table=stayed, foot=_KEPT),
+            *(Section(f"Dropped: {one.name}", table=_dropped(one)) for one in report.filters if one.examples),
             settings_section(settings),
         ],
     )
 
 
 def read_curation(folder: Path) -> Page:
-    """The page of the curation in ``folder``, out of `curation.json` and `all.parquet`.
-
-    Raises:
-        ValueError: it is not finished, or what says it is damaged.
-    """
+    """Of the curation in ``folder``, out of `curation.json` and `all.parquet`. ValueError: not finished, or damaged."""
     import pyarrow.parquet as pq
 
     table = folder / "all.parquet"
@@ -93,15 +80,13 @@ def _filters(report: CurationReport) -> Section:
     head = ["filter", "rule", "before", "dropped", "share", "refused of all", "of all rows"]
     foot = (
         'A row is put down to the first filter that refused it. "Refused of all" counts what the filter refused by '
-        "itself, among all "
-        "rows for filters that read the text, among the rows left to it for those that ask the model."
+        "itself, among all rows for filters that read the text, among the rows left to it for those that ask the model."
     )
     return Section("Filters", legend=("left", "dropped here"), table=Table(head, rows, words={1, 6}), foot=foot)
 
 
 def histogram(rows: Rows) -> list[Bar]:
-    """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1. Empty without
-    rates."""
+    """Pass rates in twelve bars: exactly 0, ten tenths (k/10, (k+1)/10] without the ends, exactly 1; else none."""
     counts = [[0, 0] for _ in range(12)]
     for row in rows:
         rate = row.get("pass_rate")
@@ -116,8 +101,7 @@ def histogram(rows: Rows) -> list[Bar]:
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
-    """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy, or over the data without
-    rates."""
+    """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy; without rates over the data."""
     kept = [(number, row, row.get("pass_rate")) for number, row in enumerate(rows) if row.get("kept")]
     kept.sort(key=lambda one: -1.0 if one[2] is None else float(one[2]))
     count = min(_KEPT_SHOWN, len(kept))
@@ -135,13 +119,6 @@ def _question(row: Mapping[str, Any]) -> str:
     return text[:_CHARACTERS]
 
 
-def _dropped(report: CurationReport) -> list[Section]:
-    head = ["row", "why", "question"]
-    return [
-        Section(
-            f"Dropped: {one.name}",
-            table=Table(head, [(str(e.row), e.reason[:_REASON], e.text) for e in one.examples], words={1, 2}),
-        )
-        for one in report.filters
-        if one.examples
-    ]
+def _dropped(one: FilterOutcome) -> Table:
+    rows = [(str(e.row), e.reason[:_REASON], e.text) for e in one.examples]
+    return Table(["row", "why", "question"], rows, words={1, 2})

@@ -76,14 +76,17 @@ def evaluate(
     Unwrap a distributed model first.
 
     Raises:
-        EvaluationStopped: Ctrl-C after the first answers. Any other exception in ``generate`` or ``reward`` comes
-            through.
+        EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
     """
     started = time.perf_counter()
     problems = [dict(row) for row in rows]
     _check_rows(problems)
     settings = _checked_settings(max_new_tokens, batch_size, n_samples, temperature, seed)
-    asked = _all_asked(problems, tokenizer, chat_template_kwargs)
+    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
+    asked = [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts))]
+    for one in asked:
+        if not one.prompt.ids:
+            raise ValueError(f"row {one.index}: the prompt {one.prompt.text!r} has no tokens: nothing to continue")
     if generate is None:
         if model is None:
             raise ValueError("evaluate needs a model, or generate= in its place; both are None")
@@ -93,47 +96,34 @@ def evaluate(
     settings["reward"] = getattr(reward, "__name__", type(reward).__name__)
     settings["answers_read"] = read_answer is not None
     settings["prompts_too_long"] = len(problems) - len(asked)
-    return _measured(asked, generate, tokenizer, reward, read_answer, settings, started)
-
-
-def _measured(
-    asked: list[_Asked],
-    generate: Sampler,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: Reward,
-    read_answer: ReadAnswer | None,
-    settings: dict[str, Any],
-    started: float,
-) -> EvaluationResult:
-    """One round of generation after the other, each graded. ``EvaluationStopped`` with what there is where one was
-    broken off."""
     outcomes: list[Outcome] = []
-    ids = [one.prompt.ids for one in asked]
-    limits = {"max_new_tokens": settings["max_new_tokens"], "seed": settings["seed"]}
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0)]
-    if settings["n_samples"] > 0:
-        passes.append(("sampled", settings["n_samples"], settings["temperature"]))
+    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
     for kind, n, heat in passes:
-        stopped = None
-        written: Sequence[Sequence[Completion | None]]
-        try:
-            written = generate(ids, n=n, temperature=heat, **limits)
-            counts = sorted({len(group) for group in written})
-            if len(written) != len(asked) or counts != [n]:
-                raise ValueError(
-                    f"generate returned {len(written)} lists of {counts} completions; {len(asked)} lists of {n} are "
-                    "needed"
-                )
-        except GenerationStopped as stop:
-            written = stop.completions
-            ready = sum(completion is not None for group in written for completion in group)
-            stopped = f"after {ready:,} of {len(asked) * n:,} {kind} answers, the longest prompts first"
-        outcomes += _grade(kind, asked, written, tokenizer, reward, read_answer)
-        seconds = time.perf_counter() - started
-        if stopped:
-            stopped_settings = {**settings, "stopped": stopped}
-            raise EvaluationStopped(EvaluationResult(tuple(outcomes), stopped_settings, seconds)) from None
-    return EvaluationResult(tuple(outcomes), settings, seconds)
+        if n:
+            ids = [one.prompt.ids for one in asked]
+            written, stopped = _written(generate, ids, n, heat, max_new_tokens, seed)
+            outcomes += _grade(kind, asked, written, tokenizer, reward, read_answer)
+            if stopped is not None:
+                settings["stopped"] = f"after {stopped} {kind} answers, the longest prompts first"
+                raise EvaluationStopped(EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started))
+    return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _written(
+    generate: Sampler, ids: list[list[int]], n: int, temperature: float, max_new_tokens: int, seed: int
+) -> tuple[Sequence[Sequence[Completion | None]], str | None]:
+    """``n`` completions of each prompt; where that was broken off those that there are, and how many of how many."""
+    try:
+        written = generate(ids, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    except GenerationStopped as stop:
+        ready = sum(completion is not None for group in stop.completions for completion in group)
+        return stop.completions, f"{ready:,} of {len(ids) * n:,}"
+    counts = sorted({len(group) for group in written})
+    if len(written) != len(ids) or counts != [n]:
+        raise ValueError(
+            f"generate returned {len(written)} lists of {counts} completions; {len(ids)} lists of {n} are needed"
+        )
+    return written, None
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
@@ -198,19 +188,6 @@ def _question(prompt: Any) -> str:
     return content if isinstance(content, str) else str(as_text(content))
 
 
-def _all_asked(
-    problems: Sequence[Row], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None
-) -> list[_Asked]:
-    asked = [
-        _Asked(index, row, render_prompt(row["prompt"], tokenizer, chat_template_kwargs))
-        for index, row in enumerate(problems)
-    ]
-    for one in asked:
-        if not one.prompt.ids:
-            raise ValueError(f"row {one.index}: the prompt {one.prompt.text!r} has no tokens: nothing to continue")
-    return asked
-
-
 def _check_rows(problems: Sequence[Row]) -> None:
     if not problems:
         raise ValueError("there are no rows to evaluate; at least one with a column `prompt` is needed")
@@ -221,10 +198,9 @@ def _check_rows(problems: Sequence[Row]) -> None:
         if set(row) != columns:
             raise ValueError(f"row {index} has the columns {sorted(row)}, but row 0 has {sorted(columns)}")
         prompt = row["prompt"]
-        is_messages = isinstance(prompt, Sequence) and all(
-            isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt
-        )
-        if not isinstance(prompt, str) and not (is_messages and prompt):
+        messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+        fine = messages and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
+        if not isinstance(prompt, str) and not fine:
             raise ValueError(
                 f"row {index}: `prompt` must be a string or a non-empty list of messages with `role` and `content`, "
                 f"got {str(prompt)[:200]!r}"
@@ -241,10 +217,5 @@ def _checked_settings(
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     if n_samples > 0 and not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be above 0 to draw n_samples={n_samples} samples, got {temperature!r}")
-    return {
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
-        "n_samples": n_samples,
-        "temperature": temperature if n_samples > 0 else None,
-        "seed": seed,
-    }
+    asked = {name: value for name, (value, _) in counts.items()}
+    return {**asked, "temperature": temperature if n_samples > 0 else None, "seed": seed}

@@ -1,7 +1,4 @@
-"""One graded completion (`Outcome`), and the two files it is kept in: parquet for tools, jsonl for eyes and `grep`.
-
-Which answer a completion gives, and under what name that answer votes in maj@k.
-"""
+"""One graded completion (`Outcome`), the two files it is kept in, and under what name its answer votes in maj@k."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class Outcome:
 
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """`outcomes.parquet` and `outcomes.jsonl` in ``folder``; the same rows and columns in both, `correct` added."""
+    """`outcomes.parquet` for tools and `outcomes.jsonl` for eyes and `grep`: the same rows in both, `correct` added."""
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
@@ -72,7 +69,6 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """A table for tools."""
     import pyarrow.parquet as pq
 
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
@@ -81,16 +77,15 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The rows of `outcomes.jsonl`; ValueError with file and line number where one cannot be read."""
     path = folder / "outcomes.jsonl"
-    return [_outcome(row, f"{path}, line {number}") for number, row in json_lines(path)]
+    return [_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
 
 
 def _outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     if isinstance(row, str):
-        raise ValueError(f"{where}: not an outcome: {row}")
+        raise ValueError(f"{where} {row}")
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
-        raise ValueError(f"{where}: not an outcome: no {missing}")
-    outcome = Outcome(**{name: row[name] for name in names})
+        raise ValueError(f"{where} no {missing}")
     wrong = [
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
@@ -99,8 +94,8 @@ def _outcome(row: dict[str, Any] | str, where: str) -> Outcome:
         *(name for name in ("score", "tokens") if not is_number(row[name] or 0)),
     ]
     if wrong:
-        raise ValueError(f"{where}: not an outcome: of the wrong type, or no finite number: {wrong}")
-    return outcome
+        raise ValueError(f"{where} of the wrong type, or no finite number: {wrong}")
+    return Outcome(**{name: row[name] for name in names})
 
 
 def as_text(value: object) -> str | None:
@@ -121,24 +116,18 @@ _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
 
 
 def answer_reader(reward: Any) -> ReadAnswer | None:
-    """How to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for other rewards,
-    of whose answers we know nothing."""
+    """How to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for others."""
     from grpo_lab.rewards.math.accuracy import AccuracyReward
 
     if not isinstance(reward, AccuracyReward):
         return None
 
-    def read(completion: str) -> str | None:
-        answer = reward.read(completion)
-        return None if answer is None else answer.text
-
-    return read
+    return lambda completion: getattr(reward.read(completion), "text", None)
 
 
 def vote_key(answer: str) -> str:
     """The name under which an answer votes: numbers and fractions by value (`$1,234.50` and `1234.5` are one, `1/2` and
-    `\\frac12` too), everything else by its canonical spelling: two that only algebra can match vote apart.
-    """
+    `\\frac12` too), all else by its canonical spelling: two that only algebra can match vote apart."""
     text = answer.strip()
     if len(text) > _LONGEST_NAME:
         return text

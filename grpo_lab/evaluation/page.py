@@ -1,8 +1,7 @@
-"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded. Made
-into HTML here.
+"""The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded.
 
-Text of models, data and files is not trusted: whatever a template prints is made visible and escaped; a page has no
-scripts and loads nothing.
+Text of models, data and files is not trusted: what a template prints is made visible and escaped; no page has scripts
+or loads anything.
 """
 
 from __future__ import annotations
@@ -22,17 +21,14 @@ from grpo_lab.visible import visible
 
 LONGEST_SHOWN = 4_000
 
-_KINDS_SHOWN = {"became correct": 3, "became wrong": 2, "still wrong": 2, "stayed correct": 2, "unscorable": 1}
-"""How many of each are shown: failures on purpose, next to the gains."""
-_TRANSITIONS: dict[tuple[bool | None, bool | None], str] = {
-    (False, True): "became correct",
-    (True, False): "became wrong",
-    (False, False): "still wrong",
-    (True, True): "stayed correct",
+_SHOWN: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
+    (False, True): ("became correct", 3),
+    (True, False): ("became wrong", 2),
+    (False, False): ("still wrong", 2),
+    (True, True): ("stayed correct", 2),
 }
+"""Right before and after → how that is called, and how many are shown: failures on purpose, next to the gains."""
 SHOWN_OF_ONE_SIDE = 4
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -72,11 +68,9 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts (or a `Bar`), the first of each its heading. The last cell of a short row is a remark and spans
-    what is missing.
+    """Rows of texts (or a `Bar`), the first of each its heading; the last cell of a short row spans what is missing.
 
-    words    columns of running text
-    stacked  on a phone each row is a list; packed: with its cells one after the other
+    words: columns of running text. stacked: on a phone each row is a list; packed: with its cells one after the other.
     """
 
     head: Sequence[str]
@@ -89,7 +83,7 @@ class Table:
 @dataclass(frozen=True)
 class Section:
     """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading.
-    ``folded``: the words that are seen until the section is opened."""
+    ``folded``: the words that are seen until it is opened."""
 
     title: str
     lead: str = ""
@@ -113,8 +107,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """``about``: what it was, in a line. ``missing``: what one would look for and was not recorded. ``runs``: of a
-    comparison (`comparison.py`)."""
+    """``about``: what it was, in a line. ``missing``: what was not recorded. ``runs``: of a comparison."""
 
     kind: str
     title: str
@@ -130,14 +123,12 @@ class Page:
         from markupsafe import Markup
 
         environment = Environment(
-            loader=FileSystemLoader(_TEMPLATES),
+            loader=FileSystemLoader(Path(__file__).parent / "templates"),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
-            finalize=lambda value: (
-                visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-            ),
+            finalize=lambda one: visible(one) if isinstance(one, str) and not isinstance(one, Markup) else one,
         )
         written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         return environment.get_template("page.html.j2").render(page=self, written=written, longest=LONGEST_SHOWN)
@@ -153,15 +144,12 @@ class Page:
         return path
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
 _FIRST = ["model", "data", "template", "objective", "advantage", "steps", "seed", "seconds", "started", "device"]
 _NAMES = {"seconds": "time"}
 _UNITS = {
     **dict.fromkeys(["max_completion_length", "max_new_tokens", "max_length", "max_prompt_length"], "tokens"),
+    **dict.fromkeys(["trained", "max_steps"], "steps"),
     "max_hours": "h",
-    "trained": "steps",
-    "max_steps": "steps",
 }
 
 
@@ -190,8 +178,7 @@ def _entries(values: Mapping[str, Any], of: str, before: str = "") -> Iterator[t
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """A value of run.json as a reader wants it, with the unit of ``key`` where it has one; each mapping of a list in a
-    line of its own."""
+    """A value of run.json as a reader wants it, with the unit of ``key``; a mapping of a list in a line of its own."""
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
         return f"({said})" if inside and said else said or "none"
@@ -222,44 +209,27 @@ def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
     return found
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+def choose_samples(
+    before: EvaluationResult | None, after: EvaluationResult | None
+) -> tuple[list[ShownSample], list[tuple[str, int]], bool]:
+    """(the first problems of each kind, in the order of the rows; how many there are of each kind; whether both
+    evaluations are about the same problems).
 
-
-@dataclass(frozen=True)
-class SampleChoice:
-    """The first problems of each kind, in the order of the rows: nothing is picked for looks. counts: over all
-    problems."""
-
-    samples: list[ShownSample]
-    counts: list[tuple[str, int]]
-    comparable: bool = True
-
-
-def choose_samples(before: EvaluationResult | None, after: EvaluationResult | None) -> SampleChoice:
-    """Examples of every transition between the verdicts of both evaluations, or of one side where they share no
-    problems."""
-    old = _by_problem(before)
-    new = _by_problem(after)
+    Without shared problems: of each verdict of one side.
+    """
+    old, new = ({} if one is None else {outcome.problem: outcome for outcome in one.greedy} for one in (before, after))
     shared = sorted(old.keys() & new.keys())
     if not shared:
-        alone = [ShownSample("", old.get(i), new.get(i)) for i in sorted(old or new)]
-        return SampleChoice(_first_of_verdicts(alone), [])
+        return _first_of_verdicts([ShownSample("", old.get(i), new.get(i)) for i in sorted(old or new)]), [], True
     if any(old[i].question != new[i].question for i in shared):
-        alone = [ShownSample("", None, new[i]) for i in sorted(new)]
-        return SampleChoice(_first_of_verdicts(alone), [], comparable=False)
-
-    samples: list[ShownSample] = []
-    counts: list[tuple[str, int]] = []
-    for name, wanted in _KINDS_SHOWN.items():
-        members = [i for i in shared if _TRANSITIONS.get((old[i].correct, new[i].correct), "unscorable") == name]
-        if members or name != "unscorable":
-            counts.append((name, len(members)))
-        samples += [ShownSample(name, old[i], new[i]) for i in members[:wanted]]
-    return SampleChoice(samples, counts)
-
-
-def _by_problem(result: EvaluationResult | None) -> dict[int, Outcome]:
-    return {} if result is None else {outcome.problem: outcome for outcome in result.greedy}
+        return _first_of_verdicts([ShownSample("", None, new[i]) for i in sorted(new)]), [], False
+    members: dict[str, list[ShownSample]] = {name: [] for name, _ in _SHOWN.values()}
+    for i in shared:
+        kind, _ = _SHOWN.get((old[i].correct, new[i].correct), ("unscorable", 1))
+        members.setdefault(kind, []).append(ShownSample(kind, old[i], new[i]))
+    most = dict(_SHOWN.values())
+    samples = [one for kind, all_of in members.items() for one in all_of[: most.get(kind, 1)]]
+    return samples, [(kind, len(all_of)) for kind, all_of in members.items()], True
 
 
 def _first_of_verdicts(samples: Sequence[ShownSample]) -> list[ShownSample]:

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import RunRecord
 
+SHARE = {"share": True}
+FROM_ZERO = {"from_zero": True}
 
-@dataclass(frozen=True)
-class Panel:
-    """title; what to look for; unit of the y axis; label → metric names of which the first recorded one is drawn.
 
-    optional: left out, instead of "not recorded", when the run has none of its metrics.
+class Panel(NamedTuple):
+    """title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is drawn.
+
+    optional: left out, instead of "not recorded", when the run has none of its metrics. shape: of `draw`.
     """
 
     title: str
     meaning: str
     unit: str
-    lines: dict[str, tuple[str, ...]]
-    share: bool = False
-    from_zero: bool = False
-    rule: tuple[float, str] | None = None
+    lines: Mapping[str, Sequence[str]]
     optional: bool = False
+    shape: Mapping[str, Any] = {}
 
     @property
     def metrics(self) -> list[str]:
         return [name for names in self.lines.values() for name in names]
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        """What `draw` asks beside lines and unit."""
-        return {"share": self.share, "from_zero": self.from_zero, "rule": self.rule}
-
 
 EVALUATIONS = "Held-out accuracy (evaluation/before, evaluation/after, evaluation/step_<n>)"
 DEAD_GROUPS = "Dead groups"
+CURVES = (
+    "Faint: as logged. Bold: centred moving average; its window, in logged steps, stands under each plot. The numbers "
+    "in a legend are its first and last value."
+)
 PANELS = [
     Panel(
         "Lengths of correct and incorrect answers",
@@ -55,7 +54,7 @@ PANELS = [
         "All completions of the group have the same reward, so the group teaches nothing.",
         "share of groups",
         {"dead": ("groups/dead_share", "frac_reward_zero_std")},
-        share=True,
+        shape=SHARE,
     ),
     Panel(
         "KL to the reference",
@@ -72,28 +71,27 @@ PANELS = [
     ),
     Panel(
         "Rewards of PPO",
-        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that "
-        "rises on a KL that "
-        "runs away is bought.",
+        "A healthy run: the shaped and the task reward rise together, and −β·KL falls slowly. A task reward that rises "
+        "on a KL that runs away is bought.",
         "reward per completion",
         {"shaped": ("ppo/shaped_reward",), "task": ("ppo/task_reward",), "−β·KL": ("ppo/kl_reward",)},
         optional=True,
     ),
     Panel(
         "What the critic explains",
-        "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 "
-        "it does harm.",
+        "1 − Var(R − V)/Var(R): 0 for a critic that knows no more than the mean, 1 for one that knows all; below 0 it "
+        "does harm.",
         "share of the returns' variance",
         {"explained": ("value/explained_variance",)},
-        rule=(0.0, "the mean"),
         optional=True,
+        shape={"rule": (0.0, "the mean")},
     ),
     Panel(
         "Entropy",
         "Falls as the policy commits itself; near zero it no longer explores.",
         "nats per token",
         {"entropy": ("entropy",)},
-        from_zero=True,
+        shape=FROM_ZERO,
     ),
     Panel(
         "Clip fraction",
@@ -105,15 +103,14 @@ PANELS = [
             "above": ("clip_ratio/high_mean",),
             "above δ": ("clip_ratio/delta_mean",),
         },
-        share=True,
+        shape=SHARE,
     ),
     Panel(
         "Truncated completions",
         "Cut off by the token budget before they ended. Above 20% the budget decides the reward.",
         "share of completions",
         {"truncated": ("completions/clipped_ratio", "completions/truncated_share")},
-        share=True,
-        rule=(0.2, "20%"),
+        shape={"share": True, "rule": (0.2, "20%")},
     ),
     Panel(
         "Tokens of the update",
@@ -125,8 +122,8 @@ PANELS = [
             "stock TRL": ("update/tokens_stock",),
             "saved": ("update/tokens_saved",),
         },
-        from_zero=True,
         optional=True,
+        shape=FROM_ZERO,
     ),
     Panel(
         "What the update had to compute",
@@ -138,8 +135,8 @@ PANELS = [
             "computed tokens": ("update/computed_share",),
             "padding": ("update/padding_share",),
         },
-        share=True,
         optional=True,
+        shape=SHARE,
     ),
     Panel(
         "Loss",
@@ -153,8 +150,8 @@ PANELS = [
         "Before clipping. A jump that stays is a warning.",
         "norm",
         {"gradient norm": ("grad_norm",)},
-        from_zero=True,
         optional=True,
+        shape=FROM_ZERO,
     ),
 ]
 _EACH_REWARD = re.compile(r"rewards/.+/mean", re.DOTALL)
@@ -166,7 +163,7 @@ def panels_of(*records: RunRecord) -> list[Panel]:
     names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
     single = {name.removeprefix("rewards/").removesuffix("/mean"): (name,) for name in names} if len(names) > 1 else {}
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
-    reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, from_zero=True)
+    reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, shape=FROM_ZERO)
     critic = any(record.first_of("ppo/task_reward") for record in records)
     return [reward, *(panel for panel in PANELS if not (critic and panel.title == DEAD_GROUPS))]
 
@@ -188,8 +185,7 @@ def unit_of(metric: str) -> str:
 
 
 def _working(record: RunRecord) -> Figure | None:
-    """R1-Zero's curve in one figure: right answers, calculations written down, length. None where `worked_out` was not
-    watched."""
+    """R1-Zero's curve in one figure; None where `worked_out` was not watched."""
     worked_out = Line("worked out", record.first_of("rewards/worked_out/mean"))
     if not worked_out.points:
         return None
@@ -204,20 +200,15 @@ def _working(record: RunRecord) -> Figure | None:
 
 
 def accuracy_line(record: RunRecord, label: str) -> Line:
-    """Held-out accuracy with its limits: before at step 0, after at the last step, evaluations on the way in
-    between."""
+    """Held-out accuracy with its limits: before at step 0, after at the last step, those on the way in between."""
     evaluated = [(0, record.before), *record.during, (record.last_step or 1, record.after)]
     found = {step: e.accuracy for step, e in evaluated if isinstance(e, EvaluationResult) and e.accuracy is not None}
     points = [(float(step), interval.value) for step, interval in sorted(found.items())]
-    errors = [(interval.low, interval.high) for _, interval in sorted(found.items())]
-    return Line(label, points, errors, markers=True)
+    return Line(label, points, [(interval.low, interval.high) for _, interval in sorted(found.items())], markers=True)
 
 
 def _accuracy(record: RunRecord) -> Figure | None:
     rewards = [n for n in record.metrics if re.fullmatch(r"eval_rewards/\w*accuracy\w*/mean", n, re.IGNORECASE)]
-    lines = [
-        accuracy_line(record, "greedy"),
-        Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards)),
-    ]
-    meaning = "Held-out problems. Bars: 95% Wilson interval over problems."
-    return figure("Held-out accuracy", meaning, lines, "share of problems correct", share=True)
+    during = Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards))
+    meaning, unit = "Held-out problems. Bars: 95% Wilson interval over problems.", "share of problems correct"
+    return figure("Held-out accuracy", meaning, [accuracy_line(record, "greedy"), during], unit, share=True)

@@ -29,8 +29,7 @@ from grpo_lab.rewards.arithmetic.steps import works_out
 class EvaluationResult:
     """Outcomes of one model on one set of problems. Every number below is computed from ``outcomes``.
 
-    settings   how it was produced (max_new_tokens, temperature, seed, …), copied into summary.json
-    seconds    wall time, generation and grading together
+    settings: how it was produced (max_new_tokens, temperature, seed, …). seconds: generation and grading together.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -49,7 +48,6 @@ class EvaluationResult:
     def n_problems(self) -> int:
         return len({outcome.problem for outcome in self.outcomes})
 
-    # --- accuracy -----------------------------------------------------------------------------------------------
     @cached_property
     def accuracy(self) -> Interval | None:
         """Greedy accuracy over the scorable problems, 95% Wilson interval. None if none was scorable."""
@@ -58,8 +56,7 @@ class EvaluationResult:
     @cached_property
     def sampled_accuracy(self) -> Interval | None:
         """Mean over problems of the share of correct samples, interval clustered by problem."""
-        shares = [fmean(correct for _, correct in votes) for votes in self._votes]
-        return clustered_interval(shares, self._most_samples)
+        return self._interval([fmean(correct for _, correct in votes) for votes in self._votes])
 
     @cached_property
     def pass_at(self) -> dict[int, Interval]:
@@ -69,9 +66,7 @@ class EvaluationResult:
     @cached_property
     def majority_at(self) -> dict[int, Interval]:
         """k → maj@k. Empty where no answers could be read (then no vote can be held)."""
-        if not self.settings.get("answers_read", True):
-            return {}
-        return self._over_problems(majority_at_k)
+        return self._over_problems(majority_at_k) if self.settings.get("answers_read", True) else {}
 
     @cached_property
     def _votes(self) -> list[list[Vote]]:
@@ -83,20 +78,16 @@ class EvaluationResult:
                 votes.setdefault(outcome.problem, []).append((name, outcome.correct))
         return list(votes.values())
 
-    @property
-    def _most_samples(self) -> int:
-        return max((len(votes) for votes in self._votes), default=0)
+    def _interval(self, per_problem: list[float]) -> Interval | None:
+        return clustered_interval(per_problem, max(map(len, self._votes), default=0))
 
     def _over_problems(self, estimate: Callable[[list[Vote], int], float]) -> dict[int, Interval]:
-        found = {}
-        for k in ks_up_to(self._most_samples):
-            values = [estimate(votes, k) for votes in self._votes if len(votes) >= k]
-            interval = clustered_interval(values, self._most_samples)
-            if interval is not None:
-                found[k] = interval
-        return found
+        found = {
+            k: self._interval([estimate(votes, k) for votes in self._votes if len(votes) >= k])
+            for k in ks_up_to(max(map(len, self._votes), default=0))
+        }
+        return {k: interval for k, interval in found.items() if interval is not None}
 
-    # --- what the completions look like -------------------------------------------------------------------------
     @property
     def mean_length(self) -> float | None:
         return mean_length(self.greedy)
@@ -123,13 +114,6 @@ class EvaluationResult:
     def unscorable_share(self) -> float | None:
         return share([o.score is None for o in self.greedy])
 
-    # --- what is not in it ---------------------------------------------------------------------------------------
-    @property
-    def left_out(self) -> int:
-        """Problems whose prompt left no room in the model's context; they were not asked."""
-        count = self.settings.get("prompts_too_long")
-        return count if isinstance(count, int) else 0
-
     @property
     def stopped(self) -> str | None:
         """Where the evaluation was stopped by hand; None for a whole one."""
@@ -142,15 +126,14 @@ class EvaluationResult:
         found = []
         if self.stopped:
             found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
-        if self.left_out:
+        left_out = self.settings.get("prompts_too_long")
+        if left_out and isinstance(left_out, int):
             found.append(
-                f"{self.left_out:,} of {self.left_out + self.n_problems:,} problems were left out: their prompts "
-                "leave no "
-                f"room for max_new_tokens={self.settings.get('max_new_tokens')} in the model's context"
+                f"{left_out:,} of {left_out + self.n_problems:,} problems were left out: their prompts leave no room "
+                f"for max_new_tokens={self.settings.get('max_new_tokens')} in the model's context"
             )
         return found
 
-    # --- files --------------------------------------------------------------------------------------------------
     def summary(self) -> dict[str, Any]:
         sampled = None
         if self.sampled:
@@ -167,8 +150,7 @@ class EvaluationResult:
         }
 
     def write(self, folder: str | Path) -> Path:
-        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder`` (made if need
-        be). Returns it."""
+        """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder``; returns it."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").unlink(missing_ok=True)  # of another evaluation

@@ -1,27 +1,64 @@
-"""The pages about what a command left in its folder: a training, a shortening (`long2short`), an evaluation; a run of
-rounds."""
+"""`write_report`: an HTML page about what a folder holds, whatever command made it. Here: of a run and of rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from grpo_lab.evaluation.charts import Figure, Line, figure
+from grpo_lab.evaluation.comparison import rewrite_comparison
+from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
-from grpo_lab.evaluation.panels import EVALUATIONS, panel_figures, unit_of
-from grpo_lab.evaluation.result import EvaluationResult, paired_gain
-from grpo_lab.evaluation.run_record import EVALUATION, LONG2SHORT, RunRecord, verdicts
+from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
+from grpo_lab.evaluation.result import paired_gain
+from grpo_lab.evaluation.run_record import CURATION, EVALUATION, LONG2SHORT, ROUNDS, RunRecord, read_run, verdicts
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
 
-CURVES = (
-    "Faint: as logged. Bold: centred moving average; its window, in logged steps, stands under each plot. The "
-    "numbers in a legend "
-    "are its first and last value."
-)
 _WORKING = (
     "What the logged metrics say, each line where that changed, the last one at the end of training (docs/health.md)."
 )
+_SAME_PROBLEMS = (
+    "Greedy answers to the same held-out problems; the first problems of each kind in the order of the data, so "
+    "nothing is picked for looks."
+)
+_OTHER_PROBLEMS = "The evaluations before and after were made on different problems, so only the later one is shown."
+_HOW_MEASURED = (
+    "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples, paired for the change in "
+    "greedy accuracy."
+)
+
+
+def write_report(place: str | Path) -> Path:
+    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate` or `evaluate`; its path.
+
+    A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
+    a comparison: it is made anew from its runs.
+
+    Raises:
+        ValueError: there is nothing of ours in ``place``; what is there, is left alone.
+    """
+    place = Path(place)
+    return rewrite_comparison(place) if place.is_file() else report_page(place).write(place / "report.html")
+
+
+def report_page(folder: Path) -> Page:
+    """The page about what ``folder`` holds. Of several things the run's, and a notice names the others."""
+    record = read_run(folder)
+    if not record.kind:
+        raise ValueError(
+            f"{folder} holds nothing of ours (run.json, metrics.jsonl, rounds.jsonl, evaluation/, outcomes.jsonl, "
+            "curation.json), so there is nothing to report; nothing was changed"
+        )
+    if record.kind == CURATION:
+        page = read_curation(folder)
+    else:
+        page = rounds_page(record) if record.kind == ROUNDS else run_page(record)
+    others = " and ".join(record.kinds[1:])
+    more = [f"the folder also holds what a {others} left; this page is not about that"] if others else []
+    return replace(page, notices=[*page.notices, *more])
 
 
 def run_page(record: RunRecord) -> Page:
@@ -33,14 +70,13 @@ def run_page(record: RunRecord) -> Page:
         figures = figures if record.during else []
         missing = ["Curves (metrics.jsonl)"] * trained + [EVALUATIONS] * (not (record.before or record.after))
     if record.kind != EVALUATION and bool(record.before) != bool(record.after):
-        missing.append(
-            "Evaluation after (evaluation/after)" if record.before else "Evaluation before (evaluation/before)"
-        )
+        side = "after" if record.before else "before"
+        missing.append(f"Evaluation {side} (evaluation/{side})")
     return Page(
         kind="training report" if trained else f"{record.kind} report",
         title=title_of(record),
         about=about(settings, "model", "data", "template", "method", "objective", "trained", "rows", "seconds"),
-        cards=[*accuracy_cards(record), *([] if trained else _length_card(record))],
+        cards=[*accuracy_cards(record), *_length_card(record)] if not trained else accuracy_cards(record),
         notices=notices_of(record),
         sections=[
             Section("Is it working?", points=[one.line for one in verdicts(record)], foot=_WORKING),
@@ -95,18 +131,11 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     now = after or before
     if now is None:
         return []
-    choice = choose_samples(before, after)
+    samples, counts, comparable = choose_samples(before, after)
     both = before is not None and after is not None
-    lead = ""
-    if choice.counts:
-        lead = (
-            "Greedy answers to the same held-out problems; the first problems of each kind in the order of the data, "
-            "so nothing is "
-            "picked for looks."
-        )
-    elif not choice.comparable:
-        lead = "The evaluations before and after were made on different problems, so only the later one is shown."
-    title = "Answers before and after" if both else "Answers"
+    lead = _SAME_PROBLEMS if counts else "" if comparable else _OTHER_PROBLEMS
+    sampling = describe_sampling(now)
+    foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded."
     names = ["before", "after", "change, points or tokens"] if both else ["result" if after else "before"]
     rows = comparison_rows(before if both else None, now)
     table = Table(
@@ -115,18 +144,9 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
         stacked=False,
     )
     return [
-        Section(title, lead, choice.counts, samples=choice.samples),
-        Section("Evaluation", table=table, foot=_how_measured(now)),
+        Section("Answers before and after" if both else "Answers", lead, counts, samples=samples),
+        Section("Evaluation", table=table, foot=foot),
     ]
-
-
-def _how_measured(result: EvaluationResult) -> str:
-    sampling = describe_sampling(result)
-    return (
-        "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples, paired for the "
-        "change in greedy "
-        f"accuracy.{f' Samples: {sampling}.' if sampling else ''} – : not recorded."
-    )
 
 
 def _metrics_section(record: RunRecord) -> Section:
@@ -139,9 +159,8 @@ def _metrics_section(record: RunRecord) -> Section:
         rows.append([name, unit_of(name), *(f"{number:.4g}" for number in numbers), f"{len(values):,}"])
     head = ["metric", "unit", "start", "end", "lowest", "highest", "logged"]
     foot = "Start and end are means over the first and the last tenth of the logged steps."
-    return Section(
-        "Metrics", table=Table(head, rows, packed=True), foot=foot, folded=f"{len(rows)} metrics over the run"
-    )
+    folded = f"{len(rows)} metrics over the run"
+    return Section("Metrics", table=Table(head, rows, packed=True), foot=foot, folded=folded)
 
 
 Lines = Sequence[Mapping[str, float]]
@@ -165,41 +184,35 @@ COLUMNS = [
 """Of the table: the heading, and how a cell is written; a dash where a number is not there."""
 _ROUNDS_FOOT = (
     "Round 0 is the start model. Right: of the samples that could be scored. Kept: own rows (pairs) over samples. "
-    "Ways: right answers "
-    "that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
+    "Ways: right answers that differ. Lengths in tokens. The same lines, unrounded: rounds.jsonl."
 )
 
 
 def rounds_page(record: RunRecord) -> Page:
     """Of `rounds.jsonl`, `run.json` and the evaluations of the start and of the last model."""
     run, lines = record.summary, record.rounds
-    settings = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **_mapping(run.get("recipe"))}
-    settings["rounds"] = {"count": run.get("count"), **_mapping(settings.get("rounds"))}
+    settings = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **_said(run.get("recipe"))}
+    settings["rounds"] = {"count": run.get("count"), **_said(settings.get("rounds"))}
+    shown = {name: value for name, value in settings.items() if value and name != "model_files"}
     return Page(
         kind="rounds report",
         title=title_of(record),
-        about=about({**run, **_mapping(settings.get("model"))}, "method", "path", "seconds"),
+        about=about({**run, **_said(settings.get("model"))}, "method", "path", "seconds"),
         cards=_rounds_cards(record),
         notices=notices_of(record),
         sections=[
             Section("Curves", figures=rounds_figures(lines)),
             Section("Rounds", table=rounds_table(lines), foot=_ROUNDS_FOOT),
             *evaluation_sections(record),
-            settings_section(
-                {name: _left_closed(value) for name, value in settings.items() if value and name != "model_files"}
-            ),
+            settings_section({name: _said(one) if isinstance(one, Mapping) else one for name, one in shown.items()}),
         ],
         missing=[] if lines else ["Rounds (rounds.jsonl)"],
     )
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _left_closed(value: Any) -> Any:
-    """A section of the recipe without what it leaves open."""
-    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, Mapping) else value
+def _said(value: Any) -> dict[str, Any]:
+    """A section of the recipe without what it leaves open; empty where there is none."""
+    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, Mapping) else {}
 
 
 def _rounds_cards(record: RunRecord) -> list[Card]:
@@ -209,24 +222,23 @@ def _rounds_cards(record: RunRecord) -> list[Card]:
     for line in [] if cards else [line for line in lines if "accuracy" in line]:
         note = "95% interval {:.1f} – {:.1f}".format(*(100 * limit for limit in _limits(line)))
         cards.append(Card(f"Accuracy, round {line['round']:.0f}", f"{100 * line['accuracy']:.1f}", "%", note))
-    tokens = (
-        [Card("Tokens generated", f"{lines[-1]['tokens_total']:,.0f}")] if lines and "tokens_total" in lines[-1] else []
-    )
-    return [*cards, *tokens]
+    if lines and "tokens_total" in lines[-1]:
+        cards.append(Card("Tokens generated", f"{lines[-1]['tokens_total']:,.0f}"))
+    return cards
 
 
 def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> Table:
     """One row a round; columns that no round has a number for are left out."""
-    rows = [[_cell(how, line) for _, how in columns] for line in lines]
+
+    def cell(how: str, line: Mapping[str, Any]) -> str:
+        try:
+            return how.format(**line)
+        except (KeyError, TypeError):  # not there, or None
+            return NOT_RECORDED
+
+    rows = [[cell(how, line) for _, how in columns] for line in lines]
     kept = [place for place in range(len(columns)) if any(row[place] != NOT_RECORDED for row in rows)]
     return Table([columns[place][0] for place in kept], [[row[place] for place in kept] for row in rows], packed=True)
-
-
-def _cell(how: str, line: Mapping[str, Any]) -> str:
-    try:
-        return how.format(**line)
-    except (KeyError, TypeError):  # not there, or None
-        return NOT_RECORDED
 
 
 def rounds_figures(lines: Lines) -> list[Figure]:
@@ -235,36 +247,28 @@ def rounds_figures(lines: Lines) -> list[Figure]:
     def drawn(title: str, meaning: str, unit: str, *series: Line, over: str = "round", **shape: Any) -> Figure | None:
         return figure(title, meaning, series, unit, x_unit=over, from_zero=True, **shape)
 
-    accuracy, tokens = "share of problems correct", "tokens generated"
+    def series(key: str, label: str, over: str = "round") -> Line:
+        found = [line for line in lines if key in line and over in line]
+        bars = [_limits(line) for line in found] if key == "accuracy" else []
+        return Line(label, [(line[over], line[key]) for line in found], bars, markers=True)
+
+    accuracy, tokens, greedy = "share of problems correct", "tokens generated", "held-out, greedy"
     note = "With its 95% interval; round 0 is the start model."
-    over_rounds, over_tokens = _accuracy_line(lines, "round"), _accuracy_line(lines, "tokens_total")
-    right, kept = (
-        _series(lines, "right_share", "samples that are right"),
-        _series(lines, "kept_share", "samples that are kept"),
-    )
+    samples = series("right_share", "samples that are right"), series("kept_share", "samples that are kept")
     kept_note = "Kept: after one for each way of solving, and at most k a problem."
-    sampled, held_out = _series(lines, "sample_length", "samples"), _series(lines, "length", "held-out answers")
-    weights = _series(lines, "weight_first", "first log of the round"), _series(lines, "weight_last", "last log")
+    sizes = series("sample_length", "samples"), series("length", "held-out answers")
+    weights = series("weight_first", "first log of the round"), series("weight_last", "last log")
     weight_note = "1: the implicit reward has it wrong; ½: undecided; 0: learned."
-    cost = "What the gain cost in samples."
+    cost, spent = "What the gain cost in samples.", series("accuracy", greedy, "tokens_total")
     found = [
-        drawn("Held-out accuracy", note, accuracy, over_rounds, share=True),
-        drawn("Accuracy over generated tokens", cost, accuracy, over_tokens, over=tokens, share=True),
-        drawn("What the model's own samples gave", kept_note, "share of samples", right, kept, share=True),
-        drawn("Length", "Of answers with their end.", "tokens per completion", sampled, held_out),
+        drawn("Held-out accuracy", note, accuracy, series("accuracy", greedy), share=True),
+        drawn("Accuracy over generated tokens", cost, accuracy, spent, over=tokens, share=True),
+        drawn("What the model's own samples gave", kept_note, "share of samples", *samples, share=True),
+        drawn("Length", "Of answers with their end.", "tokens per completion", *sizes),
         drawn("Weight of a pair, w(θ)", weight_note, "mean over pairs", *weights),
     ]
     return [one for one in found if one]
 
 
-def _accuracy_line(lines: Lines, over: str) -> Line:
-    measured = [line for line in lines if "accuracy" in line]
-    return _series(measured, "accuracy", "held-out, greedy", over, [_limits(line) for line in measured if over in line])
-
-
 def _limits(line: Mapping[str, float]) -> tuple[float, float]:
     return line.get("accuracy_low", line["accuracy"]), line.get("accuracy_high", line["accuracy"])
-
-
-def _series(lines: Lines, key: str, label: str, over: str = "round", bars: Sequence[tuple[float, float]] = ()) -> Line:
-    return Line(label, [(line[over], line[key]) for line in lines if key in line and over in line], bars, markers=True)

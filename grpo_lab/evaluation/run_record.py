@@ -1,12 +1,12 @@
 """What a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops a report.
 
-``` run_dir/run.json                      what was run: pipeline, model, template, objective, settings, versions, seed,
-seconds run_dir/metrics.jsonl                 one JSON object a logged step, with `step`; keys as in TRL's log_history
-run_dir/rounds.jsonl                  one a round, of `grpo-lab rounds` run_dir/evaluation/before|after/      written by
-EvaluationResult.write run_dir/evaluation/step_<n>/          the same during training, where the run evaluated on the
-way run_dir/outcomes.jsonl                of a folder that is one evaluation run_dir/curation.json                 of
-one that is a curation ``` Whatever could not be read is named in `notices`. Whether the run works: the findings of
-``grpo_lab.diagnostics`` on ``metrics.jsonl``.
+    run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds
+    metrics.jsonl             one JSON object a logged step, with `step`; keys as in TRL's log_history
+    rounds.jsonl              one a round, of `grpo-lab rounds`
+    evaluation/before, after  written by EvaluationResult.write; evaluation/step_<n>: during training
+    outcomes.jsonl            of a folder that is one evaluation; curation.json: of one that is a curation
+
+Whatever could not be read is named in `notices`. Whether the run works: ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "
 _NUMBERED_LINES = 5
 _DEEPEST = 40
 _VERDICTS = 5
-_GUARD = "guard/"
 
 
 @dataclass
@@ -66,8 +65,7 @@ class RunRecord:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Everything that can be read from ``folder``; ValueError only if there is no such folder, or a damaged evaluation
-    is all of it."""
+    """All that can be read from ``folder``. ValueError: no such folder, or a damaged evaluation is all of it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
@@ -79,8 +77,9 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    during = [(step, _read_evaluation(path, record.notices)) for step, path in sorted(_step_folders(evaluations))]
-    record.during = [(step, result) for step, result in during if result is not None]
+    for step, path in sorted(_step_folders(evaluations)):
+        if (result := _read_evaluation(path, record.notices)) is not None:
+            record.during.append((step, result))
     rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
     record.rounds = [{"round": number, **row} for number, row in rounds]
     record.kinds = _kinds_of(record)
@@ -156,8 +155,8 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
             f"{path.name}: {repeated} values were logged twice for one {key} (a resumed run?); the later ones are shown"
         )
     for name, count in not_finite.items():
-        rows_of = "row" if count == 1 else "rows"
-        notices.append(f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {count} {rows_of}, not drawn")
+        in_rows = f"{count} row{'s' * (count > 1)}"
+        notices.append(f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {in_rows}, not drawn")
     return sorted(rows.items())
 
 
@@ -179,11 +178,7 @@ def _step_folders(evaluations: Path) -> Iterator[tuple[int, Path]]:
 
 
 def verdicts(record: RunRecord) -> list[Diagnosis]:
-    """The last diagnoses, each where something changed, the last window's at the end; empty where no training was
-    logged.
-
-    Values that are not finite stand under the report's notices: `read_run` keeps none.
-    """
+    """The last diagnoses, each where something changed, the last window's at the end; none where none was logged."""
     return list(changes(windows(record), facts_of(record)))[-_VERDICTS:]
 
 
@@ -195,17 +190,14 @@ def last_verdict(folder: str | Path) -> Diagnosis | None:
 
 
 def left_out(folder: str | Path) -> str | None:
-    """How many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out none.
-
-    ``guard/*`` are shares of a logging window's steps; times its steps they are counts.
-    """
+    """How many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out none."""
     metrics = {name: series for name, series in read_run(folder).metrics.items() if not name.startswith("eval_")}
     ends = sorted({step for series in metrics.values() for step, _ in series})
     length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
-    counts = {
-        name.removeprefix(_GUARD): round(sum(share * length[step] for step, share in series))
+    counts = {  # ``guard/*`` are shares of a logging window's steps
+        name.removeprefix("guard/"): round(sum(share * length[step] for step, share in series))
         for name, series in metrics.items()
-        if name.startswith(_GUARD)
+        if name.startswith("guard/")
     }
     if not (steps := counts.pop("left_out", 0)):
         return None
@@ -214,8 +206,7 @@ def left_out(folder: str | Path) -> str | None:
 
 
 def windows(record: RunRecord) -> list[dict[str, float]]:
-    """The logging windows of training, as they were logged: those with a `loss`, or, where that was NaN, with the
-    learning rate."""
+    """The logging windows of training: those with a `loss`, or, where that was NaN, with the learning rate."""
     rows: dict[int, dict[str, float]] = {}
     for name, series in record.metrics.items():
         if not name.startswith("eval_"):

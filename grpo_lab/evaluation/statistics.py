@@ -1,7 +1,6 @@
 """Shares, intervals, pass@k and maj@k, from counts. No tensors, no model, no text.
 
-An estimate is over *problems*; samples of one problem are not independent, so their spread enters no interval as if
-they were.
+An estimate is over *problems*: samples of one problem are not independent, and enter no interval as if they were.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,8 @@ def terminal_summary(
     left_out: str | None = None,
     console: Terminal | None = None,
 ) -> None:
-    """Print ``after`` (and ``before``, where there was one) for a human, ``health`` of the training and what it
-    ``left_out``, the paths, then :func:`headline` and :func:`lengths`.
-
-    The plain lines are neither wrapped nor coloured, so they can be searched for.
-    """
+    """Print ``after`` (and ``before``), ``health`` of the training and what it ``left_out``, the paths, then `headline`
+    and `lengths`. Plain lines are neither wrapped nor coloured, so they can be searched for."""
     console = console or Terminal()
     if len(title) > LONGEST_HEADING:  # as wide as the table is narrow, a heading would be a column of words
         console.print(title, style="bold", soft_wrap=True)
@@ -60,37 +57,25 @@ def terminal_summary(
         console.print(f"sampled: {describe_sampling(after)}", style="dim")
     for warning in _warnings(after):
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    lines = [
-        f"training, {health.line}" if health is not None else None,
-        f"training, {left_out}" if left_out is not None else None,
-        f"run time: {duration(seconds)}" if seconds is not None else None,
-        f"model: {model_path}" if model_path is not None else None,
-        f"report: {report}" if report is not None else None,
-        headline(before, after),
-        lengths(before, after),
-    ]
-    for line in lines:
-        if line is not None:
-            console.print(line, soft_wrap=True)
+    took = None if seconds is None else duration(seconds)
+    training = [("training,", health.line if health else None), ("training,", left_out)]
+    named = [*training, ("run time:", took), ("model:", model_path), ("report:", report)]
+    lines = [f"{name} {said}" for name, said in named if said is not None]
+    for line in [*lines, headline(before, after), lengths(before, after)]:
+        console.print(line, soft_wrap=True)
 
 
 def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """`held-out accuracy: before 0.314 after 0.726 (n=512)`; n counts the scorable problems of ``after``."""
-    n = after.accuracy.n if after.accuracy else 0
-    new = _three(after.accuracy)
-    both = new if before is None else f"before {_three(before.accuracy)} after {new}"
-    return f"held-out accuracy: {both} (n={n})"
+    old, new = (one.accuracy if one else None for one in (before, after))
+    said, was = (f"{one.value:.3f}" if one else "nan" for one in (new, old))
+    return f"held-out accuracy: {said if before is None else f'before {was} after {said}'} (n={new.n if new else 0})"
 
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """`held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
     new = _tokens(after.mean_length)
-    both = new if before is None else f"before {_tokens(before.mean_length)} after {new}"
-    return f"held-out length: {both} tokens"
-
-
-def _three(interval: Interval | None) -> str:
-    return "nan" if interval is None else f"{interval.value:.3f}"
+    return f"held-out length: {new if before is None else f'before {_tokens(before.mean_length)} after {new}'} tokens"
 
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
@@ -109,10 +94,9 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
 
 def describe_sampling(result: EvaluationResult) -> str:
     """How many samples at which temperature, in words; empty where nothing was sampled."""
-    settings = result.settings
-    if not result.sampled:
-        return ""
-    return f"{settings.get('n_samples')} samples a problem at temperature {settings.get('temperature')}"
+    asked = result.settings
+    sampled = f"{asked.get('n_samples')} samples a problem at temperature {asked.get('temperature')}"
+    return sampled if result.sampled else ""
 
 
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
@@ -121,28 +105,28 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     A change of a share is in percentage points, of a length in tokens; brackets are 95% intervals.
     """
     gain = None if before is None else paired_gain(before, after)
-    old_accuracy = None if before is None else before.accuracy
-    rows = [("greedy accuracy", _limits(old_accuracy), _limits(after.accuracy), points(gain))]
-    old_shares = dict(_sampled_shares(before)) if before is not None else {}
+    rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
+    old_shares = dict(_sampled_shares(before)) if before else {}
     for name, share in _sampled_shares(after):
         old = old_shares.get(name)
-        rows.append((name, _limits(old), _limits(share), _change(_value(old), _value(share), 100)))
-    for name, read, is_share in _NUMBERS:
-        old_number, new_number = (None if before is None else read(before)), read(after)
-        show = percent if is_share else _tokens
-        rows.append((name, show(old_number), show(new_number), _change(old_number, new_number, 100 if is_share else 1)))
+        change = _change(old.value if old else None, share.value if share else None, 100)
+        rows.append((name, _limits(old), _limits(share), change))
+    for name, where in _NUMBERS.items():
+        was, now = getattr(before, where, None), getattr(after, where)
+        show, scale = (percent, 100) if where.endswith("share") else (_tokens, 1)
+        rows.append((name, show(was), show(now), _change(was, now, scale)))
     return rows
 
 
-_NUMBERS: list[tuple[str, Callable[[EvaluationResult], float | None], bool]] = [
-    ("tokens, mean", lambda result: result.mean_length, False),
-    ("tokens, correct", lambda result: result.mean_length_correct, False),
-    ("tokens, incorrect", lambda result: result.mean_length_incorrect, False),
-    ("worked out", lambda result: result.worked_out_share, True),
-    ("truncated", lambda result: result.truncated_share, True),
-    ("unscorable", lambda result: result.unscorable_share, True),
-]
-"""Name, where it is in a result, whether it is a share (else tokens)."""
+_NUMBERS = {
+    "tokens, mean": "mean_length",
+    "tokens, correct": "mean_length_correct",
+    "tokens, incorrect": "mean_length_incorrect",
+    "worked out": "worked_out_share",
+    "truncated": "truncated_share",
+    "unscorable": "unscorable_share",
+}
+"""Name → where it is in a result."""
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
@@ -189,10 +173,6 @@ def _limits(interval: Interval | None) -> str:
     return f"{100 * interval.value:.1f}% [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
 
 
-def _value(interval: Interval | None) -> float | None:
-    return None if interval is None else interval.value
-
-
 def points(gain: Interval | None) -> str:
     """A difference of shares in percentage points, with its interval."""
     if gain is None:
@@ -200,7 +180,7 @@ def points(gain: Interval | None) -> str:
     return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
 
 
-def _change(old: float | None, new: float | None, scale: int = 1) -> str:
+def _change(old: float | None, new: float | None, scale: int) -> str:
     return NOT_RECORDED if old is None or new is None else f"{scale * (new - old):+.1f}"
 
 

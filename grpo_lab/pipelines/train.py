@@ -137,7 +137,7 @@ def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
 
 def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> dict[str, Any]:
     """Train, save the model; what ``run.json`` says of it."""
-    from grpo_lab.trainer.ranks.places import at
+    from grpo_lab.trainer.ranks import at
     from grpo_lab.trainer.resume.checkpoint import save_final
     from grpo_lab.trainer.resume.which import WasRead
 

@@ -170,8 +170,8 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
-    from grpo_lab.trainer.settings.gone import GONE
     from grpo_lab.trainer.settings.knobs import kinds_of
+    from grpo_lab.trainer.settings.limits import GONE
     from grpo_lab.trainer.settings.parse import LabSettings
 
     known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}

@@ -6,34 +6,26 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
 from grpo_lab.sandbox.pool import Limits, WorkerPool
-from grpo_lab.sandbox.wire import pack
+from grpo_lab.sandbox.wire import pack, refuse
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
-_LATE_S = 0.8
-"""After the limit a worker has this long to say so before it is killed itself."""
-_ROOM_BYTES = 1 << 30
 _AT_LEAST = {
     "the files of this user": {"namespaces", "user", "landlock"},
     "the network and from other processes": {"namespaces", "seccomp"},
 }
-Kind = Literal["assertions", "calls", "pairs"]
 
 
 @dataclass(frozen=True)
 class Tests:
-    """What a program is tested with.
+    """What a program is tested with: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected],
+    …]`` of ``entry_point``) or ``pairs`` (``[[input, output], …]`` of a script, texts)."""
 
-    Attributes:
-        kind: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of ``entry_point``)
-            or ``pairs`` (``[[input, output], …]`` of a script, texts).
-    """
-
-    kind: Kind
+    kind: Literal["assertions", "calls", "pairs"]
     tests: Any
     entry_point: str | None = None
 
@@ -54,12 +46,7 @@ class Trial:
 
 
 def packed_calls(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError`` for what is no plain
-    data."""
-
-    def refuse(value: Any) -> Any:
-        raise ValueError(f"a {type(value).__name__} is no plain data")
-
+    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError``: no plain data."""
     return [[pack(list(given), refuse), *(pack(one, refuse) for one in accepted)] for given, *accepted in calls]
 
 
@@ -85,45 +72,38 @@ class CodeJudge:
         workers: int | None = None,
         walls: Sequence[str] | None = None,
     ) -> None:
-        limits = Limits(
-            cpu_seconds=wall_seconds, wall_seconds=wall_seconds + _LATE_S, memory_bytes=memory_bytes + _ROOM_BYTES
-        )
+        late = wall_seconds + 0.8  # a worker has this long to say that time is up before it is killed itself
+        limits = Limits(cpu_seconds=wall_seconds, wall_seconds=late, memory_bytes=memory_bytes + (1 << 30))
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or max(1, own_cores() // ranks))
         self._common = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_bytes}
         self._wanted = walls
-        self._missing: dict[str, str] | None = None
 
-    @property
+    @cached_property
     def missing(self) -> dict[str, str]:
         """Wall → why this machine does not give it (empty: it does). Tried out in a worker, once."""
-        if self._missing is None:
-            self._missing = _missing_here(self._wanted is None or "namespaces" in self._wanted)
-        return self._missing
+        return _missing_here(self._wanted is None or "namespaces" in self._wanted)
 
     @property
     def walls(self) -> list[str]:
         """The walls in force, in the order of ``walls.WALLS``."""
-        missing = self.missing
-        if self._wanted is None:
-            given = [name for name, why in missing.items() if not why]
-            for what, enough in _AT_LEAST.items():
-                if not enough & set(given):
-                    raise ValueError(
-                        f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, "
-                        "and this machine "
-                        f"gives {given} ({missing}). Run it elsewhere, or name the walls that are enough for you: "
-                        f"`walls: {given}`"
-                    )
-            return given
-        unknown = [name for name in self._wanted if name not in missing]
-        lacking = {name: missing[name] for name in self._wanted if missing.get(name)}
-        if unknown or lacking:
-            raise ValueError(
-                f"`walls` asks for {list(self._wanted)}; unknown: {unknown}, and this machine does not give {lacking}. "
-                f"Known: {list(missing)}; None takes what the machine gives"
-            )
-        return list(self._wanted)
+        given = [name for name, why in self.missing.items() if not why]
+        if self._wanted is not None:
+            lacking = {name: self.missing.get(name, "unknown") for name in self._wanted if name not in given}
+            if lacking:
+                raise ValueError(
+                    f"`walls` asks for {list(self._wanted)}, and this machine does not give {lacking}. Known: "
+                    f"{list(self.missing)}; None takes what the machine gives"
+                )
+            return list(self._wanted)
+        for what, enough in _AT_LEAST.items():
+            if not enough & set(given):
+                raise ValueError(
+                    f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and "
+                    f"this machine gives {given} ({self.missing}). Run it elsewhere, or name the walls that are enough "
+                    f"for you: `walls: {given}`"
+                )
+        return given
 
     def judge(self, trials: Sequence[tuple[str, Tests]], *, stop_early: bool) -> list[Trial]:
         """One ``Trial`` per (program, tests), in order. With ``stop_early`` the first failed test ends a trial."""
@@ -134,8 +114,8 @@ class CodeJudge:
             {**common, "kind": tests.kind, "program": program, "tests": tests.tests, "entry_point": tests.entry_point}
             for program, tests in trials
         ]
-        outcomes = self.pool.run(jobs)
-        return [Trial(**one.value) if one.status == "ok" else Trial(0, 0, "limit", one.reason) for one in outcomes]
+        done = self.pool.run(jobs)
+        return [Trial(**one.value) if one.status == "ok" else Trial(0, 0, "limit", one.reason) for one in done]
 
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""
@@ -144,12 +124,10 @@ class CodeJudge:
 
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """Wall → why this machine does not give it, with or without a view. A worker of its own tries, without this judge's
-    limits."""
+    """``CodeJudge.missing``, with or without a view. A worker of its own tries, without this judge's limits."""
     if sys.platform != "linux":
         raise RuntimeError(
-            "model-written programs are run on Linux alone: the walls are the Linux kernel's, and this is "
-            f"{sys.platform}"
+            f"model-written programs are run on Linux alone, behind its kernel's walls; not {sys.platform}"
         )
     pool = WorkerPool(_HANDLER, limits=Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31), size=1)
     try:

@@ -2,8 +2,8 @@
 end with the trainer.
 
 A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is
-replaced at once. Frames on every socket are a 4-byte big-endian length and JSON, never pickle: a worker that has been
-talked into something by model text can say anything it likes and still only hands over plain data.
+replaced at once. Frames on every socket are those of ``wire``, JSON and never pickle: a worker that has been talked
+into something by model text can say anything it likes and still only hands over plain data.
 
 The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by
 `{"gone": n}` when that worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one
@@ -26,40 +26,32 @@ import resource
 import select
 import signal
 import socket
-import struct
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from grpo_lab.sandbox.kernel import die_with_parent
+from grpo_lab.sandbox.wire import HEADER, frame
 
 Handler = Callable[[Any], Any]
-_HEADER = struct.Struct(">I")
 _LOOK_SECONDS = 0.5  # how often the parent is looked at
-
-
-def encode_frame(message: Any) -> bytes:
-    """A message as bytes: its length, then JSON."""
-    body = json.dumps(message).encode()
-    return _HEADER.pack(len(body)) + body
 
 
 def take_frame(buffer: bytearray) -> Any | None:
     """Removes the first whole frame from `buffer` and returns its message; None while it is incomplete."""
-    if len(buffer) < _HEADER.size:
+    if len(buffer) < HEADER.size:
         return None
-    (length,) = _HEADER.unpack_from(buffer)
-    if len(buffer) < _HEADER.size + length:
+    end = HEADER.size + HEADER.unpack_from(buffer)[0]
+    if len(buffer) < end:
         return None
-    body = bytes(buffer[_HEADER.size : _HEADER.size + length])
-    del buffer[: _HEADER.size + length]
+    body = bytes(buffer[HEADER.size : end])
+    del buffer[:end]
     return json.loads(body)
 
 
 def _resident_bytes() -> int:
-    """Memory held now. Not ``ru_maxrss``: that survives exec on Linux, so a child of a large trainer starts at its
-    peak."""
+    """Memory held now. Not ``ru_maxrss``, which survives exec: a child of a large trainer starts at its peak."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -79,9 +71,14 @@ def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
         return {"bug": traceback.format_exc()}, True
 
 
-def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct_s: float) -> None:
-    buffer = bytearray()
-    while True:
+def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
+    """What a fork does: lower its limits, say that it is ready, serve until the socket closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    channel.sendall(frame({"ready": os.getpid()}))
+    buffer, healthy = bytearray(), True
+    while healthy:
         message = take_frame(buffer)
         if message is None:
             chunk = channel.recv(1 << 16)
@@ -96,26 +93,11 @@ def _serve(channel: socket.socket, handler: Handler, cpu_s: float, self_destruct
         reply, healthy = _answer(handler, message["job"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply["rss"] = _resident_bytes()
-        channel.sendall(encode_frame(reply))
-        if not healthy:
-            return
-
-
-def _be_worker(
-    channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float
-) -> None:
-    """What a fork does: lower its limits, say that it is ready, serve until the socket closes."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
-        channel.sendall(encode_frame({"ready": os.getpid()}))
-        _serve(channel, handler, cpu_s, self_destruct_s)
+        channel.sendall(frame({**reply, "rss": _resident_bytes()}, most=None))
 
 
 class ForkServer:
-    """Forks workers on request, reports how they ended, kills them."""
+    """Forks workers on request, reports how they ended, kills them. ``limits``: of a worker, as ``main`` has them."""
 
     def __init__(
         self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
@@ -155,19 +137,20 @@ class ForkServer:
                 self._fork(request["fork"], socket.socket(fileno=self._descriptors.popleft()))
             else:
                 self._kill(request["kill"])
-                self._control.sendall(encode_frame({"gone": request["kill"]}))
+                self._control.sendall(frame({"gone": request["kill"]}))
         return bool(chunk)
 
     def _fork(self, number: int, channel: socket.socket) -> None:
         if self._handler is None:
             with contextlib.suppress(OSError), channel:
-                channel.sendall(encode_frame({"bug": self._bug}))
+                channel.sendall(frame({"bug": self._bug}))
             return
         pid = os.fork()
         if pid == 0:
             try:
                 self._detach()
-                _be_worker(channel, self._handler, *self._limits)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
+                    _serve(channel, self._handler, *self._limits)
             finally:
                 os._exit(0)  # nothing of this process's is to be run again there
         self._workers[number] = (pid, channel)
@@ -186,23 +169,21 @@ class ForkServer:
     def _reap(self) -> None:
         for number, (pid, channel) in list(self._workers.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
-            if not ended:
-                continue
-            del self._workers[number]
-            with channel, contextlib.suppress(OSError):
-                channel.setblocking(False)
-                channel.send(encode_frame({"ended": os.waitstatus_to_exitcode(status)}))
+            if ended:
+                del self._workers[number]
+                with channel, contextlib.suppress(OSError):
+                    channel.setblocking(False)
+                    channel.send(frame({"ended": os.waitstatus_to_exitcode(status)}))
 
     def _kill(self, number: int) -> None:
         """Nothing to do where it has ended and been reaped: its number may be another process's by now."""
-        if number not in self._workers:
-            return
-        pid, channel = self._workers.pop(number)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)  # before its `setsid`
-        os.waitpid(pid, 0)
-        channel.close()
+        if number in self._workers:
+            pid, channel = self._workers.pop(number)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # before its `setsid`
+            os.waitpid(pid, 0)
+            channel.close()
 
 
 def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
@@ -211,8 +192,10 @@ def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: flo
         signal.signal(deadly, signal.SIG_DFL)
     control, handler, bug = socket.socket(fileno=fd), None, ""
     try:
-        module, function = handler_name.split(":")
-        handler = getattr(importlib.import_module(module), function)
+        name, function = handler_name.split(":")
+        module = importlib.import_module(name)
+        getattr(module, "prepare_worker", gc.collect)()
+        handler = getattr(module, function)
     except Exception:
         bug = traceback.format_exc()
     gc.collect()

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,10 +39,7 @@ up."""
 
 class Jailed:
     """A running jail. ``status`` is None while it runs, then its exit status (128 + n when signal n ended it).
-
-    ``fault``: why its walls could not be put up, so that its task never began; a matter of ours, not of what should
-    have run.
-    """
+    ``fault``: why its walls could not be put up, so that its task never began."""
 
     def __init__(self, watcher: int, fault: int) -> None:
         self._watcher, self._fault_pipe = watcher, fault
@@ -91,14 +88,12 @@ def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jail
     return Jailed(watcher, fault)
 
 
-def _last_resort(fault: int, function: Callable[..., None], *args: Any) -> NoReturn:
-    """A child never returns into its parent's code, whatever happens."""
+def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
+    """A child never returns into its parent's code, whatever happens; it ends with what ``function`` returns."""
     status = 1
     try:
-        function(*args)
-        status = 0
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
+        with contextlib.suppress(SystemExit):  # of the program's, where its tests do not expect it
+            status = function(*args) or 0
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.write(fault, f"{type(error).__name__}: {error}".encode()[:4000])
@@ -107,14 +102,14 @@ def _last_resort(fault: int, function: Callable[..., None], *args: Any) -> NoRet
 
 
 class _Stop(BaseException):
-    pass
+    """SIGTERM."""
 
 
 def _stop(number: int, frame: object) -> None:
     raise _Stop
 
 
-def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker: int) -> None:
+def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker: int) -> int:
     os.setsid()
     _close_all_but({0, 1, 2, *keep.values()})  # the trainer's socket, and the ends of other jails
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
@@ -126,7 +121,7 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
         kernel.adopt_orphans()
         kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != worker:
-        return
+        return 0
     alive, mine = os.pipe()
     try:
         signal.signal(signal.SIGTERM, _stop)
@@ -142,17 +137,20 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     own_user = "user" in cell.walls and "namespaces" not in cell.walls
     _end_descendants(walls.job_user(job) if own_user else None)
-    sys.exit(status if status >= 0 else 128 - status)
+    return status if status >= 0 else 128 - status
 
 
 def _end_descendants(user: int | None) -> None:
     """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot
-    multiply.
+    multiply. Children of one that ended become ours (``adopt_orphans``), in whatever session they are."""
 
-    The children of one that ended become ours (``adopt_orphans``), whatever session they put themselves in.
-    """
+    def end_user(user: int) -> None:
+        walls.become(user)
+        if os.getuid() == user:  # and not a user that others are, too
+            os.kill(-1, signal.SIGKILL)
+
     if user is not None and os.fork() == 0:
-        _last_resort(_FAULT, _end_user, user)
+        _last_resort(_FAULT, end_user, user)
     deadline = time.monotonic() + _CLEARING_S
     while time.monotonic() < deadline:
         stopped: set[int] = set()
@@ -166,12 +164,6 @@ def _end_descendants(user: int | None) -> None:
         except ChildProcessError:
             return
         time.sleep(0.002)
-
-
-def _end_user(user: int) -> None:
-    walls.become(user)
-    if os.getuid() == user:  # and not a user that others are, too
-        os.kill(-1, signal.SIGKILL)
 
 
 def _signal(pids: set[int], number: int) -> None:
@@ -191,7 +183,11 @@ def _below(pid: int) -> list[int]:
 
 def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: int) -> None:
     os.setsid()
-    _only(keep)
+    null = os.open(os.devnull, os.O_RDWR)
+    high = {there: os.dup2(here, 100 + there) for there, here in {0: null, 1: null, 2: null, **keep}.items()}
+    for there, here in high.items():
+        os.dup2(here, there)
+    _close_all_but(set(high))
     walls.put_up(cell, job)
     if kernel.known_machine():
         kernel.die_with_parent(signal.SIGKILL)
@@ -200,16 +196,6 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
     os.close(_ALIVE)
     os.set_inheritable(_FAULT, False)  # closed by the kernel once another program has begun
     task()
-
-
-def _only(keep: Mapping[int, int]) -> None:
-    """The descriptors of this process: ``keep``, and ``/dev/null`` for what is missing of 0 to 2."""
-    null = os.open(os.devnull, os.O_RDWR)
-    wanted = {0: null, 1: null, 2: null, **keep}
-    high = {there: os.dup2(here, 100 + there) for there, here in wanted.items()}
-    for there, here in high.items():
-        os.dup2(here, there)
-    _close_all_but(set(wanted))
 
 
 def _close_all_but(wanted: set[int]) -> None:
@@ -222,8 +208,8 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """A new one, outside of any view; removed afterwards, which may take to a moment after the ``deadline`` (monotonic
-    seconds). Behind ``namespaces`` the one inside the view."""
+    """A new one, removed by a moment after the ``deadline`` (monotonic seconds); behind ``namespaces`` the one inside
+    the view."""
     if "namespaces" in up:
         yield walls.INSIDE
         return
@@ -247,7 +233,13 @@ def remove_folder(folder: str, until: float) -> bool:
         try:
             os.fchmod(here, 0o700)  # from now on nobody else comes in
             while time.monotonic() < until:
-                below = _without_files(here, until)
+                below = None
+                with os.scandir(here) as entries:
+                    for entry in itertools.takewhile(lambda _: time.monotonic() < until, entries):
+                        if entry.is_dir(follow_symlinks=False):
+                            below = entry.name
+                        else:
+                            os.unlink(entry.name, dir_fd=here)
                 if below is not None:
                     here = _enter_folder(here, below)
                     names.append(below)
@@ -260,20 +252,6 @@ def remove_folder(folder: str, until: float) -> bool:
         finally:
             os.close(here)
     return False
-
-
-def _without_files(here: int, until: float) -> str | None:
-    """Removes what is no folder; the name of a folder in it, None where there is none."""
-    below = None
-    with os.scandir(here) as entries:
-        for entry in entries:
-            if time.monotonic() >= until:
-                break
-            if entry.is_dir(follow_symlinks=False):
-                below = entry.name
-            else:
-                os.unlink(entry.name, dir_fd=here)
-    return below
 
 
 def _enter_folder(here: int, name: str) -> int:

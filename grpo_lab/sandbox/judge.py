@@ -24,23 +24,17 @@ from grpo_lab.sandbox.wire import frame
 _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
 _PROGRAM_CHARACTERS = 1 << 20
+_NO_WALLS = "the walls of a jail could not be put up: "
 _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": walls.INSIDE, "TMPDIR": walls.INSIDE, "LANG": "C.UTF-8"}
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
-_ENVIRONMENT = {**_PLACES, **_SETTINGS}
-
-
-def _boot() -> str:
-    """``wire`` and ``program`` as one text: the jailed interpreter can see none of our files."""
-    parts = [(_HERE / name).read_text(encoding="utf-8") for name in ("wire.py", "program.py")]
-    return "\n".join(parts).replace("from __future__ import annotations\n", "")
-
-
-_BOOT = _boot()
+_BOOT = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("wire.py", "program.py"))
+_BOOT = _BOOT.replace("from __future__ import annotations\n", "")
+"""As one text: the jailed interpreter can see none of our files."""
 
 
 def _program(kind: str) -> None:
     text = f"{_BOOT}\nrun({kind!r}, 3)"
-    os.execve(walls.INTERPRETER, [walls.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _ENVIRONMENT)
+    os.execve(walls.INTERPRETER, [walls.INTERPRETER, "-s", "-S", "-B", "-X", "utf8", "-c", text], _PLACES | _SETTINGS)
 
 
 def _clock_ran_out(deadline: float) -> bool:
@@ -81,12 +75,6 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
             said += chunk
 
 
-def _sound(*processes: Jailed) -> None:
-    for process in processes:
-        if process.fault:
-            raise RuntimeError(f"the walls of a jail could not be put up: {process.fault}")
-
-
 def judge(job: dict[str, Any]) -> dict[str, Any]:
     """``{"passed", "total", "end": "done" | "limit" | "unusable", "why"}`` of ``{"kind", "program", "tests", …}``; or
     which walls can be put up."""
@@ -100,13 +88,26 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
     if len(job["program"]) > _PROGRAM_CHARACTERS:
         # judged all the same: unusable tests are so for any program
         job = {**job, "program": "raise SystemExit('too long')"}
-    if job["kind"] == "pairs":
-        return _pairs(job, up, deadline)
     try:
-        total = len(job["tests"]) if job["kind"] == "calls" else tester.compiled(job["tests"], job["entry_point"])[1]
+        total = (
+            tester.compiled(job["tests"], job["entry_point"])[1] if job["kind"] == "assertions" else len(job["tests"])
+        )
     except tester.NoTests as error:
-        return {"passed": 0, "total": 0, "end": "unusable", "why": str(error)}
-    return _tested(job, up, total, deadline)
+        return _verdict("unusable", why=str(error))
+    if job["kind"] != "pairs":
+        return _tested(job, up, total, deadline)
+    passed, end = 0, "done"
+    for given, expected in job["tests"]:  # each to a run of its own, as a script
+        right, ended = _script(job, up, given, expected, deadline)
+        passed += right
+        end = end if ended else "limit"
+        if (not right and job["stop_early"]) or _clock_ran_out(deadline):
+            break
+    return _verdict(end, passed, total)
+
+
+def _verdict(end: str, passed: int = 0, total: int = 0, why: str = "") -> dict[str, Any]:
+    return {"passed": passed, "total": total, "end": end, "why": why}
 
 
 def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
@@ -136,35 +137,21 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
             os.close(report)
             testing.kill()
             program.kill()
-    _sound(testing, program)
-    return _verdict(signs, total, ended)
-
-
-def _verdict(signs: bytes, total: int, ended: bool) -> dict[str, Any]:
+    if fault := testing.fault or program.fault:
+        raise RuntimeError(_NO_WALLS + fault)
     if b"?" in signs:
-        return {"passed": 0, "total": total, "end": "unusable", "why": signs.partition(b"?")[2].decode()}
+        return _verdict("unusable", 0, total, signs.partition(b"?")[2].decode())
     passed, failed = signs.count(b"1"), signs.count(b"0")
     whole = signs.endswith(b".") and not failed and passed >= total
     total = max(total, passed + failed)
     if not whole:
         passed = min(passed, total - 1)  # what ends a run between two tests is a failure too
-    return {"passed": passed, "total": total, "end": "done" if ended else "limit", "why": ""}
-
-
-def _pairs(job: dict[str, Any], up: frozenset[str], deadline: float) -> dict[str, Any]:
-    """Each input to a run of its own, as a script; its output compared here, by line without white space at the
-    ends."""
-    passed, end = 0, "done"
-    for given, expected in job["tests"]:
-        right, ended = _script(job, up, given, expected, deadline)
-        passed += right
-        end = end if ended else "limit"
-        if (not right and job["stop_early"]) or _clock_ran_out(deadline):
-            break
-    return {"passed": passed, "total": len(job["tests"]), "end": end, "why": ""}
+    return _verdict("done" if ended else "limit", passed, total)
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
+    """Whether its output is the ``expected`` one, by line without white space at the ends, and whether it ended by
+    itself."""
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
@@ -185,20 +172,20 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
         finally:
             os.close(output)
             process.kill()
-    _sound(process)
+    if process.fault:
+        raise RuntimeError(_NO_WALLS + process.fault)
     right = ended and process.status == 0 and _lines(said.decode("utf-8", "replace")) == _lines(expected)
     return right, ended and process.status != 128 + signal.SIGKILL
 
 
 def _lines(text: str) -> list[str]:
-    # `splitlines` would end one at a form feed or U+2028, too
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    return [line.rstrip() for line in text.rstrip().split("\n")]  # `splitlines` would split at a form feed, too
 
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Why this wall cannot be put up on this machine; empty where it can. Tried, not guessed. ``view_too``: beside
-    ``namespaces``, where these are in force."""
+    """Why this wall cannot be put up on this machine; empty where it can: a script must print behind it. ``view_too``:
+    beside ``namespaces``, where these are in force."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not kernel.landlock_version():
@@ -209,14 +196,9 @@ def _missing(name: str, view_too: bool = True) -> str:
     if alone and not walls.reachable_by_others(walls.INTERPRETER):
         return f"{walls.INTERPRETER} is in a folder that only its owner may enter"
     up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())
-    return _tried(frozenset(up))
-
-
-def _tried(up: frozenset[str]) -> str:
-    """A script in a jail with these walls: it must start and print."""
     job = {"program": "print(1)", "cpu_seconds": 10.0, "memory_bytes": 1 << 29}
     try:
-        right, _ = _script(job, up, "", "1", time.monotonic() + 20.0)
+        right, _ = _script(job, frozenset(up), "", "1", time.monotonic() + 20.0)
     except (RuntimeError, OSError) as error:
         return str(error)
     return "" if right else "a trial program did not run behind it"

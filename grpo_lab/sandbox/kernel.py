@@ -27,7 +27,7 @@ _MNT_DETACH = 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 _SYS_MOUNT_SETATTR = 442  # as all syscalls above 423, the same on every machine
-_SYS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+_SYS_PIVOT_ROOT, _SYS_CAPSET = (155, 126) if platform.machine() == "x86_64" else (41, 91)
 _LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -40,7 +40,7 @@ def _checked(done: int, what: str) -> int:
 
 def known_machine() -> bool:
     """Linux on a processor whose system calls are known here."""
-    return _LIBC is not None and platform.machine() in _SYS
+    return _LIBC is not None and platform.machine() in _ARCHES
 
 
 def syscall(number: int, *args: Any) -> int:
@@ -67,7 +67,7 @@ def make_read_only(target: str, *, below: bool) -> None:
 def pivot_into(new_root: str) -> None:
     """``new_root`` is ``/`` from now on; the old one is out of reach."""
     os.chdir(new_root)
-    syscall(_SYS[platform.machine()]["pivot_root"], b".", b".")
+    syscall(_SYS_PIVOT_ROOT, b".", b".")
     _checked(_LIBC.umount2(b".", ctypes.c_int(_MNT_DETACH)), "umount of the old root")
     os.chdir("/")
 
@@ -93,10 +93,6 @@ def hide_memory() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def no_new_privileges() -> None:
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-
-
 def install_filter(instructions: bytes) -> None:
     """A seccomp filter for this process and all that it starts."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
@@ -105,9 +101,10 @@ def install_filter(instructions: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, 2, buffer)
 
 
-def drop_capabilities() -> None:
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    syscall(_SYS[platform.machine()]["capset"], header, none)
+def give_up_rights() -> None:
+    """No capability, and none by any program that is started."""
+    syscall(_SYS_CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
@@ -126,7 +123,7 @@ def landlock_version() -> int:
 
 
 def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """From now on only these paths: read and execute, or everything but devices and sockets. Set no_new_privs first."""
+    """From now on only these paths: read and execute, or all but devices and sockets. After ``give_up_rights``."""
     known = landlock_version()
     handled = _HANDLED[min(known, 5)]
     tcp, signals_and_sockets = 3 if known >= 4 else 0, 3 if known >= 6 else 0
@@ -150,58 +147,34 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _numbers(calls: str) -> list[int]:
-    return [int(word) for word in calls.split()[1::2]]
+    """Of the system calls of ``_REFUSED`` and its like, those that this machine has."""
+    machine = 0 if platform.machine() == "x86_64" else -1
+    return [int(number) for word in calls.split()[1::2] if (number := word.split("/")[machine]) != "-"]
 
 
 _ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_SAME = _numbers(
-    "pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  io_uring_register 427  open_tree 428 "
-    "move_mount 429  fsopen 430  fsconfig 431  fsmount 432  fspick 433  pidfd_open 434  pidfd_getfd 438 "
-    "mount_setattr 442  memfd_secret 447 "
-)  # the same number on every machine
-_REFUSED = {
-    "x86_64": _numbers(
-        "socket 41  fork 57  vfork 58  ptrace 101  process_vm_readv 310  process_vm_writev 311  mount 165 "
-        "umount2 166  pivot_root 155  chroot 161  unshare 272  setns 308  keyctl 250  add_key 248 "
-        "request_key 249  bpf 321  perf_event_open 298  userfaultfd 323  memfd_create 319  shmget 29 "
-        "msgget 68  semget 64  mq_open 240  open_by_handle_at 304  init_module 175  finit_module 313 "
-        "kexec_load 246  kexec_file_load 320  reboot 169  swapon 167  setpriority 141 "
-    ),
-    "aarch64": _numbers(
-        "socket 198  ptrace 117  process_vm_readv 270  process_vm_writev 271  mount 40  umount2 39 "
-        "pivot_root 41  chroot 51  unshare 97  setns 268  keyctl 219  add_key 217  request_key 218  bpf 280 "
-        "perf_event_open 241  userfaultfd 282  memfd_create 279  shmget 194  msgget 186  semget 190 "
-        "mq_open 180  open_by_handle_at 265  init_module 105  finit_module 273  kexec_load 104 "
-        "kexec_file_load 294  reboot 142  swapon 224  setpriority 140 "
-    ),
-}
-# what Landlock does not look at: modes, owners, times, attributes of files; other processes' memory and pace
-_WITHOUT_VIEW = {
-    "x86_64": _numbers(
-        "chmod 90  fchmod 91  chown 92  fchown 93  lchown 94  fchmodat 268  fchownat 260  utime 132 "
-        "utimes 235  utimensat 280  futimesat 261  setxattr 188  lsetxattr 189  fsetxattr 190  removexattr 197 "
-        "lremovexattr 198  fremovexattr 199  syslog 103  migrate_pages 256  move_pages 279  kcmp 312 "
-        "sched_setparam 142  sched_setscheduler 144  sched_setattr 314  ioprio_set 251 "
-    ),
-    "aarch64": _numbers(
-        "fchmod 52  fchmodat 53  fchownat 54  fchown 55  utimensat 88  setxattr 5  lsetxattr 6  fsetxattr 7 "
-        "removexattr 14  lremovexattr 15  fremovexattr 16  syslog 116  migrate_pages 238  move_pages 239 "
-        "kcmp 272  sched_setparam 118  sched_setscheduler 119  sched_setattr 274  ioprio_set 30 "
-    ),
-}
-_WITHOUT_VIEW_SAME = _numbers(
-    "process_madvise 440  process_mrelease 448  fchmodat2 452  setxattrat 463  removexattrat 466  file_setattr 469"
+_REFUSED = (  # name and number; x86_64/aarch64 where these differ, - where there is none
+    "socket 41/198  fork 57/-  vfork 58/-  ptrace 101/117  process_vm_readv 310/270  process_vm_writev 311/271  "
+    "mount 165/40  umount2 166/39  pivot_root 155/41  chroot 161/51  unshare 272/97  setns 308/268  keyctl 250/219  "
+    "add_key 248/217  request_key 249/218  bpf 321/280  perf_event_open 298/241  userfaultfd 323/282  "
+    "memfd_create 319/279  shmget 29/194  msgget 68/186  semget 64/190  mq_open 240/180  open_by_handle_at 304/265  "
+    "init_module 175/105  finit_module 313/273  kexec_load 246/104  kexec_file_load 320/294  reboot 169/142  "
+    "swapon 167/224  setpriority 141/140  pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  "
+    "io_uring_register 427  open_tree 428  move_mount 429  fsopen 430  fsconfig 431  fsmount 432  fspick 433  "
+    "pidfd_open 434  pidfd_getfd 438  mount_setattr 442  memfd_secret 447"
 )
-_SIGNALS = {
-    "x86_64": _numbers(
-        "kill 62  tkill 200  tgkill 234  rt_sigqueueinfo 129  rt_tgsigqueueinfo 297  prlimit64 302 "
-        "sched_setaffinity 203 "
-    ),
-    "aarch64": _numbers(
-        "kill 129  tkill 130  tgkill 131  rt_sigqueueinfo 138  rt_tgsigqueueinfo 240  prlimit64 261 "
-        "sched_setaffinity 122 "
-    ),
-}
+_WITHOUT_VIEW = (  # what Landlock does not look at: modes, owners, times, attributes; other processes' memory, pace
+    "chmod 90/-  fchmod 91/52  chown 92/-  fchown 93/55  lchown 94/-  fchmodat 268/53  fchownat 260/54  utime 132/-  "
+    "utimes 235/-  utimensat 280/88  futimesat 261/-  setxattr 188/5  lsetxattr 189/6  fsetxattr 190/7  "
+    "removexattr 197/14  lremovexattr 198/15  fremovexattr 199/16  syslog 103/116  migrate_pages 256/238  "
+    "move_pages 279/239  kcmp 312/272  sched_setparam 142/118  sched_setscheduler 144/119  sched_setattr 314/274  "
+    "ioprio_set 251/30  process_madvise 440  process_mrelease 448  fchmodat2 452  setxattrat 463  removexattrat 466  "
+    "file_setattr 469"
+)
+_SIGNALS = (
+    "kill 62/129  tkill 200/130  tgkill 234/131  rt_sigqueueinfo 129/138  rt_tgsigqueueinfo 297/240  "
+    "prlimit64 302/261  sched_setaffinity 203/122"
+)
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3, _CLONE_THREAD = 435, 0x10000
 _X32 = 0x40000000
@@ -218,18 +191,6 @@ def _refuse(number: int, error: int = _EPERM) -> bytes:
     return _one(_JEQ, number, 0, 1) + _one(_RETURN, _ERRNO | error)
 
 
-def _refuse_unless_zero(number: int, own: int) -> bytes:
-    """Allowed for the first argument 0 or ``own`` (this process), refused for any other."""
-    return (
-        _one(_JEQ, number, 0, 5)
-        + _one(_LOAD, _ARG0_AT)
-        + _one(_JEQ, 0, 2, 0)
-        + _one(_JEQ, own, 1, 0)
-        + _one(_RETURN, _ERRNO | _EPERM)
-        + _one(_RETURN, _ALLOW)
-    )
-
-
 def seccomp_filter(own_pid: int | None) -> bytes:
     """The filter's instructions. ``own_pid``: where no namespaces are, also refuse what they would: signals to any
     other process, and what can be done to a file that may not be opened."""
@@ -237,16 +198,13 @@ def seccomp_filter(own_pid: int | None) -> bytes:
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, _ARCHES[machine], 1, 0), _one(_RETURN, _KILL), _one(_LOAD, _NUMBER_AT)]
     if machine == "x86_64":
         parts += [_one(_JGE, _X32, 0, 1), _one(_RETURN, _ERRNO | _ENOSYS)]
-    parts += [_refuse(number) for number in (*_SAME, *_REFUSED[machine])]
+    parts += [_refuse(number) for number in _numbers(_REFUSED)]
     parts.append(_refuse(_CLONE3, _ENOSYS))
     if own_pid is not None:
-        parts += [_refuse(number) for number in (*_WITHOUT_VIEW[machine], *_WITHOUT_VIEW_SAME)]
-        parts += [_refuse_unless_zero(number, own_pid) for number in _SIGNALS[machine]]
-    parts += [
-        _one(_JEQ, _CLONE[machine], 0, 3),
-        _one(_LOAD, _ARG0_AT),
-        _one(_JSET, _CLONE_THREAD, 1, 0),
-        _one(_RETURN, _ERRNO | _EPERM),
-        _one(_RETURN, _ALLOW),
-    ]
+        parts += [_refuse(number) for number in _numbers(_WITHOUT_VIEW)]
+        for number in _numbers(_SIGNALS):  # allowed for the first argument 0 or this process, refused for any other
+            parts += [_one(_JEQ, number, 0, 5), _one(_LOAD, _ARG0_AT), _one(_JEQ, 0, 2, 0), _one(_JEQ, own_pid, 1, 0)]
+            parts += [_one(_RETURN, _ERRNO | _EPERM), _one(_RETURN, _ALLOW)]
+    parts += [_one(_JEQ, _CLONE[machine], 0, 3), _one(_LOAD, _ARG0_AT), _one(_JSET, _CLONE_THREAD, 1, 0)]
+    parts += [_one(_RETURN, _ERRNO | _EPERM), _one(_RETURN, _ALLOW)]
     return b"".join(parts)

@@ -1,8 +1,7 @@
 """A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
-Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), where
-neither a Python signal handler nor a thread can reach it; and TRL may call a reward from a thread, where signals do
-not work at all. A process can always be killed.
+Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), out of a
+signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all.
 
 Why our own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a
 training script without a `__name__` guard would start a second training there.
@@ -26,11 +25,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
-from grpo_lab.sandbox.fork_server import encode_frame, take_frame
+from grpo_lab.sandbox.fork_server import take_frame
+from grpo_lab.sandbox.wire import frame
 
 _MOST_LOST = 8  # workers of one round whose end was nobody's fault
 _BOOT = (
@@ -40,8 +40,8 @@ _BOOT = (
 # What a worker sees of the environment. Tokens and keys of the training run are not among it; a fixed hash seed makes
 # sympy's orderings, and with them the verdicts, the same in every process.
 _INHERITED = "PATH LANG LC_ALL LD_LIBRARY_PATH PYTHONHOME VIRTUAL_ENV TMPDIR COVERAGE_PROCESS_START"
-_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
 _FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
 
 
 class VerifierError(RuntimeError):
@@ -53,8 +53,8 @@ class Limits:
     """What one job, and one worker, may use up.
 
     `cpu_seconds` is what normally ends a runaway job: processor time, enforced by the kernel, so that a busy machine
-    does not turn right answers into timeouts. `wall_seconds` is the hard end in any case (a job that sleeps or
-    starves). `memory_bytes`: address space of a worker. `startup_seconds`: wall clock for its imports.
+    makes no right answer a timeout. `wall_seconds` is the hard end of a job that sleeps or starves. `memory_bytes`:
+    address space of a worker. `startup_seconds`: wall clock for its imports.
     """
 
     cpu_seconds: float = 5.0
@@ -67,9 +67,7 @@ class Limits:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
         if self.memory_bytes < 1 << 28:
-            raise ValueError(
-                f"memory_bytes must be at least 2**28, what a worker's imports need; got {self.memory_bytes}"
-            )
+            raise ValueError(f"memory_bytes must be at least 2**28, what imports need; got {self.memory_bytes}")
 
 
 class ForkServerProcess:
@@ -83,7 +81,7 @@ class ForkServerProcess:
         with theirs:
             longest = 2.0 * limits.wall_seconds + 10.0
             args = [theirs.fileno(), os.getpid(), handler, limits.memory_bytes, limits.cpu_seconds, longest]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps({"path": sys.path, "args": args})],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -93,33 +91,25 @@ class ForkServerProcess:
                 start_new_session=True,  # Ctrl-C in the trainer's terminal is the trainer's to handle
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
     def fork(self) -> WorkerProcess:
         """A new worker, ready as soon as the imports are done. `VerifierError` where this process is no more."""
         self._count += 1
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [encode_frame({"fork": self._count})], [theirs.fileno()])
+                socket.send_fds(self._control, [frame({"fork": self._count})], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise VerifierError(
-                    f"the process that starts workers of {self._handler} has ended with code {self._process.poll()}"
-                ) from error
+                code = self.process.poll()
+                why = f"the process that starts workers of {self._handler} has ended with code {code}"
+                raise VerifierError(why) from error
         return WorkerProcess(self, self._count, ours, self._limits)
 
     def kill(self, number: int) -> None:
         """End that worker, its process group with it, and wait until they are gone."""
         try:
             self._control.settimeout(_ANSWER_SECONDS)
-            self._control.sendall(encode_frame({"kill": number}))
+            self._control.sendall(frame({"kill": number}))
             while (answer := take_frame(self._buffer)) is None or answer["gone"] != number:
                 chunk = self._control.recv(1 << 12)
                 if not chunk:
@@ -134,15 +124,14 @@ class ForkServerProcess:
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0 if at_once else _ANSWER_SECONDS)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+            self.process.wait(0 if at_once else _ANSWER_SECONDS)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
 
 class WorkerProcess:
-    """One worker. `ready` becomes true once it has said hello (`pid` is known then); `deadline` is monotonic
-    seconds."""
+    """One worker. `pid` is known once it is ready, and has said hello; `deadline` is monotonic seconds."""
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self._server, self._number, self._channel, self._limits = server, number, channel, limits
@@ -150,10 +139,6 @@ class WorkerProcess:
         self.since = time.monotonic()
         self.pid: int | None = None
         self.deadline = self.since + limits.startup_seconds
-
-    @property
-    def ready(self) -> bool:
-        return self.pid is not None
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -166,7 +151,7 @@ class WorkerProcess:
         self.deadline = self.since + self._limits.wall_seconds
         self._channel.settimeout(self._limits.wall_seconds)
         try:
-            self._channel.sendall(encode_frame({"job": payload}))
+            self._channel.sendall(frame({"job": payload}, most=None))
         except OSError:
             return False
         return True
@@ -180,18 +165,17 @@ class WorkerProcess:
             chunk = b""
         self._buffer += chunk
         message = take_frame(self._buffer)
-        if message is not None:
-            return self._how_it_ended(message["ended"]) if "ended" in message else dict(message)
-        if chunk:
-            return None
-        return {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with its fork server"}
-
-    def _how_it_ended(self, code: int) -> dict[str, Any]:
+        if message is None:
+            if chunk:
+                return None
+            return {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with its fork server"}
+        code = message.get("ended")
+        if code is None:
+            return dict(message)
         if code == -signal.SIGPROF:
             return {"timeout": f"used up {self._limits.cpu_seconds:g} s of processor time"}
-        if code < 0:
-            return {"crash": f"the process was ended by {signal.Signals(-code).name}"}
-        return {"crash": f"the process ended with exit code {code}"}
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return {"crash": f"the process {how}"}
 
     def kill(self) -> None:
         """End the process group now: no zombie stays."""
@@ -209,20 +193,13 @@ class JobOutcome:
     seconds: float
 
 
-@dataclass
-class _Processes:
-    """What must not outlive the pool."""
-
-    workers: list[WorkerProcess] = field(default_factory=list)
-    fork_server: ForkServerProcess | None = None
-
-
-def _close_all(processes: _Processes, owner_pid: int) -> None:
+def _close_all(workers: list[WorkerProcess], servers: list[ForkServerProcess], owner_pid: int) -> None:
     """End the processes, unless this is a fork of the owner: they are not ours to end there."""
-    if os.getpid() == owner_pid and processes.fork_server is not None:
-        processes.fork_server.end(at_once=not any(worker.ready for worker in processes.workers))
-    processes.workers.clear()
-    processes.fork_server = None
+    if os.getpid() == owner_pid:
+        for server in servers:
+            server.end(at_once=not any(worker.pid for worker in workers))
+    workers.clear()
+    servers.clear()
 
 
 class WorkerPool:
@@ -231,6 +208,7 @@ class WorkerPool:
     Args:
         handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It turns bad
             model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
+            Where its module has a function `prepare_worker`, that is called once, before any fork.
         limits: processor time and wall clock per job, bytes per worker.
         size: number of processes; None: half of the cores this process may use, between 1 and 4 (several ranks share a
             machine).
@@ -243,8 +221,6 @@ class WorkerPool:
     def __init__(self, handler: str, *, limits: Limits | None = None, size: int | None = None) -> None:
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1 process, or None for a default; got {size}")
-        if handler.count(":") != 1:
-            raise ValueError(f"handler must look like 'package.module:function'; got {handler!r}")
         self.handler = handler
         self.limits = limits or Limits()
         self.size = size or min(4, max(1, own_cores() // 2))
@@ -253,8 +229,9 @@ class WorkerPool:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._processes = _Processes()
-        self._finalizer = weakref.finalize(self, _close_all, self._processes, self._pid)
+        self.workers: list[WorkerProcess] = []
+        self._servers: list[ForkServerProcess] = []  # one at most; like the workers, what must not outlive the pool
+        weakref.finalize(self, _close_all, self.workers, self._servers, self._pid)
         self.replaced = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,35 +243,34 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        return [worker.pid for worker in self._processes.workers if worker.pid is not None]
+        return [worker.pid for worker in self.workers if worker.pid is not None]
 
     @property
     def fork_server_pid(self) -> int | None:
-        fork_server = self._processes.fork_server
-        return None if fork_server is None else fork_server.pid
+        return self._servers[0].process.pid if self._servers else None
 
     def warm_up(self) -> None:
         """Starts the imports in a process beside this one and returns at once: the first job then finds them done."""
         self._own()
         if self._lock.acquire(blocking=False):  # else a round is at it
             try:
-                self._fork_server()
+                self.fork_server()
             finally:
                 self._lock.release()
 
     def close(self) -> None:
         """End all workers. The pool may be used again afterwards."""
-        _close_all(self._processes, self._pid)
+        _close_all(self.workers, self._servers, self._pid)
 
     def _own(self) -> None:
         if self._pid != os.getpid():
             self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
 
-    def _fork_server(self) -> ForkServerProcess:
-        processes = self._processes
-        if processes.fork_server is None or not processes.fork_server.alive:
-            processes.fork_server = ForkServerProcess(self.handler, self.limits)
-        return processes.fork_server
+    def fork_server(self) -> ForkServerProcess:
+        """The running one; a new one where there is none."""
+        if not self._servers or self._servers[0].process.poll() is not None:
+            self._servers[:] = [ForkServerProcess(self.handler, self.limits)]
+        return self._servers[0]
 
     def run(self, payloads: Sequence[Any]) -> list[JobOutcome]:
         """Runs every payload and returns outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
@@ -310,43 +286,31 @@ class WorkerPool:
 class _Round:
     def __init__(self, pool: WorkerPool, payloads: Sequence[Any]) -> None:
         self.pool = pool
-        self.workers = pool._processes.workers
+        self.workers = pool.workers
         self.lost = 0
         self.payloads = payloads
-        self.results: list[JobOutcome | None] = [None] * len(payloads)
+        self.results: dict[int, JobOutcome] = {}
         self.todo = deque(range(len(payloads)))
         self.job_of: dict[WorkerProcess, int] = {}
 
     def outcomes(self) -> list[JobOutcome]:
         while self.todo or self.job_of:
-            self._start_workers()
-            self._dispatch()
-            self._collect()
-        return [result for result in self.results if result is not None]
+            while len(self.workers) < min(self.pool.size, len(self.todo) + len(self.job_of)):
+                self.workers.append(self.pool.fork_server().fork())
+            for worker in list(self.workers):
+                if self.todo and worker.pid and worker not in self.job_of:
+                    if worker.send(self.payloads[self.todo[0]]):
+                        self.job_of[worker] = self.todo.popleft()
+                    else:  # it had died while idle: no fault of this job
+                        self._end(worker)
+            self._collect([worker for worker in self.workers if worker in self.job_of or not worker.pid])
+        return [self.results[job] for job in range(len(self.payloads))]
 
-    def _start_workers(self) -> None:
-        wanted = min(self.pool.size, len(self.todo) + len(self.job_of))
-        while len(self.workers) < wanted:
-            self.workers.append(self.pool._fork_server().fork())
-
-    def _dispatch(self) -> None:
-        for worker in list(self.workers):
-            if self.todo and worker.ready and worker not in self.job_of:
-                job = self.todo.popleft()
-                if worker.send(self.payloads[job]):
-                    self.job_of[worker] = job
-                else:  # it had died while idle: no fault of this job
-                    self.todo.appendleft(job)
-                    self._end(worker)
-
-    def _collect(self) -> None:
-        waiting = [worker for worker in self.workers if worker in self.job_of or not worker.ready]
-        if not waiting:
-            return
+    def _collect(self, waiting: list[WorkerProcess]) -> None:
         with selectors.DefaultSelector() as selector:
             for worker in waiting:
                 selector.register(worker, selectors.EVENT_READ)
-            nearest = min(worker.deadline for worker in waiting)
+            nearest = min((worker.deadline for worker in waiting), default=0.0)
             readable = [key.fileobj for key, _ in selector.select(max(0.0, nearest - time.monotonic()))]
         for worker in waiting:
             if worker in readable:
@@ -362,12 +326,12 @@ class _Round:
             raise VerifierError(f"the verifier {self.pool.handler} raised:\n{message['bug']}")
         if "ready" in message:
             worker.pid = message["ready"]
-        elif "lost" in message and self.lost < _MOST_LOST and (worker.ready or self.lost):
+        elif "lost" in message and self.lost < _MOST_LOST and (worker.pid or self.lost):
             self.lost += 1  # somebody killed the fork server: another worker does its job
             if worker in self.job_of:
                 self.todo.appendleft(self.job_of.pop(worker))
             self._end(worker)
-        elif not worker.ready:
+        elif not worker.pid:
             raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
         elif "ok" in message:
             self._finish(worker, "ok", message["ok"], "")
@@ -379,12 +343,11 @@ class _Round:
             self._end(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
-        if not worker.ready:
-            raise VerifierError(
-                f"a worker of {self.pool.handler} was not ready after {self.pool.limits.startup_seconds} s "
-                "(Limits.startup_seconds)"
-            )
-        self._finish(worker, "timeout", None, f"no result within {self.pool.limits.wall_seconds:g} s")
+        limits = self.pool.limits
+        if not worker.pid:
+            seconds = f"{limits.startup_seconds} s (Limits.startup_seconds)"
+            raise VerifierError(f"a worker of {self.pool.handler} was not ready after {seconds}")
+        self._finish(worker, "timeout", None, f"no result within {limits.wall_seconds:g} s")
         self._end(worker)
 
     def _finish(self, worker: WorkerProcess, status: Literal["ok", "timeout", "crash"], value: Any, why: str) -> None:

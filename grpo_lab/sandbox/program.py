@@ -1,9 +1,8 @@
 """What runs in the program's own process, after the walls are up: the model's program, and nothing that it could forge.
 
 The source of ``wire`` and of this file is the text that the jailed interpreter is started with; nothing is imported
-from us. This process holds no test, no expected value and no way to the tester's report. It is asked for values and
-calls, and answers with data; whatever it answers is compared elsewhere. So it may be taken over entirely by the program
-in it.
+from us. This process holds no test, no expected value and no way to the tester's report; what it answers is compared
+elsewhere. So it may be taken over entirely by the program in it.
 
 Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``.
 Replies: ``{"value": data, "args": per argument its new value where the call changed it in place, or null}`` or
@@ -77,8 +76,10 @@ class ProgramServer:
             theirs = None if error is None else _as_error(error)
             about = (None if theirs is None else type(theirs), theirs, None)
             return {"value": bool(type(thing).__exit__(thing, *about)), "args": None}
-        if "get" in request:
-            return {"value": self._pack(self._find(request["get"])), "args": None}
+        if "get" in request:  # a name of the program; else a method of its class `Solution`, as judges of contests ask
+            names, name = vars(self.module), request["get"]
+            found = names[name] if name in names else getattr(names["Solution"](), name)
+            return {"value": self._pack(found), "args": None}
         given = [self._unpack(one) for one in request["args"]]
         if "ask" in request:
             return {"value": self._answered(request["what"], self.objects[request["ask"]], given), "args": None}
@@ -92,22 +93,19 @@ class ProgramServer:
 
     def _answered(self, what: str, thing: Any, given: list[Any]) -> Any:
         if what in ("await", "anext"):
-            return self._pack(self._awaited(thing if what == "await" else thing.__anext__()))
+            asyncio = importlib.import_module("asyncio")
+            self.loop = self.loop or asyncio.new_event_loop()
+
+            async def wait() -> Any:
+                return await (thing if what == "await" else thing.__anext__())
+
+            return self._pack(self.loop.run_until_complete(wait()))
         if what == "plain":  # what an object that is a kind of list, text, number holds; None for any other
-            return None if _is_exception(thing) else pack(thing, lambda value: self._keep(value))
+            return None if _is_exception(thing) else self._pack(thing)
         value = _QUESTIONS[what](thing, *given)
         if what in ("math", "rmath") and given and type(value).__module__ == "solution":
             return self._keep(value)
         return self._pack(value)
-
-    def _awaited(self, thing: Any) -> Any:
-        asyncio = importlib.import_module("asyncio")
-        self.loop = self.loop or asyncio.new_event_loop()
-
-        async def wait() -> Any:
-            return await thing
-
-        return self.loop.run_until_complete(wait())
 
     def _load(self, source: str) -> dict[str, Any]:
         sys.modules["solution"] = self.module
@@ -119,12 +117,6 @@ class ProgramServer:
         exec(compile(source, "<program>", "exec"), self.module.__dict__)
         names = [name for name in vars(self.module) if isinstance(name, str) and not name.startswith("__")]
         return {"value": names, "args": None}
-
-    def _find(self, name: str) -> Any:
-        """A name of the program; else a method of its class ``Solution``, as judges of contests ask for them."""
-        if name in vars(self.module):
-            return vars(self.module)[name]
-        return getattr(vars(self.module)["Solution"](), name)
 
     def _pack(self, value: Any) -> Any:
         return pack(value, self._keep)

@@ -14,7 +14,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_lab.sandbox.stand_in import DOC, YES_OR_NO, RemoteObject
@@ -44,11 +43,6 @@ class ProgramGone(BaseException):
 
 class Unsendable(BaseException):
     """The test hands the program what cannot be sent to it: the test is unusable, whatever the program."""
-
-
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
 
 
 class Program:
@@ -110,30 +104,31 @@ class Program:
             raise ProgramGone(self.gone)
         try:
             self._channel.send(request)
-            answer = self._take(self._channel.receive(), args)
+            raised, value = self._take(self._channel.receive(), args)
         except Exception as error:
             # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
-        if isinstance(answer, _Raised):
-            ends = isinstance(answer.error, StopIteration | StopAsyncIteration)
+        if raised is not None:
+            ends = isinstance(raised, StopIteration | StopAsyncIteration)
             if ends and request.get("what") not in ("next", "anext"):
                 # `all(map(f, cases))` would end there, and be true
-                raise RuntimeError(f"the program raised {type(answer.error).__name__}")
-            raise answer.error
-        return answer
+                raise RuntimeError(f"the program raised {type(raised).__name__}")
+            raise raised
+        return value
 
-    def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
+        """What the program raised (else None), or the value that it gave."""
         while "back" in reply:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()
         if "raised" in reply:
-            return _Raised(self._as_raised(reply["raised"]))
+            return self._as_raised(reply["raised"]), None
         value = unpack(reply["value"], self._stand_in)
         for mine, changed in zip(args, reply.get("args") or ()):
             if changed is not None:
                 _write_into(mine, unpack(changed, self._stand_in))
-        return value
+        return None, value
 
     def _called_back(self, reply: dict[str, Any]) -> dict[str, Any]:
         function = self._functions[reply["back"]]
@@ -142,46 +137,37 @@ class Program:
         try:
             return {"value": self._pack(function(*args, **named))}
         except (Exception, Unsendable) as error:
-            self._own_errors.append(self._not_to_be_had(error))
-            return dict(pack_error(self._own_errors[-1], len(self._own_errors) - 1))
-
-    def _not_to_be_had(self, error: BaseException) -> Exception:
-        """What makes a test unusable where it asks for it fails it where the program does: it would choose between 0
-        and None."""
-        if isinstance(error, Exception) and not lacks_a_module(error):
-            return error
-        self.refused = True
-        return TypeError(str(error))
+            if isinstance(error, Unsendable) or lacks_a_module(error):
+                # unusable where the test asks for it, failed where the program does: it would choose between 0 and None
+                self.refused = True
+                error = TypeError(str(error))
+            self._own_errors.append(error)
+            return dict(pack_error(error, len(self._own_errors) - 1))
 
     def _as_raised(self, said: dict[str, Any]) -> BaseException:
         kinds = [(str(module), str(name)) for module, name in said["kinds"]]
         args = [unpack(one, refuse_tag) for one in said["args"]]
         if ("builtins", "SystemExit") in kinds and self._loaded:
-            left: BaseException = SystemExit(*args)
-            return left  # as in one interpreter: a test may expect it; one that does not fails by it
+            return SystemExit(*args)  # as in one interpreter: a test may expect it; one that does not fails by it
         if ("builtins", "Exception") not in kinds:
             self.gone = f"the program left by {kinds[:1]}"
             return ProgramGone(self.gone)
         if said["again"] is not None:
-            number = int(said["again"])
-            return self._own_errors[number]
-        return self._made(self.exception(kinds), args, str(said["text"]), said["held"])
-
-    def _made(self, kind: type[Exception], args: list[Any], text: str, held: dict[str, Any]) -> Exception:
+            return self._own_errors[int(said["again"])]
+        kind, text = self.exception(kinds), str(said["text"])
         own = kind.__module__ == "builtins"
         try:
             error = kind(*args) if own else kind.__new__(kind, *args)
         except TypeError:
             error = ValueError(text)
         error.__dict__["_text"] = text
-        for name, value in {} if own else held.items():
+        for name, value in {} if own else said["held"].items():
             if name.isidentifier() and not name.startswith("_"):
                 error.__dict__[name] = unpack(value, refuse_tag)
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
-        """The class of that name: Python's own, or one made here for one of the program's, under its nearest of
-        Python's."""
+        """The class of that name: Python's own, or one made here, under the nearest of Python's."""
         module, name = kinds[0]
         if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
             own = getattr(sys.modules.get(module), name, None)
@@ -206,14 +192,11 @@ class Program:
             return {"object": value._remote}
         if id(value) in self._coroutines:
             return {"object": self._coroutines[id(value)][1]}
-        named = pack_name(value)
-        if named is not None:
+        if named := pack_name(value):
             return named
         theirs = isinstance(value, type) and issubclass(value, BaseException | RemoteObject)
         if theirs or isinstance(value, _FROM_PROGRAMS) or type(value).__module__ in _MODULES_OF_DATA:
-            raise TypeError(
-                "too deep, or an exception: a program may have made it so, and must not make a test unusable"
-            )
+            raise TypeError("too deep, or an exception: what a program may make so must not make a test unusable")
         if hasattr(type(value), "__next__") and not hasattr(value, "read"):
             self._functions.append(functools.partial(next, value))
             return {"iterator": len(self._functions) - 1}
@@ -230,22 +213,18 @@ class Program:
         number, about, kind = reference
         if about and ["builtins", "Exception"] in about:
             return self.exception([(str(module), str(name)) for module, name in about])
-        if kind == "coroutine":
-            return self._later(number)
+        if kind == "coroutine":  # one here for one there: run there when it is awaited here
+
+            async def wait() -> Any:
+                return self.ask(number, "await")
+
+            coroutine = wait()
+            self._coroutines[id(coroutine)] = coroutine, number
+            return coroutine
         if number not in self._objects:
             made = self._classes.setdefault(str(kind), type(str(kind), (RemoteObject,), {"__doc__": DOC}))
             self._objects[number] = made(self, number)
         return self._objects[number]
-
-    def _later(self, number: int) -> Any:
-        """A coroutine here for one there: run there when it is awaited here."""
-
-        async def wait() -> Any:
-            return self.ask(number, "await")
-
-        coroutine = wait()
-        self._coroutines[id(coroutine)] = coroutine, number
-        return coroutine
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ the program says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, NoReturn
 
 from grpo_lab.sandbox.wire import pack_error
@@ -17,18 +17,15 @@ _QUESTIONS = (
     "istitle isupper issubset issuperset isdisjoint is_integer match fullmatch difference symmetric_difference"
 )
 YES_OR_NO = frozenset(_QUESTIONS.split())
-"""Questions of plain data's own types: an object that answers yes (or: no difference) to each must not pass for a text
-or a set."""
-
+"""Questions of plain data's own types: an object that says yes, or no difference, must not pass for a text or set."""
 _OF_DIFFERENCES = ("total_seconds", "days", "seconds", "microseconds", "is_zero")
 """What plain differences are asked: ``(f(x) - datetime(…)).total_seconds() < 1``."""
 _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
 class RemoteObject:
-    """Stands for an object in the program's process: can be called, asked for attributes and items, gone through.
-
-    ``program`` is the ``remote.Program`` that is asked, ``number`` the object's there.
+    """Stands for an object in the program's process (``number`` of the ``remote.Program``): can be called, asked for
+    attributes and items, gone through.
 
     ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order
     or content of it is asked for, so that ``not f(x) - 3`` is no way to say yes.
@@ -48,8 +45,7 @@ class RemoteObject:
         return self._ask(what, *args)
 
     def _refuse(self, why: str) -> NoReturn:
-        """The running test fails, even if it catches this: the program has seen the tests' data, and would be right in
-        what comes next."""
+        """The running test fails, even if it catches this: the program has seen what would be right next."""
         self._program.refused = True
         raise TypeError(why)
 
@@ -169,27 +165,14 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _unary(what: str) -> Callable[[RemoteObject], Any]:
-    return lambda mine: mine._own(what)
-
-
-def _binary(what: str, name: str) -> Callable[[RemoteObject, Any], Any]:
-    return lambda mine, other: mine._reckoned(what, name, other)
-
-
-def _order(name: str) -> Callable[[RemoteObject, Any], Any]:
-    return lambda mine, other: mine._ordered(name, other)
-
-
 for _name in ("lt", "le", "gt", "ge"):
-    setattr(RemoteObject, f"__{_name}__", _order(_name))
+    setattr(RemoteObject, f"__{_name}__", functools.partialmethod(RemoteObject._ordered, _name))
 for _name in ("abs", "neg", "pos", "invert"):
-    setattr(RemoteObject, f"__{_name}__", _unary(_name))
+    setattr(RemoteObject, f"__{_name}__", functools.partialmethod(RemoteObject._own, _name))
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 for _name in _OPERATORS.split():
-    setattr(RemoteObject, f"__{_name.strip('_')}__", _binary("math", _name))
-    setattr(RemoteObject, f"__r{_name.strip('_')}__", _binary("rmath", _name))
-
-
+    for _what, _side in (("math", ""), ("rmath", "r")):
+        _method = functools.partialmethod(RemoteObject._reckoned, _what, _name)
+        setattr(RemoteObject, f"__{_side}{_name.strip('_')}__", _method)
 DOC = vars(RemoteObject)["__doc__"]
 """Each class made under it needs its own: a class statement sets one."""

@@ -1,8 +1,7 @@
 """Runs a row's tests against a program that lives in another process, and reports each result on a pipe of its own.
 
-The tests run here as they are written: ``assert f(2) == 3``, HumanEval's ``check(candidate)``, ``def test_…``, loops,
-``try``. Names that neither they nor Python define are the program's, and are asked for over the channel. The model's
-code never runs in this process, so it cannot patch, trace, skip or read a test.
+Names that neither the tests nor Python define are the program's, and are asked for over the channel. The model's code
+never runs in this process, so it cannot patch, trace, skip or read a test.
 
 A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole),
 or, where none does, a statement that is a call; a ``check`` that is called more than once is a test a statement that
@@ -46,8 +45,7 @@ class _Unit:
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
@@ -69,15 +67,16 @@ class Run:
         self.stop_early = stop_early
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
-        """The program's text first, then the tests' code. Whatever the tests raise between two tests, no test after it
-        counts."""
+        """The program's text first, then the tests' code. After what they raise between two tests none counts."""
         try:
             self.program.load(source)
             names = Names(self.program, called)
             if entry_point is not None and entry_point.isidentifier():
                 names[entry_point] = self.program.get(entry_point)
             names[UNIT] = lambda: _Unit(self)
-            self._offer_as_module()
+            module = types.ModuleType("solution")  # `from solution import f`, as some data sets write it
+            module.__getattr__ = names.program_value  # type: ignore[method-assign]
+            sys.modules["solution"] = module
             exec(code, names)
             self.report(b"." if not self.program.gone else b"")
         except BaseException as error:
@@ -88,7 +87,8 @@ class Run:
         """Input/output pairs of a function: ``entry_point(*input) == output``."""
         try:
             self.program.load(source)
-            function = self._function(entry_point)
+            owner, dot, name = entry_point.partition("().")
+            function = getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
             for given, *accepted in pairs:
                 with _Unit(self):
                     found = function(*unpack(given, refuse_tag))
@@ -96,22 +96,6 @@ class Run:
             self.report(b".")
         except (_Enough, ProgramGone, Exception):
             return
-
-    def _function(self, entry_point: str) -> Any:
-        owner, dot, name = entry_point.partition("().")
-        return getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
-
-    def _offer_as_module(self) -> None:
-        """``from solution import f``, as some data sets write it."""
-
-        def find(name: str) -> Any:
-            if name not in self.program.names:
-                raise AttributeError(name)
-            return self.program.get(name)
-
-        module = types.ModuleType("solution")
-        module.__getattr__ = find  # type: ignore[method-assign]
-        sys.modules["solution"] = module
 
 
 def same(value: Any, expected: Any) -> bool:
@@ -145,10 +129,15 @@ class Names(dict[str, Any]):
             raise KeyError(name)
         return self._program.get(name)
 
+    def program_value(self, name: str) -> Any:
+        """For a module."""
+        if name not in self._program.names:
+            raise AttributeError(name)
+        return self._program.get(name)
+
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """The tests with every one of them marked, how many there are, and the names that they only call. ``NoTests`` where
-    that is none."""
+    """The tests with every one of them marked, how many there are, and the names that they only call."""
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
@@ -157,10 +146,10 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         if entry_point is None and not _asked_for(tree, called):
             raise NoTests(
                 "every name in the tests is Python's or their own, so they ask nothing of a program; a function that "
-                "is named as one of "
-                "Python's (`sum`) needs the column `entry_point`"
+                "is named as one of Python's (`sum`) needs the column `entry_point`"
             )
-        if any(isinstance(node, ast.ClassDef) and _is_test_case(node) for node in ast.walk(tree)):
+        bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+        if any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in bases):
             raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
         counter = _Counter()
         tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
@@ -182,8 +171,7 @@ def _only_called(tree: ast.Module) -> frozenset[str]:
 
 
 def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
-    """The names that the tests use and neither they nor Python define; and ``solution``, where they import from
-    that."""
+    """The names that the tests use and neither they nor Python define; and ``solution``, where they import that."""
     nodes = list(ast.walk(tree))
     used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
@@ -195,13 +183,8 @@ def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
     return (used - made - set(dir(builtins)) - (sys.stdlib_module_names - called)) | ({"solution"} & whence)
 
 
-def _is_test_case(node: ast.ClassDef) -> bool:
-    return any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in node.bases)
-
-
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The body of ``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that
-    passes."""
+    """``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
     guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
@@ -219,8 +202,9 @@ class _Counter:
                 return [*(self._unit(one) if _asserts(one) or _is_call(one) else one for one in body), self._unit(call)]
             check.body = self.marked(check.body)
             return [*body, call]
-        functions = [one.name for one in body if isinstance(one, ast.FunctionDef) and _is_test(one)]
-        called = [name for name in functions if not _calls(body, name)]
+        named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
+        tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
+        called = [name for name in tests if not _calls(body, name)]
         if check is not None and _calls(body, "check") and _asserts_inside(check):
             if not _called_once(body, "check"):
                 return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
@@ -245,23 +229,15 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _asserts_inside(statement: ast.stmt) -> bool:
-    return any(_can_fail(one) for one in ast.walk(statement))
-
-
-def _can_fail(node: ast.AST) -> bool:
-    """``assert False``, where nothing should come, and ``raise`` can; ``assert True`` cannot."""
-    if isinstance(node, ast.Assert):
-        return not (isinstance(node.test, ast.Constant) and node.test.value)
-    return isinstance(node, ast.Raise)
+    """``assert False``, where nothing should come, and ``raise`` count; ``assert True`` does not."""
+    nodes = list(ast.walk(statement))
+    asserted = [one.test for one in nodes if isinstance(one, ast.Assert)]
+    vain = [one for one in asserted if isinstance(one, ast.Constant) and one.value]
+    return len(asserted) > len(vain) or any(isinstance(one, ast.Raise) for one in nodes)
 
 
 def _is_call(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-
-
-def _is_test(function: ast.FunctionDef) -> bool:
-    given = function.args
-    return function.name.startswith("test") and not (given.args or given.posonlyargs or given.kwonlyargs)
 
 
 def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
@@ -273,12 +249,9 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 def _called_once(body: list[ast.stmt], name: str) -> bool:
     """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself).
     Otherwise each statement that calls it is a test: what is inside would be more tests than are counted."""
-    alone = [one for one in body if isinstance(one, ast.Expr) and _calls_it(one.value, name)]
+    calls = [one.value for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
+    alone = [one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name]
     return len(alone) == _uses(body, name) == 1
-
-
-def _calls_it(value: ast.expr, name: str) -> bool:
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == name
 
 
 def _uses(body: list[ast.stmt], name: str) -> int:
@@ -288,8 +261,7 @@ def _uses(body: list[ast.stmt], name: str) -> int:
 def run(job: dict[str, Any], channel: int, report: int) -> None:
     random.seed(0)  # tests that draw their cases draw the same ones for every program
     sys.setrecursionlimit(RECURSION)
-    program = Program(channel)
-    one_run = Run(program, lambda sign: os.write(report, sign), job["stop_early"])
+    one_run = Run(Program(channel), lambda sign: os.write(report, sign), job["stop_early"])
     if job["kind"] == "calls":
         one_run.calls(job["tests"], job["entry_point"], job["program"])
     else:

@@ -1,17 +1,18 @@
 """The walls around a jailed process: which of them this machine gives, and their putting up, in the process itself.
 
 ``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries,
-read-only, and
-                an empty ``/tmp``. The kernel ends all of it with its first process. As root directly; else in a user
-                namespace, where the machine allows one.
+                read-only, and an empty ``/tmp``. The kernel ends all of it with its first process. As root directly;
+                else in a user namespace, where the machine allows one.
 ``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
-``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, … ``landlock``    the file
-system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by kernel version). ``limits``
-processor time, address space, file size, open files, core dumps, processes. Everywhere.
+``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, …
+``landlock``    the file system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by
+                kernel version).
+``limits``      processor time, address space, file size, open files, core dumps, processes. Everywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -19,16 +20,16 @@ import stat
 import sys
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_lab.sandbox import kernel
 
 WALLS = ("namespaces", "user", "seccomp", "landlock", "limits")
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-_FIRST_USER = 1_000_000_000
 _NOBODY = 65534
 _OPEN_FILES, _PROCESSES, _THREADS = 64, 64, 256
 _SYSTEM = "/usr /lib /lib32 /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/alternatives"
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DEVICES = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom"
 INSIDE = "/tmp"
 """Where the empty folder is, inside."""
 INTERPRETER = os.path.realpath(sys.executable)
@@ -52,11 +53,9 @@ class Cell:
 def enter_namespaces() -> None:
     """In the watching process: the next child is the first process of namespaces of its own (mounts: ``put_up``)."""
     if os.geteuid() == 0:
-        try:
+        with contextlib.suppress(OSError):  # no CAP_SYS_ADMIN, as in a container: a user namespace may be allowed
             kernel.unshare(_NAMESPACES)
             return
-        except OSError:
-            pass  # root without CAP_SYS_ADMIN, as in a container: a user namespace may still be allowed
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
@@ -66,24 +65,25 @@ def enter_namespaces() -> None:
 
 def job_user(job: int) -> int:
     """A user id that no other job has, so that its processes can be counted."""
-    return _FIRST_USER + job % 100_000_000
+    return 1_000_000_000 + job % 100_000_000
 
 
 def become(user: int) -> None:
     os.setgroups([])
     try:
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+        _set_ids(user)
     except OSError:  # a container that maps few ids
-        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        _set_ids(_NOBODY)
+
+
+def _set_ids(number: int) -> None:
+    os.setresgid(number, number, number)
+    os.setresuid(number, number, number)
 
 
 def reachable_by_others(path: str) -> bool:
     """Whether any user may pass every folder on the way to ``path``."""
-    parts = path.strip("/").split("/")
-    ways = ["/" + "/".join(parts[:n]) for n in range(len(parts) + 1)]
-    return all(os.stat(way).st_mode & 0o001 for way in ways)
+    return all(way.stat().st_mode & 0o001 for way in (Path(path), *Path(path).parents))
 
 
 def put_up(cell: Cell, job: int) -> None:
@@ -101,14 +101,11 @@ def put_up(cell: Cell, job: int) -> None:
     if "user" in walls:
         become(job_user(job))
     elif "namespaces" in walls:
-        os.setresgid(1000, 1000, 1000)
-        os.setresuid(1000, 1000, 1000)
+        _set_ids(1000)
     if kernel.known_machine():
-        kernel.drop_capabilities()
-        kernel.no_new_privileges()
+        kernel.give_up_rights()
     if "landlock" in walls:
-        places = _readable() + _devices()
-        kernel.give_up_files_but([one for one in places if os.path.exists(one)], [folder, "/dev/null"])
+        kernel.give_up_files_but([one for one in _readable() if os.path.exists(one)], [folder, "/dev/null"])
     if "seccomp" in walls:
         kernel.install_filter(kernel.seccomp_filter(None if "namespaces" in walls else os.getpid()))
 
@@ -127,36 +124,36 @@ def _limit(cell: Cell, processes: int | None) -> None:
         wanted[resource.RLIMIT_NPROC] = processes
     for which, most in wanted.items():
         hard = resource.getrlimit(which)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (allowed, allowed))
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an error there, as Python has it
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's way: a file that grows too large is an error there
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _readable() -> list[str]:
     """What can be read inside. Links stay links."""
     inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM.split())
-    return [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
-
-
-def _devices() -> list[str]:
-    return [place for place in _DEVICES if os.path.exists(place)]
+    places = [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
+    return places + [place for place in _DEVICES.split() if os.path.exists(place)]
 
 
 def _enter_view(folder_bytes: int) -> None:
     """Make the view this process's whole file system. In a mount namespace of its own, with the right to mount."""
     new = tempfile.gettempdir()
-    wanted = [*_readable(), *_devices()]
+    wanted = _readable()
     sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}
     links = {place: os.readlink(place) for place in wanted if os.path.islink(place)}
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", new, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     for place, source in sources.items():
         target = new + place
-        _make_place(target, folder=stat.S_ISDIR(os.fstat(source).st_mode))
+        is_folder = stat.S_ISDIR(os.fstat(source).st_mode)
+        os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+        if not is_folder:
+            os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o600))
         kernel.mount(f"/proc/self/fd/{source}", target, None, kernel.MS_BIND | kernel.MS_REC)
         os.close(source)
         # of a device too: what is written into it is no change of the file system
@@ -170,9 +167,3 @@ def _enter_view(folder_bytes: int) -> None:
     kernel.pivot_into(new)
     kernel.make_read_only("/", below=False)
     os.chdir(INSIDE)
-
-
-def _make_place(target: str, *, folder: bool) -> None:
-    os.makedirs(target if folder else os.path.dirname(target), exist_ok=True)
-    if not folder:
-        os.close(os.open(target, os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -7,9 +7,8 @@ of ours.
     {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
     {"counter": [[key, n], ...]}, {"ordered": ...}, {"defaultdict": ["list", [[key, value], ...]]}
     {"keys" | "values" | "items": a dict}
-    {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}
-    {"int": "hex"} (large), {"bytes": "hex"}, {"bytearray": "hex"}, {"complex": [re, im]}, {"range": [a, b, c]}
-    {"decimal": "1.5"}, {"fraction": ["hex", "hex"]}, {"date" | "time" | "datetime": iso}, {"timedelta": [days, s, us]}
+    {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}, {"int": "hex"} (large)
+    {"bytes" | "Decimal" | "date" | ...: text}, {"complex" | "Fraction" | ...: [its parts, whole numbers in hex]}
     {"name": ["module", "name"]}             a function, class or `class.method` of the standard library, from the
                                              tester to the program only
     {"object": ...}                          what stands for anything else of the program's
@@ -32,17 +31,23 @@ MOST_BYTES = 32 << 20
 MOST_DEPTH = 900
 RECURSION = 10_000
 """What both sides recurse to: a dictionary takes three levels of JSON."""
-_HEADER = struct.Struct(">I")
+HEADER = struct.Struct(">I")
+"""Before every message: its length."""
 _SAFE_INT = 1 << 53
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-_DATES = ("datetime", "date", "time")  # in this order: a datetime is a date
 _OPAQUE = ("object", "function", "iterator", "name")
-_VIEWS = {"keys": type({}.keys()), "values": type({}.values()), "items": type({}.items())}
+_VIEWS: dict[str, Any] = {"keys": dict.fromkeys, "values": lambda view: dict(enumerate(view)), "items": dict}
 _DICTS = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
 _TYPES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, set, frozenset, dict, type(None))
 }
+_WRITTEN = dict.fromkeys(("bytes", "bytearray"), ("builtins", "hex", "fromhex"))
+_WRITTEN |= dict.fromkeys(("datetime", "date", "time"), ("datetime", "isoformat", "fromisoformat"))
+"""Class → its module, and its methods that write a text and read it. A ``datetime`` is a ``date``, too: first."""
+_PARTS = {"complex": ("builtins", "real imag"), "range": ("builtins", "start stop step")}
+_PARTS |= {"Fraction": ("fractions", "numerator denominator"), "timedelta": ("datetime", "days seconds microseconds")}
+"""Class → its module, and what it is made of, in the order of its arguments."""
 _NAMED_MODULES = ("builtins", "math", "operator", "string", "statistics", "itertools", "functools", "collections")
 
 
@@ -50,12 +55,12 @@ class Broken(Exception):
     """The other side ended, or sent what is no message."""
 
 
-def frame(message: Any) -> bytes:
+def frame(message: Any, most: int | None = MOST_BYTES) -> bytes:
     """A message as it is sent. ``OverflowError``: longer than is read."""
     body = json.dumps(message).encode()
-    if len(body) > MOST_BYTES:
-        raise OverflowError(f"a value of {len(body)} bytes; at most {MOST_BYTES} are sent")
-    return _HEADER.pack(len(body)) + body
+    if most is not None and len(body) > most:
+        raise OverflowError(f"a value of {len(body)} bytes; at most {most} are sent")
+    return HEADER.pack(len(body)) + body
 
 
 class Channel:
@@ -73,7 +78,7 @@ class Channel:
             raise Broken(str(error)) from None
 
     def receive(self) -> Any:
-        (length,) = _HEADER.unpack(self._exactly(_HEADER.size))
+        (length,) = HEADER.unpack(self._exactly(HEADER.size))
         if length > MOST_BYTES:
             raise Broken("a message that is too long")
         try:
@@ -95,7 +100,7 @@ class Channel:
 
 
 def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
-    """``value`` as JSON data; ``opaque(value)`` is what stands for anything that is no plain data."""
+    """``value`` as JSON data; ``opaque(value)`` stands for anything that is no plain data."""
     if value is None or isinstance(value, bool | str):
         return value if type(value) in (bool, type(None)) else str.__str__(value)
     if isinstance(value, int):
@@ -113,24 +118,18 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
     for tag, kind in _LISTS.items():
         if isinstance(value, kind):
             return {tag: [pack(one, opaque, depth + 1) for one in value]}
-    for tag, view in _VIEWS.items():
-        if type(value) is view:
-            return {tag: _pack_dict(_beneath(tag, value), opaque, depth + 1)}
+    for tag, beneath in _VIEWS.items():
+        if type(value) is type(getattr({}, tag)()):
+            return {tag: _pack_dict(beneath(value), opaque, depth + 1)}
     return _pack_scalar(value) or opaque(value)
 
 
 def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
     items = [[pack(k, opaque, depth), pack(v, opaque, depth)] for k, v in value.items()]
     if isinstance(value, collections.defaultdict):
-        made = next((name for name, kind in _TYPES.items() if kind is value.default_factory), None)
-        return {"defaultdict": [made, items]}
+        return {"defaultdict": [_name_of(value.default_factory), items]}
     kind = next((tag for tag in ("counter", "ordered") if isinstance(value, _DICTS[tag])), "dict")
     return {kind: items}
-
-
-def _beneath(tag: str, view: Any) -> dict[Any, Any]:
-    """A dictionary with this view."""
-    return dict(view) if tag == "items" else dict.fromkeys(view) if tag == "keys" else dict(enumerate(view))
 
 
 def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
@@ -147,27 +146,19 @@ def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
 
 def _pack_scalar(value: Any) -> Any:
     if isinstance(value, type):
-        name = next((one for one, kind in _TYPES.items() if kind is value), None)
+        name = _name_of(value)
         return None if name is None else {"type": name}
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else None
-    if isinstance(value, bytes | bytearray):
-        return {"bytes" if isinstance(value, bytes) else "bytearray": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, range):
-        return {"range": [hex(value.start), hex(value.stop), hex(value.step)]}
-    if _is_a(value, "decimal", "Decimal"):
-        return {"decimal": str(value)}
-    if _is_a(value, "fractions", "Fraction"):
-        return {"fraction": [hex(value.numerator), hex(value.denominator)]}
-    if _is_a(value, "datetime", "timedelta"):
-        return {"timedelta": [value.days, value.seconds, value.microseconds]}
-    for kind in _DATES:
-        if _is_a(value, "datetime", kind):
-            return {kind: value.isoformat()}
-    return None
+    for tag, (module, write, _) in _WRITTEN.items():
+        if _is_a(value, module, tag):
+            return {tag: getattr(value, write)()}
+    for tag, (module, names) in _PARTS.items():
+        if _is_a(value, module, tag):
+            held = [getattr(value, name) for name in names.split()]
+            return {tag: [hex(one) if isinstance(one, int) else one for one in held]}
+    return {"Decimal": str(value)} if _is_a(value, "decimal", "Decimal") else None
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
@@ -176,9 +167,12 @@ def _is_a(value: Any, module: str, name: str) -> bool:
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
+def _name_of(kind: Any) -> str | None:
+    return next((name for name, one in _TYPES.items() if one is kind), None)
+
+
 def pack_name(value: Any) -> Any:
-    """A function or class of the standard library by its name; None for another. For the tester alone: see
-    ``unpack``."""
+    """A function or class of the standard library by its name; None for another. For the tester alone."""
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     owner = getattr(value, "__objclass__", None)
     kind = owner.__name__ if isinstance(owner, type) else ""
@@ -192,8 +186,7 @@ def pack_name(value: Any) -> Any:
 
 
 def unpack(data: Any, opaque: Any) -> Any:
-    """The value again; ``opaque(tag, reference)`` gives what the tags of no plain data stand for. ``Broken``:
-    malformed."""
+    """The value again; ``opaque(tag, reference)``: what no plain data stands for. ``Broken``: malformed."""
     try:
         return _unpack(data, opaque)
     except Broken:
@@ -225,62 +218,52 @@ def _unpack(data: Any, opaque: Any) -> Any:
 def _unpack_scalar(tag: str, inside: Any) -> Any:
     if tag == "int":
         return int(inside, 16)
-    if tag in ("bytes", "bytearray"):
-        return (bytes if tag == "bytes" else bytearray).fromhex(inside)
-    if tag == "complex":
-        return complex(*inside)
     if tag == "type":
         return _TYPES[inside]
     if tag == "slice":
         return slice(*inside)
-    if tag == "range":
-        return range(*(int(one, 16) for one in inside))
-    if tag == "decimal":
+    if tag == "Decimal":
         return importlib.import_module("decimal").Decimal(inside)
-    if tag == "fraction":
-        return importlib.import_module("fractions").Fraction(int(inside[0], 16), int(inside[1], 16))
-    if tag == "timedelta":
-        return importlib.import_module("datetime").timedelta(*inside)
-    if tag in _DATES:
-        return getattr(importlib.import_module("datetime"), tag).fromisoformat(inside)
+    if tag in _WRITTEN:
+        module, _, read = _WRITTEN[tag]
+        return getattr(getattr(importlib.import_module(module), tag), read)(inside)
+    if tag in _PARTS:
+        kind = getattr(importlib.import_module(_PARTS[tag][0]), tag)
+        return kind(*(int(one, 16) if isinstance(one, str) else one for one in inside))
     raise Broken(f"an unknown kind of value {tag!r:.40}")
 
 
 def pack_error(error: BaseException, again: int | None = None) -> Any:
-    """An exception as data: its classes, its text, its arguments and attributes as far as they are plain. ``again``:
-    the other side's own."""
+    """An exception as data: its classes, text, plain arguments and attributes. ``again``: the other side's own."""
     kinds = [[str(kind.__module__), kind.__name__] for kind in type(error).__mro__]
     try:
         text = str(error)[:1000]
     except BaseException:
         text = ""
-    held = {name: value for name, value in _plain_items(error) if isinstance(name, str) and not name.startswith("_")}
+    given = vars(error) if type(vars(error)) is dict else {}
+    names = [one for one in list(given)[:50] if isinstance(one, str) and not one.startswith("_")]
+    held = {name: plain for name in names if (plain := _plain(given[name])) is not None}
     args = _plain(error.args)
-    given = [text] if args is None else args["tuple"]
-    return {"raised": {"kinds": kinds, "text": text, "args": given, "held": held, "again": again}}
-
-
-def _plain_items(error: BaseException) -> Any:
-    given = vars(error)
-    found = ((name, _plain(given[name])) for name in list(given)[:50]) if type(given) is dict else ()
-    return [(name, value) for name, value in found if value is not None]
+    said = [text] if args is None else args["tuple"]
+    return {"raised": {"kinds": kinds, "text": text, "args": said, "held": held, "again": again}}
 
 
 def _plain(value: Any) -> Any:
     """Packed, or None for what is no plain data, or long."""
     try:
-        packed = pack(value, _refuse)
+        packed = pack(value, refuse)
         return packed if len(json.dumps(packed)) < 10_000 else None
     except Exception:
         return None
 
 
-def _refuse(value: Any) -> Any:
-    raise TypeError("no plain data")
+def refuse(value: Any) -> Any:
+    """For ``pack`` where nothing can be referred to."""
+    raise ValueError(f"a {type(value).__name__} is no plain data")
 
 
 def refuse_tag(tag: str, inside: Any) -> Any:
-    """For ``unpack`` where nothing can be referred to."""
+    """The same for ``unpack``."""
     if tag == "named":
         return tuple(inside[2])
     raise Broken(f"{tag} where only plain data is taken")

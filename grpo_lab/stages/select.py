@@ -58,8 +58,7 @@ class Keep:
     def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
         sound = calculates_right if self.right_calculations else None
         given: Any = {"per_problem": self.per_problem, "same": SAME[self.distinct], "sound": sound}
-        rows, counts = right_answers(samples, **given, gold=GOLD if self.gold else None)
-        return rows, counts.facts()
+        return right_answers(samples, **given, gold=GOLD if self.gold else None)
 
 
 @settings()
@@ -72,8 +71,7 @@ class Contrast:
     distinct: Distinct = "words"
 
     def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        rows, counts = contrast_pairs(samples, per_problem=self.per_problem, same=SAME[self.distinct])
-        return rows, counts.facts()
+        return contrast_pairs(samples, per_problem=self.per_problem, same=SAME[self.distinct])
 
 
 @settings()

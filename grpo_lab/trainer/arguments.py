@@ -1,14 +1,5 @@
 """What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is
-loaded.
-
-Environments that own their reward (``get_reward``) count among the rewards that the caller gave.
-
-TRL adds their column by itself, inside its constructor. A named trainer must know of it before: it completes what is
-given (``declared_rewards``), and without any reward it would bring its own beside the environment's. So each such
-environment stands in the list as an ``EnvironmentReward`` while that is asked, under the name that TRL will give its
-column.
-
-Class attributes of a trainer → configuration, so that there is one road to the algorithm.
+loaded. Class attributes of a trainer → configuration, so that there is one road to the algorithm.
 """
 
 from __future__ import annotations
@@ -29,6 +20,8 @@ from grpo_lab.trainer.scoring.resample import check_resample
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
+
+_FIRST_ROWS = 64
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -53,9 +46,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
         objective = {"name": objective} if isinstance(objective, str) or objective is None else dict(objective)
         for name, part in parts.items():
             if objective.get(name) not in (None, part):
-                raise ValueError(
-                    f"`{cls.__name__}.{name}` and `objective.{name}` are both set and differ; leave one out"
-                )
+                raise ValueError(f"`{cls.__name__}.{name}` and `objective.{name}` are set and differ; leave one out")
             objective[name] = _bound(part)
     reset = cls.reset_optimizer if config.reset_optimizer is None else config.reset_optimizer
     if objective is config.objective and advantage is config.advantage and reset is config.reset_optimizer:
@@ -66,14 +57,13 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     return config
 
 
-def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
-    """The rewards in force: what the caller gave, completed by what ``cls`` declares; new ones have weight 1."""
-    given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    rewards = cls.declared_rewards(given)
-    if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
-        args = copy.copy(args)
-        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - len(given))]
-    return rewards, args
+def _promoted(args: GRPOConfig) -> LabConfig:
+    """The same values in a ``LabConfig``, without running TRL's derived settings a second time."""
+    config = object.__new__(LabConfig)
+    unset = dict.fromkeys(field.name for field in dataclasses.fields(LabConfig))
+    config.__dict__.update(unset | args.__dict__)
+    config._written = frozenset()
+    return config
 
 
 def _merged(cls: Any, name: str, configured: Any) -> Any:
@@ -95,19 +85,25 @@ def _bound(part: Any) -> Any:
     return part.__func__ if isinstance(part, staticmethod) else part
 
 
-def _promoted(args: GRPOConfig) -> LabConfig:
-    """The same values in a ``LabConfig``, without running TRL's derived settings a second time."""
-    config = object.__new__(LabConfig)
-    config.__dict__.update(copy.copy(args.__dict__))
-    for field in dataclasses.fields(LabConfig):
-        if field.name not in config.__dict__:
-            setattr(config, field.name, None)
-    config._written = frozenset()
-    return config
+def as_list(given: Any) -> list[Any]:
+    """``reward_funcs`` as TRL takes them: none, one or several."""
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
+    """The rewards in force: what the caller gave, completed by what ``cls`` declares; new ones have weight 1."""
+    given = as_list(given)
+    rewards = cls.declared_rewards(given)
+    if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
+        args = copy.copy(args)
+        args.reward_weights = [*args.reward_weights, *[1.0] * (len(rewards) - len(given))]
+    return rewards, args
 
 
 class EnvironmentReward:
-    """A place in the list of given rewards; TRL calls the environment itself."""
+    """The reward of an environment that owns one (``get_reward``), in the list of given ones while a named trainer
+    completes them: without any it would bring its own beside it. TRL adds the column of this name by itself, and calls
+    the environment."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -126,16 +122,10 @@ class FirstMade:
         return self._waiting.pop() if self._waiting else self._factory()
 
 
-def with_environment_rewards(cls: Any, given: Any, factory: Any, completes: bool) -> tuple[Any, Any]:
-    """(rewards given and those that environments own, the factories to hand on).
-
-    Looked at only where ``cls`` completes rewards (``completes``). A class says by itself what it has; another factory
-    is called once.
-    """
-    if factory is None or not completes:
-        return given, factory
-    rewards = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    factories, several = (dict(factory), True) if isinstance(factory, dict) else ({None: factory}, False)
+def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
+    """(the rewards that environments own, the factories to hand on). A class says by itself what it has; another
+    factory is called once."""
+    factories = dict(factory) if isinstance(factory, dict) else {None: factory}
     kinds = []
     for name, make in factories.items():
         kind = make
@@ -144,16 +134,8 @@ def with_environment_rewards(cls: Any, given: Any, factory: Any, completes: bool
             kind, factories[name] = type(instance), FirstMade(make, instance)
         if callable(getattr(kind, "get_reward", None)) and kind not in kinds:
             kinds.append(kind)
-    marked = [*rewards, *(EnvironmentReward(kind.__name__) for kind in kinds)]
-    return marked, factories if several else factories[None]
-
-
-def without_environment_rewards(rewards: list[Any]) -> list[Any]:
-    """What is left for TRL's ``reward_funcs``."""
-    return [reward for reward in rewards if not isinstance(reward, EnvironmentReward)]
-
-
-_FIRST_ROWS = 64
+    marked = [EnvironmentReward(kind.__name__) for kind in kinds]
+    return marked, factories if isinstance(factory, dict) else factories[None]
 
 
 @dataclass(frozen=True)
@@ -189,9 +171,11 @@ def given(
     """
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
-    reward_funcs, environment_factory = with_environment_rewards(cls, reward_funcs, environment_factory, completes)
+    if environment_factory is not None and completes:
+        owned, environment_factory = environment_rewards(environment_factory)
+        reward_funcs = [*as_list(reward_funcs), *owned]
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
-    reward_funcs = without_environment_rewards(reward_funcs)
+    reward_funcs = [reward for reward in reward_funcs if not isinstance(reward, EnvironmentReward)]
     if environment_factory is None and args.reward_weights is not None:  # what an environment owns, TRL adds and counts
         check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
@@ -210,7 +194,7 @@ def given(
 def warm_up(reward_funcs: Any, rows: Any) -> None:
     """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will
     be needed; the code reward says which walls stand here. ValueError where they are too few."""
-    for reward in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
+    for reward in as_list(reward_funcs):
         if isinstance(reward, CodeReward):
             reward.warm_up()
         if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:

@@ -1,11 +1,8 @@
-"""What travels with the rows of a micro-batch, by attribute: every name that this package reads or writes in TRL's
-dict.
+"""What travels with the rows of a micro-batch, by attribute: every name that we read or write in TRL's dict.
 
-TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches, keeps those in its
-buffer and hands them over one at a time; the table of an optimizer step, its bins and a checkpoint hold the same
-fields. ``Carried`` is a view of such a dict. Reading an attribute reads its field (None where there is none), setting
-one writes it, None takes it out. Fields that are not TRL's begin with ``OURS``, so that no release of TRL can mean
-another thing by one.
+TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches and keeps those in
+its buffer; the table of an optimizer step, its bins and a checkpoint hold the same fields. Those that are not TRL's
+begin with ``OURS``, so that no release of TRL can mean another thing by one.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: how the names of fields begin that TRL does not know
 OURS = "grpo_lab."
 #: names that checkpoints of earlier versions have for fields of ours
 EARLIER: dict[str, str] = {
@@ -25,19 +21,16 @@ EARLIER: dict[str, str] = {
     "length_quartile": f"{OURS}length_quartile",
     "position_offset": f"{OURS}position_offset",
 }
-#: the field of ``Carried.position_offset``, where rows are picked by their fields' names
-POSITION_OFFSET = f"{OURS}position_offset"
-#: the field of ``Carried.policy_version``
-POLICY_VERSION = f"{OURS}policy_version"
+#: the fields of ``Carried`` that rows are also picked by
+POSITION_OFFSET, POLICY_VERSION = f"{OURS}position_offset", f"{OURS}policy_version"
 
 
 class _Field:
     def __init__(self, key: str) -> None:
         self.key = key
 
-    def __get__(self, carried: Carried, _: Any = None) -> Tensor | None:
-        value: Tensor | None = carried.fields.get(self.key)
-        return value
+    def __get__(self, carried: Carried, _: Any = None) -> Any:
+        return carried.fields.get(self.key)
 
     def __set__(self, carried: Carried, value: Tensor | None) -> None:
         if value is None:
@@ -47,7 +40,8 @@ class _Field:
 
 
 class Carried:
-    """A micro-batch, a table's fields or a bin's, by attribute. B rows, T completion tokens, log-probs in nats.
+    """A view of a micro-batch, a table's fields or a bin's: reading an attribute reads its field (None where there is
+    none), setting one writes it, None takes it out. B rows, T completion tokens, log-probs in nats.
 
     Args:
         fields: the dict itself, not a copy.
@@ -56,7 +50,7 @@ class Carried:
         policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row.
         behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
         proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none
-            it is the loss's own forward (``step.old_policy``).
+            it is the loss's own forward (``step.log_probs``).
         ref_logps: ``[B, T]`` of the reference model.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
         as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins
@@ -99,14 +93,16 @@ def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
     return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
 
 
+def _reach(mask: Tensor) -> Tensor:
+    """Place of each row's last token, from 1 on; 0 where there is none."""
+    steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
+    return pad(steps * mask.bool(), (1, 0)).amax(1)
+
+
 def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
     """What has one entry a row: ``[B]`` or ``[B, …]``."""
-    rows = fields["prompt_ids"].size(0)
-    return {
-        name: value
-        for name, value in fields.items()
-        if isinstance(value, Tensor) and value.dim() >= 1 and value.size(0) == rows
-    }
+    rows, tensors = fields["prompt_ids"].size(0), {n: v for n, v in fields.items() if isinstance(v, Tensor)}
+    return {name: value for name, value in tensors.items() if value.dim() >= 1 and value.size(0) == rows}
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
@@ -114,9 +110,3 @@ def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
     it."""
     tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
     return sum(row_lengths(fields)) != tokens
-
-
-def _reach(mask: Tensor) -> Tensor:
-    """Place of each row's last token, from 1 on; 0 where there is none."""
-    steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
-    return pad(steps * mask.bool(), (1, 0)).amax(1)

@@ -9,15 +9,20 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from grpo_lab.settings import refuse_unknown
-from grpo_lab.trainer.ranks.watch import hold_time_limit
-from grpo_lab.trainer.settings.algorithm import Algorithm, algorithm_from
+from grpo_lab.registry import address
+from grpo_lab.settings import from_json, read, refuse_unknown
+from grpo_lab.trainer.ranks import hold_time_limit
+from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
 from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, Case, refuse, refuse_sampling_keys
-from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import with_registered
-from grpo_lab.trainer.settings.limits import check_batch_sizes, check_choices
-from grpo_lab.trainer.settings.parse import LabSettings, named_by, parsed
-from grpo_lab.trainer.settings.trl_fields import agree_with_trl, clip_in_force
+from grpo_lab.trainer.settings.limits import GONE, check_batch_sizes, check_choices
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
+
+NameOrMapping = dict[str, Any] | str | None
+
+
+def _setting(help: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -35,7 +40,7 @@ class LabConfig(GRPOConfig):
             ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
         value: the critic of PPO: ``{model: head|copy|<folder or hub name>, learning_rate: …, vf_coef: …,
             cliprange_value: …, gamma: …, lam: …, whiten_rewards: …, whiten_advantages: …, warmup_steps: …,
-            missing_eos_penalty: …}``, all of them optional (``settings/value.py``). With ``objective`` unset it means
+            missing_eos_penalty: …}``, all of them optional. With ``objective`` unset it means
             ``objective: ppo``; ``None`` beside that: all defaults.
         rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync
             and the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
@@ -70,55 +75,23 @@ class LabConfig(GRPOConfig):
             does not honour or that says the same thing differently (both settings are named).
     """
 
-    objective: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Preset name or mapping; None keeps TRL's own settings."}
-    )
-    advantage: dict[str, Any] | str | None = field(default=None, metadata={"help": "Advantage rule: name or mapping."})
-    kl: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "KL term: mapping with estimator, placement, coefficient."}
-    )
-    value: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "The critic of PPO: mapping with model, learning_rate, vf_coef, lam and more."}
-    )
-    rollout: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "How completions are made: mapping with verify_every, tolerance, engine, thinking_budget, "
-            "budget_text."
-        },
-    )
-    reward_schedules: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Reward name to schedule of its weight over optimizer steps."}
-    )
-    reset_optimizer: bool | None = field(
-        default=None, metadata={"help": "Empty the optimizer's state after every generation batch."}
-    )
-    reference_every: int | str | None = field(
-        default=None, metadata={"help": "Reference := policy every n optimizer steps, or 'generation'."}
-    )
-    sampler: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Which prompt comes next: name or mapping; None shuffles as TRL does."}
-    )
-    update: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "'off' or a mapping with dead_groups, max_tokens, randomness."}
-    )
-    guard: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "'off' or a mapping with max_bad_steps, save: steps that are not finite."}
-    )
-    max_hours: float | None = field(
-        default=None, metadata={"help": "Stop with a checkpoint after so many hours of this process."}
-    )
-    stop_file: str | None = field(
-        default=None, metadata={"help": "Stop with a checkpoint when this file is there; None: STOP in output_dir."}
-    )
-
-    save_checksums: bool = field(
-        default=True, metadata={"help": "A checksum of each file of a checkpoint, compared before a resume."}
-    )
+    objective: NameOrMapping = _setting("Preset name or mapping; None keeps TRL's own settings.")
+    advantage: NameOrMapping = _setting("Advantage rule: name or mapping.")
+    kl: NameOrMapping = _setting("KL term: mapping with estimator, placement, coefficient.")
+    value: NameOrMapping = _setting("The critic of PPO: mapping with model, learning_rate, vf_coef, lam and more.")
+    rollout: NameOrMapping = _setting("How completions are made: mapping with engine, verify_every, thinking_budget, …")
+    reward_schedules: NameOrMapping = _setting("Reward name to schedule of its weight over optimizer steps.")
+    reset_optimizer: bool | None = _setting("Empty the optimizer's state after every generation batch.")
+    reference_every: int | str | None = _setting("Reference := policy every n optimizer steps, or 'generation'.")
+    sampler: NameOrMapping = _setting("Which prompt comes next: name or mapping; None shuffles as TRL does.")
+    update: NameOrMapping = _setting("'off' or a mapping with dead_groups, max_tokens, randomness.")
+    guard: NameOrMapping = _setting("'off' or a mapping with max_bad_steps, save: steps that are not finite.")
+    max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
+    stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")
+    save_checksums: bool = _setting("A checksum of each file of a checkpoint, compared before a resume.", True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
-        """Remember which settings were written down: a default that was chosen can contradict, a mere default
-        cannot."""
+        """Remember which settings were written down: a default that was chosen can contradict, a mere one cannot."""
         names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
         refuse_unknown(kwargs, names, f"`{cls.__name__}`", GONE)
         config = super().__new__(cls)
@@ -148,7 +121,8 @@ class LabConfig(GRPOConfig):
             return
         if self.value is not None and self.objective is None and self.advantage is None:
             self.objective = "ppo"  # nothing else here has a critic
-        ours = with_registered(parsed(self))
+        written = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
+        ours = with_registered(read(LabSettings, written))
         self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
         refuse(BEFORE, Case(self, ours))
         refuse_sampling_keys(self)
@@ -187,18 +161,16 @@ class LabConfig(GRPOConfig):
         TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the
         second stays, which holds for any number of processes. Tokens are not in the record.
         """
-        given = {name: value for name, value in written.items() if not _is_hidden(value)}
+        given = dict(written)
+        for name, value in written.items():
+            if isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>"):  # in a secret's place
+                del given[name]
         if given.get("steps_per_generation") is not None:
             given.pop("generation_batch_size", None)
         return cls(**given)
 
 
-def _is_hidden(value: Any) -> bool:
-    """``to_dict`` writes ``<HUB_TOKEN>`` in the place of a secret."""
-    return isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return named_by(value) if callable(value) else value
+    return address(value, ":") if callable(value) else value

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -27,29 +28,32 @@ from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
-from grpo_lab.trainer.critic.files import save_beside, take_up
-from grpo_lab.trainer.critic.optimizer import with_critics_groups
+from grpo_lab.trainer.carried import Carried
+from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
-from grpo_lab.trainer.metrics.as_trl import TrlBook
-from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
+from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
-from grpo_lab.trainer.scoring.advantages import row_advantages, trl_advantages, write_advantages
+from grpo_lab.trainer.scoring.advantages import (
+    add_value_estimates,
+    row_advantages,
+    to_advantages_and_returns,
+    trl_advantages,
+    write_advantages,
+)
 from grpo_lab.trainer.scoring.carriers import Scored
-from grpo_lab.trainer.scoring.critic import add_value_estimates, to_advantages_and_returns
 from grpo_lab.trainer.scoring.kl_penalty import penalise
-from grpo_lab.trainer.scoring.reward_table import correctness
-from grpo_lab.trainer.scoring.scored import record, rewards_of_all, score
+from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
+from grpo_lab.trainer.scoring.scored import record, score
 from grpo_lab.trainer.step.exact_update import ExactUpdate
-from grpo_lab.trainer.step.guard import with_lost_loss
-from grpo_lab.trainer.step.micro_batch import has_our_inputs, micro_batch_loss
-from grpo_lab.trainer.step.old_policy import rows_in_place
+from grpo_lab.trainer.step.log_probs import rows_in_place
+from grpo_lab.trainer.step.micro_batch import micro_batch_loss
 
 
 class LabTrainer(ResumableTrainer):
@@ -116,8 +120,6 @@ class LabTrainer(ResumableTrainer):
         self.parts = Parts(self, found)
         prove(self)
 
-    # -- what a team may replace --------------------------------------------------------------------------------------
-
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
         """The rewards in force, from what the caller gave; a named trainer adds what belongs to its algorithm."""
@@ -129,10 +131,8 @@ class LabTrainer(ResumableTrainer):
 
         Returns:
             ``[N]``, one a completion over all ranks; or ``[B, T]``, one a token of this rank's rows (``table.local``:
-            their place in the
-            table, which tokens carry loss, lengths). The same kind on every rank and in every batch. Whatever ``[N,
-            T]`` would be is never
-            gathered: make statistics of the table, then spread them on the local rows.
+            their place in the table, which tokens carry loss, lengths). The same kind on every rank and in every batch.
+            ``[N, T]`` is never gathered: make statistics of the table, then spread them on the local rows.
 
         Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the
         answer is TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table. With
@@ -160,8 +160,6 @@ class LabTrainer(ResumableTrainer):
         with self.parts.stop.in_force():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    # -- prompts -----------------------------------------------------------------------------------------------------
-
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset) if ours is None else ours
@@ -171,28 +169,20 @@ class LabTrainer(ResumableTrainer):
         check_room(self, ids)
         return ids, images, fields
 
-    # -- generate, prove sync ----------------------------------------------------------------------------------------
-
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
     ) -> Any:
-        training = self.model.training
-        generated = super()._generate_single_turn(
-            prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-        )
-        if (
-            self.model.training is not training
-        ):  # transformers' continuous batching leaves training mode, in an evaluation, too
+        training, rest = self.model.training, (images, multimodal_fields, num_generations, has_tool_images)
+        generated = super()._generate_single_turn(prompt_ids, *rest)
+        if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
             self.parts.sync_proof.prove(prompt_ids)
         return generated
 
-    # -- score, select, penalise, advantages of rows and of tokens, log-probs, record ----------------------------------
-
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         trls = super()._calculate_rewards
-        return rewards_of_all(self, trls, self._group_size(), inputs, prompts, completions, completion_ids_list)
+        return rewards_of_all(self, trls, inputs, prompts, completions, completion_ids_list)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
@@ -204,8 +194,8 @@ class LabTrainer(ResumableTrainer):
             penalised = penalise(self, scored, self.parts.kl)
             estimated = add_value_estimates(self, penalised)
             of_rows = row_advantages(self, estimated)
-            advantages = to_advantages_and_returns(self, estimated, of_rows)
-            batch = write_advantages(self, estimated, advantages)
+            advantages, returns = to_advantages_and_returns(self, estimated, of_rows)
+            batch = write_advantages(self, estimated, advantages, returns)
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
@@ -221,8 +211,6 @@ class LabTrainer(ResumableTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    # -- buffer (TRL's), collect, plan, bins ---------------------------------------------------------------------------
-
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -233,15 +221,15 @@ class LabTrainer(ResumableTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
+        objective = self.algorithm.objective
         with rows_in_place(self, model, inputs):
-            if has_our_inputs(self, inputs):
-                return micro_batch_loss(self, model, inputs)
-            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+            # an evaluation without the reference's pass that our KL reads is TRL's business
+            if objective is None or (objective.kl_in_loss is not None and Carried(inputs).ref_logps is None):
+                return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
+            return micro_batch_loss(self, model, inputs, objective)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.parts.guard.judged(super()._get_grad_norm(model, grad_norm))
-
-    # -- after the step ----------------------------------------------------------------------------------------------
 
     def metric_book(self, mode: str) -> MetricBook:
         return self.recorder.book(mode)
@@ -249,7 +237,9 @@ class LabTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         means = self.recorder.book().read()
         self._metrics[self._mode()].update({name: [value] for name, value in means.items()})
-        super().log(with_lost_loss(logs, means), start_time)
+        if "loss" in logs and means.get("guard/loss") == 1.0:  # no step had a finite one: HF's filter of NaN says 0
+            logs = {**logs, "loss": math.nan}
+        super().log(logs, start_time)
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
         """Log ``message`` once (per ``key``), on the main process only."""
@@ -279,7 +269,7 @@ class LabTrainer(ResumableTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
 
-    # -- what the rooms may ask (``ports.StepPort``) -------------------------------------------------------------------
+    # what the rooms may ask: ``ports.StepPort``
 
     @property
     def replaces_trls_advantages(self) -> bool:
@@ -288,12 +278,10 @@ class LabTrainer(ResumableTrainer):
 
     @property
     def team_overrides_token_loss(self) -> bool:
-        """Whether a team replaces the hook ``token_loss``."""
         return trl_bridge.teams(self, "token_loss") is not None
 
     @property
     def phase(self) -> Phase:
-        """Where in a generation batch the run is."""
         return Phase.of(self)
 
     @property
@@ -303,5 +291,4 @@ class LabTrainer(ResumableTrainer):
 
     @property
     def exact_update(self) -> ExactUpdate:
-        """What collects micro-batches and runs them in bins."""
         return self.parts.update

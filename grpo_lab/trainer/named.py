@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from grpo_lab.rewards import (
-    AccuracyReward,
-    KimiLengthReward,
-    LanguageConsistencyReward,
-    ThinkFormatReward,
-)
+from grpo_lab.rewards import AccuracyReward, KimiLengthReward, LanguageConsistencyReward, ThinkFormatReward
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.trainer.trl_bridge.rewards import measures_correctness, reward_name
@@ -50,8 +45,14 @@ class KimiTrainer(LabTrainer):
         given = given or [AccuracyReward()]
         if any(isinstance(reward, KimiLengthReward) for reward in given):
             return given
-        added = KimiLengthReward(cls.length_weight, cls.length_warmup_steps, correctness=_correctness_among(given))
-        return [*given, added]
+        judges = [reward for reward in given if measures_correctness(reward)]
+        if len(judges) != 1 and (judges or len(given) != 1):
+            raise ValueError(
+                f"KimiTrainer cannot tell which of the rewards {[reward_name(reward) for reward in given]} says what "
+                "is correct; pass KimiLengthReward(weight=…, correctness='<its name>') among `reward_funcs`"
+            )
+        correctness = reward_name((judges or given)[0])
+        return [*given, KimiLengthReward(cls.length_weight, cls.length_warmup_steps, correctness=correctness)]
 
 
 class R1ZeroTrainer(LabTrainer):
@@ -74,14 +75,3 @@ class R1ZeroTrainer(LabTrainer):
         if cls.language is None or any(isinstance(reward, LanguageConsistencyReward) for reward in given):
             return given
         return [*given, LanguageConsistencyReward(target=cls.language)]
-
-
-def _correctness_among(rewards: list[Any]) -> str:
-    """The name of the reward that says what is correct."""
-    judges = [r for r in rewards if measures_correctness(r)]
-    if len(judges) == 1 or (not judges and len(rewards) == 1):
-        return reward_name((judges or rewards)[0])
-    raise ValueError(
-        f"KimiTrainer cannot tell which of the rewards {[reward_name(r) for r in rewards]} says what is correct; pass "
-        "KimiLengthReward(weight=…, correctness='<its name>') among `reward_funcs`"
-    )

@@ -13,9 +13,7 @@ from typing import Any
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import Given
-from grpo_lab.trainer.critic.build import with_critic
-from grpo_lab.trainer.critic.files import WithTheBest
-from grpo_lab.trainer.critic.optimizer import CriticAlone
+from grpo_lab.trainer.critic import CriticAlone, WithTheBest, with_critic
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
@@ -26,50 +24,32 @@ from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.state import SavedState, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
-from grpo_lab.trainer.scoring.kl_penalty import KLController, check_kl_in_reward
+from grpo_lab.trainer.scoring.kl_penalty import KLController
 from grpo_lab.trainer.scoring.resample import Resampler
-from grpo_lab.trainer.scoring.reward_table import WeightSchedules
-from grpo_lab.trainer.scoring.steps import check_steps
-from grpo_lab.trainer.settings.inputs import check_requires, shared_names, uneven_evaluation
-from grpo_lab.trainer.settings.value import check_critic
+from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
+from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
-from grpo_lab.trainer.step.moving_reference import MovingReference
-from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, idle_pull
+from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
 
 
 class Parts:
-    """One object each. Operates TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
-
-    Attributes:
-        prompts: which prompt comes next.
-        sync_proof: whether the engine holds the trainer's weights.
-        weight_schedules: reward weights of the step.
-        critic: the value model, inside the policy's module; ``None`` without one.
-        resampler: further prompts in place of dead groups.
-        update: collects micro-batches and computes the step in bins.
-        guard: leaves a step out whose numbers are not finite.
-        optimizer_reset: empties the optimizer after a generation batch; ``None`` where it is not asked for.
-        reference: the reference that follows the policy, and its way through checkpoints.
-        kl: β of the KL in the reward.
-        generation_buffer: the open generation batch, in checkpoints.
-        due_evaluation: what a stop left out, at the resume.
-        stop: a request to stop (signals, a file, hours) ends the run with a checkpoint.
-    """
+    """One object each; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates TRL's object:
+    adds callbacks to it, and the rollout function of a thinking budget."""
 
     def __init__(self, trainer: Any, given: Given) -> None:
         check_requires(trainer)
-        algorithm = given.algorithm
+        algorithm, settings = given.algorithm, given.settings
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
         kl = None if algorithm.objective is None else algorithm.objective.kl_in_reward
         own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
-        trainer.rollout_func = thinking_rollout(trainer, given.settings.rollout, given.environment_factory)
-        self.prompts = PromptOrder(given.settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
-        self.sync_proof = SyncProof(trainer, given.settings.rollout)
-        self.weight_schedules = WeightSchedules(trainer, given.settings.reward_schedules)
-        self.resampler = Resampler(trainer, trainer.lab_settings.update.max_rounds)
+        trainer.rollout_func = thinking_rollout(trainer, settings.rollout, given.environment_factory)
+        self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
+        self.sync_proof = SyncProof(trainer, settings.rollout)
+        self.weight_schedules = WeightSchedules(trainer, settings.reward_schedules)
+        self.resampler = Resampler(trainer)
         self.update = ExactUpdate(trainer)
         self.guard = NumbersGuard(trainer)
         self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
@@ -80,14 +60,13 @@ class Parts:
         self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
         self._only_model = bool(given.args.save_only_model)
-        check_kl_in_reward(trainer)
         if trainer.use_vllm:
-            trainer.vllm_generation.waiting = self.stop.wait
-            if trainer.vllm_mode == "server":
-                trainer.vllm_generation.server_return.attach(trainer)
+            engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
+            engine.waiting = self.stop.wait
+            if served:
+                engine.server_return.attach(trainer)
             if self.guard.faults is not None:
-                made_by = trainer.vllm_generation
-                (made_by if trainer.vllm_mode == "server" else made_by.llm).on_fault = self.guard.engine_fault
+                (engine if served else engine.llm).on_fault = self.guard.engine_fault
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
 
     def _call_back(self, trainer: Any) -> None:
@@ -95,14 +74,13 @@ class Parts:
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)
-        first = trainer.callback_handler.callbacks
-        if self.optimizer_reset is not None:
-            first.insert(0, self.optimizer_reset)  # other callbacks see it done
-        for ours in (self.kl, self.reference, self.guard, self.generation_buffer):
-            first.insert(0, ours)  # others may write a checkpoint
-        if self.critic is not None and trainer.args.load_best_model_at_end:
-            first.insert(0, WithTheBest(trainer, self.critic))
-        first.insert(0, self.due_evaluation)  # it belongs to the step before
+        best = self.critic is not None and trainer.args.load_best_model_at_end
+        trainer.callback_handler.callbacks[:0] = [
+            self.due_evaluation,  # it belongs to the step before
+            *([WithTheBest(trainer, self.critic)] if best else []),
+            *(self.generation_buffer, self.guard, self.reference, self.kl),  # others may write a checkpoint
+            *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
+        ]
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
@@ -113,13 +91,13 @@ class Parts:
         self.guard.before_generation()
         if training:
             self.reference.before_generation()
-        if training and self.optimizer_reset is not None:
-            self.optimizer_reset.before_generation()
+            if self.optimizer_reset is not None:
+                self.optimizer_reset.before_generation()
 
     def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
         """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one
         of all."""
-        entries: dict[str, Any] = {}
+        trainer, entries = self.guard.trainer, dict[str, Any]()
         asked: dict[str, Callable[[], Any]] = {
             "sampler": self.prompts.state,
             "generation": lambda: self.generation_buffer.save(folder),
@@ -129,11 +107,11 @@ class Parts:
         if not self._only_model:
             asked["reference"] = lambda: self.reference.save(folder)
             asked["kl"] = self.kl.state
-            asked["without_moments"] = lambda: trl_bridge.without_moments(self.guard.trainer)
+            asked["without_moments"] = lambda: trl_bridge.without_moments(trainer)
         for name, of_part in asked.items():
             together(lambda name=name, of_part=of_part: entries.update({name: of_part()}))  # type: ignore[misc]
         known = {name: entry for name, entry in entries.items() if entry is not None}
-        together(lambda: write_state(folder, known) if self.guard.trainer.args.should_save else None)
+        together(lambda: write_state(folder, known) if trainer.args.should_save else None)
 
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
@@ -145,13 +123,11 @@ def prove(trainer: Any) -> None:
     """The start-up proof of the loss in force, and what is said of it."""
     objective = trainer.algorithm.objective
     if objective is None:
-        trainer.say(
-            f"the loss is left to TRL: {trainer.algorithm.left_to_trl}", key="left to trl", level=logging.WARNING
-        )
+        said = f"the loss is left to TRL: {trainer.algorithm.left_to_trl}"
+        trainer.say(said, key="left to trl", level=logging.WARNING)
         return
     with unrecorded(trainer):
-        said = prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss)
-        trainer.say(said)
+        trainer.say(prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss))
     uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)
     for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
         if warning is not None:

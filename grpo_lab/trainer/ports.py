@@ -1,8 +1,7 @@
 """What acts on a step gets these in place of the trainer: small values, a recorder, and what it may ask for.
 
-The rooms below ``lab_trainer.py`` do not know ``LabTrainer``. They say here what they need of whoever runs the step, so
-that a reader sees what may pass between them and a test can stand in for it. The few that operate TRL's own object
-(``resume/``, the server's checkpoint, the thinking rollout) take a ``trl.GRPOTrainer`` and say so.
+The rooms below ``lab_trainer.py`` do not know ``LabTrainer``: a reader sees here what may pass between them, and a test
+can stand in for it. The few that operate TRL's own object take a ``trl.GRPOTrainer`` and say so.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,13 +23,8 @@ logger = logging.getLogger("grpo_lab")
 
 @dataclass(frozen=True)
 class Phase:
-    """Where in a generation batch the run is. Counted in micro-batches, as TRL's ``_step``.
-
-    Args:
-        steps_per_generation: micro-batches that a generation batch is cut into.
-        num_iterations: passes over them.
-        accumulation: micro-batches of an optimizer step.
-        done: micro-batches up to now.
+    """Where in a generation batch the run is, counted in micro-batches: ``steps_per_generation`` that a batch is cut
+    into, ``num_iterations`` passes over them, ``accumulation`` an optimizer step, ``done`` up to now (TRL's ``_step``).
     """
 
     steps_per_generation: int
@@ -40,23 +34,13 @@ class Phase:
 
     @staticmethod
     def of(trainer: Any) -> Phase:
-        args = trainer.args
-        return Phase(
-            int(args.steps_per_generation),
-            int(trainer.num_iterations),
-            int(args.gradient_accumulation_steps),
-            int(trainer._step),
-        )
+        counts = (trainer.args.steps_per_generation, trainer.num_iterations, trainer.args.gradient_accumulation_steps)
+        return Phase(*map(int, (*counts, trainer._step)))
 
     @property
     def every(self) -> int:
         """E: micro-batches that a generation batch serves, all passes."""
         return self.steps_per_generation * self.num_iterations
-
-    @property
-    def updates(self) -> float:
-        """Optimizer steps on a generation batch."""
-        return self.every / self.accumulation
 
     @property
     def at_end(self) -> bool:
@@ -72,36 +56,24 @@ class Phase:
         """Optimizer steps that had been taken when the current generation batch was made; ``step``: those until now."""
         return step - (self.done - self.start) // self.accumulation
 
-    def place(self, micro_batch: int) -> int:
-        """Place in TRL's buffer of the micro-batch with this number."""
-        return micro_batch % self.steps_per_generation
-
     def here(self, window: int) -> list[int | None]:
-        """Places of the last ``window`` micro-batches; None for one of an earlier generation batch."""
-        return [self.place(s) if s >= self.start else None for s in range(self.done - window + 1, self.done + 1)]
+        """Places in TRL's buffer of the last ``window`` micro-batches; None for one of an earlier generation batch."""
+        numbers = range(self.done - window + 1, self.done + 1)
+        return [number % self.steps_per_generation if number >= self.start else None for number in numbers]
 
     def ahead(self) -> list[int]:
         """Places of the micro-batches that later steps will take from this generation batch, in order."""
         following = self.done + 1
-        return [self.place(s) for s in range(following, following + -following % self.every)]
+        return [number % self.steps_per_generation for number in range(following, following + -following % self.every)]
 
 
-class Fault(NamedTuple):
-    """Something in a generation batch that is not finite: its kind (``OF_BATCH``), and what it was in a sentence."""
-
-    kind: str
-    sentence: str
-
-
-#: what is found of a generation batch, as long as it is trained on; loss and gradient are a step's own
+#: what may not be finite in a generation batch, as long as it is trained on; loss and gradient are a step's own
 OF_BATCH = ("reward", "log_prob", "advantage")
 
 
 class Faults:
-    """What was not finite in the generation batches of this rank, for the guard of the optimizer step (``step.guard``).
-
-    Generation batches are counted here: what is made between two micro-batches is one (TRL's ``_step`` stands still
-    where a subclass writes ``training_step`` by itself).
+    """What was not finite in the generation batches of this rank, for ``step.guard``. What is made between two
+    micro-batches is one batch (TRL's ``_step`` stands still where a subclass writes ``training_step`` by itself).
 
     Attributes:
         batch: number of the batch at hand; 0: none was made yet.
@@ -111,7 +83,7 @@ class Faults:
         said: what was found in the batch at hand, one sentence each.
         names: the rewards, in the order of ``rewards``.
         infinite: row of all and column of a reward → ±inf, until the rows are ``scored``.
-        rewards: ``row_key`` of prompt and completion → rewards of the rows that have them, of the batch at hand.
+        rewards: ``row_key`` of prompt and completion → rewards of the first row that has them, of the batch at hand.
     """
 
     def __init__(self) -> None:
@@ -123,7 +95,7 @@ class Faults:
         self.said: list[str] = []
         self.end_step()
         self.names: tuple[str, ...] = ()
-        self.rewards: dict[int, list[list[float]]] = {}
+        self.rewards: dict[int, list[float]] = {}
         self.infinite: dict[tuple[int, int], float] = {}
 
     def end_step(self) -> None:
@@ -132,7 +104,6 @@ class Faults:
         self.of_step: dict[str, int] = {}
 
     def trained_on(self, inputs: dict[str, Any]) -> None:
-        """A micro-batch of the batch at hand was."""
         self._trained_on = True
         self.step.append(inputs)
         self.of_step |= dict.fromkeys(self.bad, self.batch)
@@ -149,7 +120,7 @@ class Faults:
         self.names = names
         for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):
             whole = [self.infinite.get((number, column), value) for column, value in enumerate(row)]
-            self.rewards.setdefault(key, []).append(whole)
+            self.rewards.setdefault(key, whole)
         self.infinite = {}
 
     def generation(self) -> None:
@@ -170,12 +141,9 @@ class Recorder:
         book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
         mode: ``train`` or ``eval``, as it is now.
         speaks: whether this process may speak.
-
-    Attributes:
-        faults: what was not finite, where a guard is in force (``guard``); None: it is an error at once, as it always
-            was.
     """
 
+    #: what was not finite, where a guard is in force (``guard``); None: it is an error at once
     faults: Faults | None = None
 
     def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
@@ -185,7 +153,7 @@ class Recorder:
 
     @property
     def faults_in_training(self) -> Faults | None:
-        """``faults``; in an evaluation nothing is trained on, and there is nothing to leave out."""
+        """``faults``; None in an evaluation, where there is nothing to leave out."""
         return self.faults if self.mode() == "train" else None
 
     def book(self, mode: str | None = None) -> MetricBook:
@@ -206,19 +174,14 @@ class Recorder:
 
 
 class StepPort(Protocol):
-    """What prompts, scoring and the update may ask of the run, all of it. ``LabTrainer`` is one.
+    """What scoring and the update may ask of the run, all of it; mypy holds ``scoring/`` and ``step/`` to this list
+    (``pyproject.toml``). ``LabTrainer`` is one."""
 
-    mypy holds ``prompts/``, ``scoring/`` and ``step/`` to this list (``pyproject.toml``): whoever needs more of TRL
-    writes it down here.
-    """
-
-    # the algorithm in force, what is recorded and said
     algorithm: Algorithm
     lab_settings: LabSettings
     recorder: Recorder
     exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
 
-    # HF's
     accelerator: Any
     args: Any
     model: Any
@@ -226,12 +189,10 @@ class StepPort(Protocol):
     optimizer: Any
     train_dataset: Any
     is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
     current_gradient_accumulation_steps: Any
     _tr_loss: Any
     _globalstep_last_logged: int
 
-    # TRL's
     num_generations: int
     num_iterations: int
     max_completion_length: Any
@@ -250,7 +211,6 @@ class StepPort(Protocol):
     _scoring: Any
     _generate: Any
     _calculate_rewards: Any
-    _compute_loss: Any
     _group_size: Any
 
     @property

@@ -1,9 +1,8 @@
 """The rows of one optimizer step: this rank's as a table, bins cut from it, and what every rank knows of all rows.
 
 TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
-Here they become a table with one row per completion; a bin is some rows of it, each written contiguously (prompt
-directly followed by completion) and padded on the right to the longest row *of the bin*. Of rows elsewhere a rank knows
-a few whole numbers (``RowNumbers``).
+Here a bin is some rows of the table, each written contiguously (prompt directly followed by completion) and padded on
+the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers (``RowNumbers``).
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from grpo_lab.trainer.carried import POLICY_VERSION, POSITION_OFFSET, Carried, loss_mask, row_lengths, row_tensors
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 from grpo_lab.update import Rows, live_rows
 
-#: what padding is filled with where it is not 0; TRL sums the log of the ratio over padding, too
-#: (``loss_type="vespo"``)
+#: what padding is where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
 FILL = {"importance_sampling_ratio": 1}
+_PROMPTS = ("prompt_ids", "prompt_mask")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Bin:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What ``trl_bridge.completion_log_probs`` forwards."""
+        """For ``trl_bridge.completion_log_probs``."""
         return self.input_ids, self.labels, self.position_ids, self.attention_mask
 
 
@@ -60,9 +59,8 @@ class Bin:
 class RowTable:
     """``N`` rows: prompts left-padded to P, completions right-padded to T, and what belongs to each row.
 
-    ``offset`` is the position index that TRL's padding gives the first prompt token of the row (TRL feeds no position
-    ids, so rotary angles depend on it); bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]``
-    that follow the completion.
+    ``offset`` is the position index that TRL's padding gives the row's first prompt token (TRL feeds no position ids);
+    bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]`` that follow the completion.
     """
 
     fields: dict[str, Tensor]
@@ -76,41 +74,33 @@ class RowTable:
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET, POLICY_VERSION}
         offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
         widths = {name: max(row[name].size(1) for row in rows) for name in names if rows[0][name].dim() > 1}
-        fields = {
-            name: torch.cat([_widen(name, row[name], widths.get(name)) for row in rows]) for name in sorted(names)
-        }
+        fields = {}
+        for name in sorted(names):
+            parts = [row[name] for row in rows]
+            fields[name] = torch.cat([fitted(name, part, widths[name]) for part in parts] if name in widths else parts)
         return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order; the same on every rank. Everything travels: a step exchanges only what
-        moves (``exchange``)."""
+        """The rows of all ranks, in rank order; the same on every rank. A step exchanges only what moves
+        (``exchange``)."""
         if accelerator.num_processes == 1:
             return self
         fields = {}
         for name, value in self.fields.items():
             if value.dim() > 1:
-                value = accelerator.pad_across_processes(
-                    value, dim=1, pad_index=FILL.get(name, 0), pad_first=is_of_prompt(name)
-                )
+                of_prompt, fill = is_of_prompt(name), FILL.get(name, 0)
+                value = accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=of_prompt)
             fields[name] = accelerator.gather(value.contiguous())
         widths = {name: value.size(1) for name, value in fields.items() if value.dim() > 1}
         return RowTable(fields, accelerator.gather(self.offset), per_token_fields(widths))
 
     @functools.cached_property
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Of prompts and completions (``row_lengths``)."""
         return row_lengths(self.fields)
 
     @property
     def loss_mask(self) -> Tensor:
-        """bool ``[N, T]``: tokens that carry loss (completion tokens that the policy itself made)."""
         return loss_mask(self.fields)
-
-    @property
-    def advantages(self) -> Tensor:
-        """``[N, 1]`` or ``[N, T]``."""
-        advantages = self.fields["advantages"]
-        return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
     def bin(self, rows: list[int], limit: int | None = None) -> Bin:
         """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
@@ -121,31 +111,24 @@ class RowTable:
         """
         index = torch.tensor(rows or [0], device=self.offset.device)
         prompt, completion = (lengths[index] for lengths in self.lengths)
-        start = self.fields["prompt_ids"].size(1) - prompt
+        padding = start = self.fields["prompt_ids"].size(1) - prompt
         if not rows:
             start, prompt, completion = start + prompt - 1, torch.ones_like(prompt), torch.ones_like(completion)
         length = int((prompt + completion).max())
         width = max(int(completion.max()), 1)
-        sequence, attended = (
-            torch.cat([self.fields[f"prompt_{of}"][index], self.fields[f"completion_{of}"][index]], dim=1)
-            for of in ("ids", "mask")
-        )
         steps = torch.arange(length, device=index.device)
         real = steps < (prompt + completion).unsqueeze(1)
-        picked = (start.unsqueeze(1) + steps).clamp(max=sequence.size(1) - 1)
-        input_ids, attended = sequence.gather(1, picked), attended.gather(1, picked).bool() & real
-        fields = {
-            name: value[index] for name, value in self.fields.items() if name not in ("prompt_ids", "prompt_mask")
-        }
+
+        def contiguous(of: str) -> Tensor:
+            both = torch.cat([self.fields[f"prompt_{of}"][index], self.fields[f"completion_{of}"][index]], dim=1)
+            return both.gather(1, (start.unsqueeze(1) + steps).clamp(max=both.size(1) - 1))
+
+        input_ids, attended = contiguous("ids"), contiguous("mask").bool() & real
+        fields = {name: value[index] for name, value in self.fields.items() if name not in _PROMPTS}
         fields = {name: value[:, :width] if name in self.per_token else value for name, value in fields.items()}
-        loss_mask = self.loss_mask[index, :width] & bool(rows)
-        own = (
-            loss_mask.gather(1, (steps - prompt.unsqueeze(1)).clamp(0, width - 1))
-            & (steps >= prompt.unsqueeze(1))
-            & real
-        )
-        first = self.offset[index] + start - (self.fields["prompt_ids"].size(1) - self.lengths[0][index])
-        positions = first.unsqueeze(1) + steps
+        loss_mask, behind = self.loss_mask[index, :width] & bool(rows), steps - prompt.unsqueeze(1)
+        own = loss_mask.gather(1, behind.clamp(0, width - 1)) & (behind >= 0) & real
+        positions = (self.offset[index] + start - padding).unsqueeze(1) + steps
         if limit is not None:
             positions = torch.where(real, positions, positions.clamp(max=limit - 1))
         return Bin(
@@ -162,11 +145,8 @@ class RowTable:
 def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
     """Fields that follow the completion, from the widths over all ranks: TRL's, and a team's that are as wide."""
     wide = widths.get("completion_ids")
-    return frozenset(
-        name
-        for name, width in widths.items()
-        if name in COMPLETION_FIELDS or (width == wide and not is_of_prompt(name))
-    )
+    follows = {name for name, width in widths.items() if width == wide and not is_of_prompt(name)}
+    return frozenset(follows | (widths.keys() & COMPLETION_FIELDS))
 
 
 def is_of_prompt(name: str) -> bool:
@@ -174,11 +154,18 @@ def is_of_prompt(name: str) -> bool:
     return name.startswith("prompt_")
 
 
-def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
-    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it.
+def fitted(name: str, value: Tensor, width: int) -> Tensor:
+    """``[rows, width, …]`` of a field: cut, or filled up, where its padding is."""
+    missing = width - value.size(1)
+    if missing <= 0:
+        return value[:, -missing:] if is_of_prompt(name) else value[:, :width]
+    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
+    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
-    ``None`` where the batch is as it was generated. Padding gets the nearest position that the row has.
-    """
+
+def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
+    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it, padding at
+    the row's nearest; ``None`` where the batch is as it was generated."""
     first = Carried(inputs).position_offset
     if first is None:
         return None
@@ -188,14 +175,6 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
     moved = (first - (width - prompts)).unsqueeze(1) + steps
     last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
     return torch.minimum(moved.clamp(min=0), last)
-
-
-def _widen(name: str, value: Tensor, width: int | None) -> Tensor:
-    if width is None or value.size(1) == width:
-        return value
-    missing = width - value.size(1)
-    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
-    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
 
 @dataclass(frozen=True)
@@ -230,66 +209,35 @@ class RowNumbers:
         Raises:
             RuntimeError: ranks hold different fields (a team's field that only some rows or ranks have).
         """
-        mine = _packed(table, micro_batch, token_count, footprint)
-        names = [name for name, value in sorted(table.fields.items()) if value.dim() > 1]
-        widths = torch.tensor([[table.fields[name].size(1) for name in names]], device=mine.device)
-        received = 0
+        named = sorted(table.fields.items())
+        kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
+        mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)
+        contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
+        bits = token_count.double().view(torch.int64)  # a float travels as its bits
+        alike = (same * footprint, same * zlib.crc32(kinds.encode()))
+        columns = (*table.lengths, mask.sum(1), contributes, micro_batch, bits, *alike)
+        numbers = torch.stack([column.long() for column in columns], dim=1)
+        wide = {name: value.size(1) for name, value in named if value.dim() > 1}
+        widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
         if accelerator.num_processes > 1:
-            received = 8 * (mine.numel() + widths.numel()) * (accelerator.num_processes - 1)
+            received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
             with at("numbers of all rows"):
-                mine = accelerator.gather(mine)
-                _check_alike(mine[:, -1], table)
+                numbers = accelerator.gather(numbers)
+                if bool((numbers[:, -1] != numbers[0, -1]).any()):
+                    raise RuntimeError(
+                        "the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has "
+                        f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
+                    )
                 widths = accelerator.gather(widths)
-        prompts, completions, scored, contributes, slots, counts, footprints, _ = mine.unbind(1)
-        local = dict(zip(names, widths.t().tolist(), strict=True))
-        return RowNumbers(
-            prompts,
-            completions,
-            scored,
-            contributes.bool(),
-            slots,
-            counts.contiguous().view(torch.float64).to(token_count.dtype),
-            int(footprints.max()),
-            {name: max(found) for name, found in local.items()},
-            local,
-            received,
-        )
+        prompts, completions, scored, live, slots, bits, footprints, _ = numbers.unbind(1)
+        local = dict(zip(wide, widths.t().tolist(), strict=True))
+        counts = bits.contiguous().view(torch.float64).to(token_count.dtype)
+        largest, widest = int(footprints.max()), {name: max(found) for name, found in local.items()}
+        return RowNumbers(prompts, completions, scored, live.bool(), slots, counts, largest, widest, local, received)
 
     def __len__(self) -> int:
         return self.scored.numel()
 
     def rows(self, all_rows: bool) -> Rows:
         """For the plan; ``all_rows``: those without an advantage, too."""
-        live = self.scored > 0 if all_rows else self.contributes
-        columns = torch.stack([self.prompt_lengths, self.completion_lengths, live.long()]).tolist()
-        return Rows(columns[0], columns[1], [bool(flag) for flag in columns[2]])
-
-
-def _packed(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int) -> Tensor:
-    """Long ``[n, 8]``; a float travels as its bits."""
-    mask = table.loss_mask
-    contributes = live_rows(table.advantages, mask) if "advantages" in table.fields else mask.any(dim=1)
-    same = torch.ones_like(table.offset)
-    columns = (
-        *(*table.lengths, mask.sum(1), contributes.long(), micro_batch),
-        *(token_count.double().view(torch.int64), same * footprint, same * _kind(table)),
-    )
-    return torch.stack([column.long() for column in columns], dim=1)
-
-
-def _kind(table: RowTable) -> int:
-    """A checksum of the fields' names and types, which all ranks must share to read each other's rows."""
-    kinds = [
-        f"{name} {value.dtype} {tuple(value.shape[2:])} {value.dim()}" for name, value in sorted(table.fields.items())
-    ]
-    return zlib.crc32("; ".join(kinds).encode())
-
-
-def _check_alike(kinds: Tensor, table: RowTable) -> None:
-    if bool((kinds != kinds[0]).any()):
-        fields = ", ".join(f"{name} ({value.dtype})" for name, value in sorted(table.fields.items()))
-        raise RuntimeError(
-            f"the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has {fields}. "
-            "Give every rank "
-            "the same ones, in every micro-batch, or set `update: off`, where no row moves"
-        )
+        return Rows(self.prompt_lengths, self.completion_lengths, self.scored > 0 if all_rows else self.contributes)

@@ -16,7 +16,7 @@ from grpo_lab.advantages import GAE, advantage_rule
 from grpo_lab.batch import LocalRows, RewardTable, TokenBatch
 from grpo_lab.objectives import PRESETS, KLTerm, Objective, Preset, aggregation, preset, surrogate
 from grpo_lab.objectives.ratios import RATIO_LEVELS
-from grpo_lab.trainer.scoring.critic import last_own
+from grpo_lab.trainer.scoring.advantages import last_own
 from reference import oracle
 from reference.cases import DENOMINATORS, FOUR, oracle_rows, padded, random_batch, rebuilt, rows_of
 

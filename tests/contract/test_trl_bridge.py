@@ -557,7 +557,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
 def test_another_trl_is_refused_with_one_clear_message(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
     with pytest.raises(ImportError, match=re.escape(f"tested with trl 1.15.*, 1.16.* and found trl {found}")) as caught:
-        runpy.run_path(str(ROOM / "trl_bridge" / "release.py"))
+        runpy.run_path(str(ROOM / "trl_bridge" / "__init__.py"))
     assert "pip install 'trl==1.16.*'" in str(caught.value)
     assert f"check_upstream.py {found}" in str(caught.value)
 

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.ranks.places import RankLost
+from grpo_lab.trainer.ranks import RankLost
 from parity.harness import arguments, problems
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ppo_oracle
 from distributed.launch import HERE, RECIPES, accelerate_launch
 from distributed.test_zero import ON_CPUS
-from grpo_lab.trainer.critic.files import load_critic
+from grpo_lab.trainer.critic import load_critic
 from parity.harness import Run, assert_same_movement
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from distributed.launch import HERE, RECIPES, accelerate_launch
-from grpo_lab.trainer.resume.reference_files import FOLDER
+from grpo_lab.trainer.resume.state import REFERENCE
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +32,6 @@ def test_two_ranks(config: str, tiny_folder: Path, tmp_path: Path) -> None:
         assert len(set(report["betas"])) == 3
         assert report["last beta"][0] == report["last beta"][1]
     assert ranks[0]["last beta"] == ranks[1]["last beta"]
-    saved = tmp_path / "whole" / "checkpoint-3" / FOLDER / "00000.safetensors"
+    saved = tmp_path / "whole" / "checkpoint-3" / REFERENCE / "00000.safetensors"
     with safe_open(saved, framework="pt") as stored:  # whole, however many ranks it came from
         assert list(stored.get_tensor("model.embed_tokens.weight").shape)[1] == 32

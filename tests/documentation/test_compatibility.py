@@ -29,7 +29,7 @@ def test_the_page_says_the_range(package: str) -> None:
 
 
 def test_the_range_of_trl_is_what_the_bridge_lets_in() -> None:
-    release = runpy.run_path(str(ROOT / "grpo_lab" / "trainer" / "trl_bridge" / "release.py"))
+    release = runpy.run_path(str(ROOT / "grpo_lab" / "trainer" / "trl_bridge" / "names.py"))
     minors = [f"1.{minor}" for minor in range(30)]
     assert tuple(minor for minor in minors if f"{minor}.0" in RANGES["trl"]) == release["SUPPORTED_TRL"]
     with pytest.raises(ImportError) as refused:

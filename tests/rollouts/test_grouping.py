@@ -14,11 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lab.engines.grouping import (
-    EngineFault,
-    GroupedEngine,
-    runs_of_equal,
-)
+from grpo_lab.engines.grouping import EngineFault, GroupedEngine
 
 
 @dataclass
@@ -109,6 +105,7 @@ def test_other_attributes_are_the_engine_s_own() -> None:
 
 @given(st.lists(st.integers(0, 3)))
 def test_runs_put_the_rows_back_together(values: list[int]) -> None:
-    runs = runs_of_equal(values)
-    assert [values[first] for first, count in runs for _ in range(count)] == values
-    assert all(values[a[0]] != values[b[0]] for a, b in pairwise(runs))
+    engine = RecordingEngine()
+    outputs = GroupedEngine(engine).generate(rows(*values), Parameters())
+    assert [output.prompt_token_ids for output in outputs] == [[value] for value in values]
+    assert all(one[0] != other[0] for one, other in pairwise(engine.requests))

@@ -30,11 +30,11 @@ from safetensors.torch import load_file
 from distributed.launch import RECIPES, launcher
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm import worker
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, answers, check_answer, wait_until_ready
 from grpo_lab.engines.vllm.token import of_trainer
-from grpo_lab.engines.weights import weight_files
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation import server_client
@@ -99,8 +99,8 @@ def assert_proven(trainer: LabTrainer, steps: int) -> None:
 @pytest.fixture
 def weight_folders(monkeypatch: pytest.MonkeyPatch) -> str:
     """What the names of this process's folders begin with; another's training may be on this machine."""
-    monkeypatch.setattr(weight_files, "FOLDER_PREFIX", f"{weight_files.FOLDER_PREFIX}{os.getpid()}_")
-    return weight_files.FOLDER_PREFIX
+    monkeypatch.setattr(worker, "FOLDER_PREFIX", f"{worker.FOLDER_PREFIX}{os.getpid()}_")
+    return worker.FOLDER_PREFIX
 
 
 def test_five_steps_with_a_proven_sync_tied(server: Server, models: Any, tmp_path: Path, weight_folders: str) -> None:

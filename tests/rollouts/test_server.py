@@ -20,19 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.engines.vllm.leftovers import own_folder
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, bound_session, post_json, wait_until_ready
-from grpo_lab.engines.vllm.token import Bearer, of_trainer
-from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance_for
-from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.engines.weights.weight_files import (
+from grpo_lab.engines.vllm.token import Bearer, of_trainer, own_folder
+from grpo_lab.engines.vllm.worker import (
     SHARED_MEMORY,
     WeightCourier,
     read_shards,
     trusted_folder,
     write_shards,
 )
+from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance_for
+from grpo_lab.engines.weights.sync import WeightSyncError
 from ports import free_port
 
 REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
@@ -128,7 +127,7 @@ def test_push_that_did_not_arrive_is_an_error(workers: Workers, message: str) ->
 def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer killed −9 in a sync: before, a copy of its model stayed in the machine's memory for ever."""
     prefix = f"grpo-lab-weights-{uuid.uuid4().hex}-"  # other runs of this machine are left alone
-    monkeypatch.setattr("grpo_lab.engines.weights.weight_files.FOLDER_PREFIX", prefix)
+    monkeypatch.setattr("grpo_lab.engines.vllm.worker.FOLDER_PREFIX", prefix)
     killed = os.fork()
     if killed == 0:
         try:
@@ -139,7 +138,7 @@ def test_what_a_killed_run_left_in_shared_memory_goes_and_a_living_runs_stays(mo
     (left,) = SHARED_MEMORY.glob(f"{prefix}*")
     with own_folder(prefix, SHARED_MEMORY) as living:
         assert (left / "shard-00000.safetensors").is_file()  # it may be about to get its lock
-        monkeypatch.setattr("grpo_lab.engines.vllm.leftovers._OLD_S", -1)
+        monkeypatch.setattr("grpo_lab.engines.vllm.token._OLD_S", -1)
         WeightCourier(Workers(loaded)).push([("a", torch.ones(2))])
         assert list(SHARED_MEMORY.glob(f"{prefix}*")) == [living]
     assert not living.exists()

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="TRL's client asks for vLLM; `make setup-vllm
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 
 PROMPTS = [[5, 6, 7], [9, 10]]
 Answer = dict[str, Any]

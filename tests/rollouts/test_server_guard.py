@@ -26,8 +26,8 @@ from transformers import TrainerCallback
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, post_json
+from grpo_lab.engines.vllm.worker import WeightCourier, worker_reports
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.engines.weights.weight_files import WeightCourier, worker_reports
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_client import LabVLLMClient

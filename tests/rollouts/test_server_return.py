@@ -22,7 +22,7 @@ from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.server_return import LOSSES, ServerReturn
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 
 

@@ -19,7 +19,7 @@ from grpo_lab.rewards import AccuracyReward, KimiLengthReward, LanguageConsisten
 from grpo_lab.testing import tiny_model
 from grpo_lab.testing.rollouts import ScriptedRollout
 from grpo_lab.trainer.ports import Phase
-from grpo_lab.trainer.step.optimizer_reset import OptimizerReset, empty_optimizer
+from grpo_lab.trainer.step.iteration import OptimizerReset, empty_optimizer
 from tolerance import log_prob_gap, movement_gap, two_walks
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.resume.reference_files import FOLDER
-from grpo_lab.trainer.resume.state import read_state
+from grpo_lab.trainer.resume.state import REFERENCE, read_state
 from grpo_lab.trainer.resume.whole import MARK
 from parity.harness import as_earlier_releases_wrote_it, with_entry
 from training.test_resume import TWO_ITERATIONS, TWO_STEPS, assert_same, build, history, one_thread, weights
@@ -115,7 +114,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     settings: dict[str, Any] = {**IN_LOSS, **TWO_ITERATIONS, "reference_every": 3, "max_steps": 4}
     trainer = build(tmp_path / "run", **settings)
     trainer.train()
-    early, late = (tmp_path / "run" / f"checkpoint-{step}" / FOLDER for step in (2, 3))
+    early, late = (tmp_path / "run" / f"checkpoint-{step}" / REFERENCE for step in (2, 3))
     assert not early.exists()  # it had not moved
     assert [file.name for file in late.iterdir()] == ["00000.safetensors"]
     assert [read_state(file.parent).entries["reference"]["moved"] for file in (early, late)] == [False, True]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import ppo_oracle
 from grpo_lab import LabConfig, PPOTrainer
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.critic.files import Critic, load_critic, save_critic
+from grpo_lab.trainer.critic import Critic, load_critic, save_critic
 from parity.harness import LENGTHS, Run, arguments, assert_same_movement, problems, train
 from ppo_oracle import Interleaved
 from tolerance import loss_gap, metric_gap

@@ -17,8 +17,8 @@ from trl import GRPOConfig, TrlParser
 
 from grpo_lab import LabConfig
 from grpo_lab.objectives import Clipped
-from grpo_lab.trainer.settings.gone import GONE
 from grpo_lab.trainer.settings.knobs import TRLS_OWN
+from grpo_lab.trainer.settings.limits import GONE
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 
 

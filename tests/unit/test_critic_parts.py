@@ -15,7 +15,7 @@ from grpo_lab import LabConfig
 from grpo_lab.advantages import GAE, Moments, gae, masked_moments, whiten
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.objectives.value_loss import explained_variance, value_clip_acts, value_loss
-from grpo_lab.trainer.critic.files import Critic, save_beside
+from grpo_lab.trainer.critic import Critic, save_beside
 from grpo_lab.trainer.trl_bridge import CRITIC
 
 D = torch.float64

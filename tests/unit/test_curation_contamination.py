@@ -145,7 +145,7 @@ def test_the_near_search_is_the_exhaustive_maximum() -> None:
 def test_a_stream_in_blocks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [OTHER, ITEM, "nothing of the kind", "", ITEM.replace("48", "3")] * 3
     whole = find_contamination(texts, [ITEM, OTHER])
-    monkeypatch.setattr("grpo_lab.curation.contamination._CELLS_AT_ONCE", 4)  # two texts a block
+    monkeypatch.setattr("grpo_lab.curation.duplicates._CELLS_AT_ONCE", 4)  # two texts a block
     assert list(EvaluationIndex([ITEM, OTHER]).find(iter(texts))) == whole
 
 

@@ -42,7 +42,7 @@ def test_one_answer_for_each_way_and_at_most_k_a_problem() -> None:
     # ways of the first: 4*6, 6*4, none → 3, two of them kept; the second: 2+2=5 does not hold → 1
     assert [row["source"] for row in built] == ["own"] * 3
     assert completions(built)[1:] == ["6*4=24. #### 24", "2+2=4. #### 4"]
-    assert counts.facts() == {
+    assert counts == {
         "problems": 3, "solved": 2, "samples": 9, "scored": 8, "right": 6, "unsound": 1, "ways": 4, "kept": 3, "gold": 0
     }  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_of_the_same_way_the_text_farther_from_the_others_stays() -> None:
     same = {"ab": 1, "aa": 1, "bb": 2, "xx": 1}.__getitem__
     built, counts = right_answers([problem(("ab", 1), ("aa", 1), ("bb", 1), ("xx", 1))], same=same)
     assert completions(built) == ["xx", "bb"]
-    assert counts.ways == 2
+    assert counts["ways"] == 2
 
 
 def test_gold_goes_first_is_not_counted_and_takes_its_way() -> None:
@@ -65,7 +65,7 @@ def test_gold_goes_first_is_not_counted_and_takes_its_way() -> None:
         ("gold", "2 + 2 = 4"),
         ("own", "1+3=4"),
     ]
-    assert (counts.ways, counts.gold, counts.kept) == (1, 1, 2)
+    assert (counts["ways"], counts["gold"], counts["kept"]) == (1, 1, 2)
     with pytest.raises(ValueError, match=r"no 'absent'.*'worked'"):
         right_answers(rows, gold="absent")
 
@@ -74,7 +74,7 @@ def test_every_way_is_used_before_one_is_used_again() -> None:
     row = problem(("r1", 1), ("w1", 0), ("w2", 0), ("R1!", 1), ("r2", 1), ("w3", 0), ("w1", 0), ("?", None))
     pairs, counts = contrast_pairs([row, problem(("only right", 1)), problem(("only wrong", 0))])
     assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [("r1", "w1"), ("r2", "w2"), ("r1", "w3")]
-    assert (counts.solved, counts.right, counts.ways, counts.kept) == (2, 4, 3, 3)
+    assert (counts["solved"], counts["right"], counts["ways"], counts["kept"]) == (2, 4, 3, 3)
     assert len(contrast_pairs([row], per_problem=2)[0]) == 2
 
 
@@ -94,17 +94,17 @@ def test_on_random_samples() -> None:
             )
         built, counts = right_answers(rows, per_problem=k)
         pairs, seen = contrast_pairs(rows, per_problem=k)
-        assert len({(row["prompt"], row["completion"]) for row in built}) == len(built) == counts.kept
+        assert len({(row["prompt"], row["completion"]) for row in built}) == len(built) == counts["kept"]
         assert {row["completion"] for row in built} <= set("bcd")
         assert k is None or max((sum(r["prompt"] == p for r in built) for p in "0123"), default=0) <= k
-        assert len({(p["prompt"], p["chosen"], p["rejected"]) for p in pairs}) == len(pairs) == seen.kept
+        assert len({(p["prompt"], p["chosen"], p["rejected"]) for p in pairs}) == len(pairs) == seen["kept"]
         assert all(p["chosen"] in "bcd" and p["rejected"] in "ef" for p in pairs)
-        assert counts.right == sum(score == 1 for row in rows for score in row.scores)
-        assert counts.solved == seen.solved
+        assert counts["right"] == sum(score == 1 for row in rows for score in row.scores)
+        assert counts["solved"] == seen["solved"]
         if k is None:
             assert (
-                counts.kept
-                == counts.ways
+                counts["kept"]
+                == counts["ways"]
                 == sum(len({c for c, s in zip(r.completions, r.scores, strict=True) if s}) for r in rows)
             )
 

@@ -53,7 +53,7 @@ def test_parameters_are_those_of_transformers(name: str, script: ModuleType) -> 
 
 
 def test_a_critics_parameters_are_the_networks(script: ModuleType) -> None:
-    from grpo_lab.trainer.critic.files import Critic
+    from grpo_lab.trainer.critic import Critic
 
     small = script.SHAPES[0]
     with torch.device("meta"):

@@ -13,9 +13,7 @@ import pytest
 from torch import distributed
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.ranks import places
-from grpo_lab.trainer.ranks.places import RankLost, at, how_it_broke
-from grpo_lab.trainer.ranks.watch import RankWatch, key_of
+from grpo_lab.trainer.ranks import RankLost, RankWatch, at, how_it_broke, key_of, line_of, place
 
 LATE = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv "
@@ -26,10 +24,10 @@ GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 
 def test_places_are_told_outermost_first_and_are_left_by_any_way() -> None:
     with at("step"), at("rewards"):
-        assert places.place() == "step › rewards"
+        assert place() == "step › rewards"
     with pytest.raises(ValueError, match="a team's"), at("step"):
         raise ValueError("a team's")
-    assert places.place() == ""
+    assert place() == ""
 
 
 @pytest.mark.parametrize(("said", "kind"), [(LATE, "late"), (GONE, "gone")])
@@ -60,7 +58,7 @@ def test_the_line_is_the_innermost_of_somebodys_own() -> None:
     thread = threading.Thread(target=sleeping, args=(begun, until))
     thread.start()
     begun.wait()
-    line, waits = places.line_of(thread.ident or 0)
+    line, waits = line_of(thread.ident or 0)
     until.set()
     thread.join()
     assert "unit/test_ranks.py:" in line

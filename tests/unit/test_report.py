@@ -466,9 +466,9 @@ def test_truncated_answers_are_marked(tmp_path):
 def test_failures_are_shown_beside_gains_in_the_rows_order():
     before = result([0.0] * 10 + [1.0] * 10)
     after = result([1.0] * 9 + [0.0] * 3 + [1.0] * 8)
-    choice = choose_samples(before, after)
-    assert dict(choice.counts) == {"became correct": 9, "became wrong": 2, "still wrong": 1, "stayed correct": 8}
-    assert [(s.asked.problem, s.kind) for s in choice.samples] == [
+    samples, counts, _ = choose_samples(before, after)
+    assert dict(counts) == {"became correct": 9, "became wrong": 2, "still wrong": 1, "stayed correct": 8}
+    assert [(s.asked.problem, s.kind) for s in samples] == [
         (0, "became correct"), (1, "became correct"), (2, "became correct"), (10, "became wrong"), (11, "became wrong"),
         (9, "still wrong"), (12, "stayed correct"), (13, "stayed correct"),
     ]  # fmt: skip
@@ -483,10 +483,10 @@ def test_different_problems_are_not_laid_side_by_side(tmp_path):
 
 
 def test_one_side_alone_is_shown():
-    choice = choose_samples(None, result([1.0] * 6 + [0.0] * 6))
-    assert [s.asked.problem for s in choice.samples] == [0, 1, 2, 3, 6, 7, 8, 9]
-    assert all(s.before is None for s in choice.samples)
-    assert choose_samples(None, None).samples == []
+    samples = choose_samples(None, result([1.0] * 6 + [0.0] * 6))[0]
+    assert [s.asked.problem for s in samples] == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert all(s.before is None for s in samples)
+    assert choose_samples(None, None)[0] == []
 
 
 def test_the_report_says_whether_it_worked(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lab.trainer.metrics.book import by_length, kept_by_bounds, length_quartiles
+from grpo_lab.trainer.metrics.book import SamplerCorrection, by_length, length_quartiles
+
+NOT_ZERO = SamplerCorrection("token_mask", None, None)
 
 
 def test_quartiles_by_hand() -> None:
@@ -28,14 +30,14 @@ def test_equal_lengths_share_a_quartile() -> None:
     ],
 )
 def test_kept_by_hand(mode: str, low: float | None, high: float | None, weights: list[float], kept: list[bool]) -> None:
-    assert kept_by_bounds(torch.tensor(weights), mode, low, high).tolist() == kept
+    assert SamplerCorrection(mode, low, high).keeps(torch.tensor(weights)).tolist() == kept
 
 
 def test_token_weights_count_loss_tokens() -> None:
     weights = torch.tensor([[1.0, 0.5, 9.0], [0.0, 1.5, 2.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    pairs = by_length(weights, mask, torch.tensor([0, 3]), weights != 0)
-    found = {name: (float(total), int(count)) for name, (total, count) in pairs.items()}
+    pairs = by_length(NOT_ZERO, weights, mask, torch.tensor([0, 3]))
+    found = {name: (float(total), int(count)) for name, total, count in pairs}
     assert found["sampling/ratio_mean/len_q1"] == (1.5, 2)  # 1 + 0.5; the 9 carries no loss
     assert found["sampling/ratio_mean/len_q4"] == (3.5, 3)
     assert found["sampling/kept_share/len_q1"] == (2.0, 2)
@@ -46,5 +48,6 @@ def test_token_weights_count_loss_tokens() -> None:
 def test_sequence_weights_count_completions_with_loss() -> None:
     weights = torch.tensor([[0.5], [2.0], [7.0]])
     mask = torch.tensor([[True, True], [True, False], [False, False]])
-    pairs = by_length(weights, mask, torch.tensor([1, 1, 1]), weights != 0)
-    assert [float(value) for value in pairs["sampling/ratio_mean/len_q2"]] == [2.5, 2.0]
+    pairs = by_length(NOT_ZERO, weights, mask, torch.tensor([1, 1, 1]))
+    found = {name: [float(total), float(count)] for name, total, count in pairs}
+    assert found["sampling/ratio_mean/len_q2"] == [2.5, 2.0]

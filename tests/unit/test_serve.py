@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.engines.vllm import leftovers, serve
+from grpo_lab.engines.vllm import serve
 from grpo_lab.engines.vllm import token as server_token
 from grpo_lab.engines.vllm.server import ServerOptions, server_command
 
@@ -133,8 +133,7 @@ def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
 KILLED = """
 import sys
 from pathlib import Path
-from grpo_lab.engines.vllm.leftovers import own_folder
-from grpo_lab.engines.vllm.token import of_server
+from grpo_lab.engines.vllm.token import of_server, own_folder
 made = of_server("http://127.0.0.1:8124", None)
 with own_folder("a-test-", sys.argv[1]) as folder:
     (folder / "socket").touch()
@@ -147,7 +146,7 @@ def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, mon
     """Its token, its folder of sockets; a trainer's weights in shared memory are kept in the same way."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv(server_token.VARIABLE, raising=False)
-    monkeypatch.setattr(leftovers, "_OLD_S", -1.0)
+    monkeypatch.setattr(server_token, "_OLD_S", -1.0)
     mine = tmp_path / "a-test-mine"  # the user's own
     mine.mkdir()
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
@@ -156,7 +155,7 @@ def test_what_a_killed_server_left_is_gone_at_the_next_start(tmp_path: Path, mon
         token, folder = map(Path, other.stdout.readline().split())
         for alive in (True, False):
             made = server_token.of_server("http://127.0.0.1:8125", None)  # another port: its own token lies beside
-            with leftovers.own_folder("a-test-", tmp_path) as ours:
+            with server_token.own_folder("a-test-", tmp_path) as ours:
                 assert ours.is_dir()
                 assert (token.is_file(), (folder / "socket").is_file()) == (alive, alive)
             made.forget()

@@ -57,8 +57,8 @@ def test_what_stands_on_tokens_without_loss_is_nobodys() -> None:
     mask = torch.tensor([[True, True], [False, False]])
     here = replace(table(1), local=LocalRows(slice(0, 2), mask, mask.sum(1)))
     answer = torch.tensor([[1.0, 2.0], [math.nan, math.inf]])
-    assert checked_advantages(answer, here).values.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert not checked_advantages(torch.ones(2, requires_grad=True), here).values.requires_grad
+    assert checked_advantages(answer, here).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert not checked_advantages(torch.ones(2, requires_grad=True), here).requires_grad
     with pytest.raises(ValueError, match="finite: False"):
         checked_advantages(answer.flip(0), here)
 

@@ -82,7 +82,7 @@ ROUTES: dict[str, str] = {
 
 Text = Annotated[str, Field(max_length=4096)]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
-#: one that `weight_files` makes; `trusted_folder` looks at it once more in the worker
+#: one that a trainer makes; `trusted_folder` looks at it once more in the worker
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
 
 

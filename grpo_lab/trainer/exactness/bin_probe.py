@@ -47,16 +47,14 @@ PROMPTS, COMPLETIONS = (3, 8), (4, 8)
 FLOOR, COARSE_FLOOR = 5e-5, 0.1
 #: further a multiple of what the model's own rounding makes, as far as that can be rounding
 TIMES, MOST, MOST_COARSE = 10.0, 1e-3, 0.25
-#: attention that computes in float32, too
-PLAIN_ATTENTION = ("eager", "sdpa")
-
+#: copies of one row that dropout's masks are counted for
 FEW, MANY = 2, 4
+#: the strictest rank's answer is everybody's
 _REASONS = (
-    "",
-    "the model's forward draws random numbers beside torch's dropout, so it may depend on the layout of the "
-    "micro-batches",
-    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random "
-    "together in another way",
+    None,
+    "the model's forward draws random numbers beside torch's dropout, so it may depend on the micro-batches' layout",
+    "a dropout mask of the model is shared by the rows of a micro-batch, so rows in other batches are random together "
+    "in another way",
 )
 
 
@@ -88,37 +86,28 @@ class BinProbe(_Question):
     """Whether a row has the same log-probs in a bin as in TRL's batch."""
 
     def _answer(self) -> str | None:
-        skipped = self._why_not_asked()
-        if skipped is None:
-            return self._difference()
-        self._trainer.recorder.say(
-            f"not asked: whether the model's log-probs are the same in bins as in TRL's batches ({skipped}); known "
-            "kinds of models for which they are not are looked at by structure"
-        )
-        return None
-
-    def _why_not_asked(self) -> str | None:
-        trainer, kind = self._trainer, self._weights_spread_by()
-        if kind is not None:
-            return f"weights are spread over ranks ({kind})"
-        if trl_bridge.is_compiled(trainer, trainer.model):
-            return "the model is compiled, and would be once more"
+        trainer, kind, skipped = self._trainer, self._weights_spread_by(), None
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
-        if limit is not None and limit < max(PROMPTS) + max(COMPLETIONS):
-            return f"it knows {limit} positions only"
-        return None
-
-    def _difference(self) -> str | None:
-        apart, bound = self._measured()
-        flag = torch.tensor([[apart, bound]], device=self._trainer.accelerator.device)
-        gathered = self._trainer.accelerator.gather(flag)
+        if kind is not None:
+            skipped = f"weights are spread over ranks ({kind})"
+        elif trl_bridge.is_compiled(trainer, trainer.model):
+            skipped = "the model is compiled, and would be once more"
+        elif limit is not None and limit < max(PROMPTS) + max(COMPLETIONS):
+            skipped = f"it knows {limit} positions only"
+        if skipped is not None:
+            trainer.recorder.say(
+                f"not asked: whether the model's log-probs are the same in bins as in TRL's batches ({skipped}); known "
+                "kinds of models for which they are not are looked at by structure"
+            )
+            return None
+        gathered = trainer.accelerator.gather(torch.tensor([self._measured()], device=trainer.accelerator.device))
         apart, bound = max(gathered.tolist(), key=lambda pair: pair[0] / pair[1])
         if apart <= bound:
             return None
         return (
             "the model's log-probs of a row depend on how it is padded or on the attention mask (two toy rows: "
-            f"{apart:.2g} nats per "
-            f"token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting changes that)"
+            f"{apart:.2g} nats per token apart from TRL's batch, where rounding makes at most {bound:.2g}; no setting "
+            "changes that)"
         )
 
     @torch.no_grad()
@@ -129,18 +118,15 @@ class BinProbe(_Question):
         with _looked_at(trainer):
             theirs = self._trls(rows)
             alone = torch.cat([self._trls({n: v[i : i + 1] for n, v in rows.items()}) for i in range(mask.size(0))])
-            ours = self._in_bin(rows)
+            part = RowTable.of([rows]).bin(list(range(mask.size(0))))
+            scored, _ = trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
+        ours = scored.gather(1, part.take)
         least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
         return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
 
     def _trls(self, rows: dict[str, Tensor]) -> Tensor:
         found: Tensor = trl_bridge.stock_forward(self._trainer, self._trainer.model, rows)[0]
         return found
-
-    def _in_bin(self, rows: dict[str, Tensor]) -> Tensor:
-        part = RowTable.of([rows]).bin(list(range(rows["prompt_ids"].size(0))))
-        scored, _ = trl_bridge.completion_log_probs(self._trainer, self._trainer.model, *part.inputs)
-        return scored.gather(1, part.take)
 
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
@@ -153,24 +139,16 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
     tokens = iter(ordinary[(7 * i) % len(ordinary)] for i in range(sum(PROMPTS) + sum(COMPLETIONS)))
 
     def padded(lengths: tuple[int, int], left: bool) -> tuple[Tensor, Tensor]:
-        ids, mask = (
-            torch.full((2, max(lengths)), tokenizer.pad_token_id),
-            torch.zeros(2, max(lengths), dtype=torch.long),
-        )
+        ids = torch.full((2, max(lengths)), tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
         for row, length in enumerate(lengths):
             place = slice(max(lengths) - length, None) if left else slice(length)
             ids[row, place] = torch.tensor([next(tokens) for _ in range(length)])
             mask[row, place] = 1
         return ids.to(device), mask.to(device)
 
-    prompt_ids, prompt_mask = padded(PROMPTS, left=True)
-    completion_ids, completion_mask = padded(COMPLETIONS, left=False)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-    }
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    return dict(zip(names, (*padded(PROMPTS, left=True), *padded(COMPLETIONS, left=False)), strict=True))
 
 
 @contextlib.contextmanager
@@ -178,10 +156,8 @@ def _looked_at(trainer: StepPort) -> Iterator[None]:
     """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are
     as before afterwards."""
     training = [module for module in trainer.model.modules() if module.training]
-    device = trainer.accelerator.device
-    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+        stack.enter_context(_random_states_kept(trainer.accelerator.device))
         stack.enter_context(trl_bridge.without_checkpointing(trainer))
         if _in_float32(trainer):
             stack.enter_context(trl_bridge.without_autocast(trainer))
@@ -193,13 +169,18 @@ def _looked_at(trainer: StepPort) -> Iterator[None]:
                 module.training = True
 
 
+def _random_states_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+    return torch.random.fork_rng(devices=devices, device_type=kind)
+
+
 def _in_float32(trainer: StepPort) -> bool:
     """Whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is coarser."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     tf32 = trainer.accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager"
-    return attention in PLAIN_ATTENTION and not short and not tf32
+    return attention in ("eager", "sdpa") and not short and not tf32
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
@@ -215,23 +196,18 @@ class MaskProbe(_Question):
         if trl_bridge.is_compiled(trainer, trainer.model):
             return (
                 "dropout is active and the model is compiled, where it cannot be seen whether anything else draws "
-                "random "
-                "numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
+                "random numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
             )
         if kind is not None:
             trainer.recorder.say(
                 f"not asked: whether every row has its own dropout masks (weights are spread over ranks: {kind}); "
-                "known "
-                "kinds of shared masks are looked at by structure, and other random numbers in the first step"
+                "known kinds of shared masks are looked at by structure, and other random numbers in the first step"
             )
             return None
         few, many = self._sizes(FEW), self._sizes(MANY)
-        if few is None or many is None:
-            code = 1
-        else:
-            code = 0 if [size * MANY // FEW for size in few] == many else 2
-        flag = torch.tensor([code], device=self._trainer.accelerator.device)
-        return _REASONS[int(self._trainer.accelerator.gather(flag).max())] or None
+        code = 1 if few is None or many is None else 0 if [size * MANY // FEW for size in few] == many else 2
+        flag = torch.tensor([code], device=trainer.accelerator.device)
+        return _REASONS[int(trainer.accelerator.gather(flag).max())]
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
@@ -240,14 +216,13 @@ class MaskProbe(_Question):
         trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
-        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
 
         def passed_through(size: int, _draw: Callable[[], Tensor], without: Callable[[], Tensor]) -> Tensor:
             sizes.append(size)
             return without()
 
         watch = RandomnessWatch(device)
-        with torch.random.fork_rng(devices=devices, device_type=kind), trl_bridge.without_checkpointing(trainer):
+        with _random_states_kept(device), trl_bridge.without_checkpointing(trainer):
             watch.start()
             with _DropoutCalls(passed_through):
                 trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)

@@ -4,9 +4,7 @@ Before the first step the trainer sends a toy batch through the very path that t
 its aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
 denominator or an option that stopped having an effect shows here, not after a day.
 
-The same toy batches answer two questions that the exact update asks: does the loss vanish where the advantage is 0
-(else no row may be skipped), and is the aggregation a sum over rows (else rows may not be re-cut into bins)?
-``part_questions`` asks the parts of a team more.
+The same toy batches answer what the exact update asks of every loss; ``part_questions`` asks the parts of a team more.
 """
 
 from __future__ import annotations
@@ -36,139 +34,111 @@ def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75,
     Token ratios reach from e^-0.9 to e^2 and row means from -0.4 to 0.9, with either sign of the advantage, so that
     every clip, two-sided bound and weight bound in use cuts somewhere.
     """
-    logps = torch.tensor(
-        [[-0.3, -1.2, -0.7, -2.0], [-0.9, -0.1, -1.5, 0.0], [-0.4, -2.2, 0.0, 0.0], [-1.1, -0.6, 0.0, 0.0]],
-        dtype=torch.float64,
-        requires_grad=True,
-    )
-    step = torch.tensor(
-        [[0.9, -0.6, 2.0, 0.1], [1.8, -0.5, 1.4, 0.0], [-0.9, 0.3, 0.0, 0.0], [-0.7, -0.1, 0.0, 0.0]],
-        dtype=torch.float64,
-    )
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0]], dtype=torch.bool)
-    old = (logps - step).detach()
-    return TokenBatch(
-        logps=logps,
-        old_logps=old,
-        log_ratio=log_ratio(objective.ratio, logps, old, mask),
-        advantages=torch.tensor(advantages, dtype=torch.float64).unsqueeze(1),
-        mask=mask,
-        ref_logps=(logps + 0.2 * torch.cos(3 * step)).detach(),
-        entropies=torch.full_like(old, 0.5),
-    )
+    scored = [[-0.3, -1.2, -0.7, -2.0], [-0.9, -0.1, -1.5, 0.0], [-0.4, -2.2, 0.0, 0.0], [-1.1, -0.6, 0.0, 0.0]]
+    steps = [[0.9, -0.6, 2.0, 0.1], [1.8, -0.5, 1.4, 0.0], [-0.9, 0.3, 0.0, 0.0], [-0.7, -0.1, 0.0, 0.0]]
+    logps, step = (torch.tensor(rows, dtype=torch.float64) for rows in (scored, steps))
+    mask = torch.arange(4) < torch.tensor([4, 3, 2, 2]).unsqueeze(1)
+    return _batch(objective, advantages, mask, logps, step, 0.2 * torch.cos(3 * step), torch.full_like(step, 0.5))
 
 
 def wide_toy_batch(
     objective: Objective, advantages: tuple[float, ...] = (2.0, -1.0, 0.3, -0.2, 1e-3, -3.0)
 ) -> TokenBatch:
     """Six rows of one to seven tokens in float64, with log-probs from -20 to 0 and token ratios from e^-6 to e^6."""
-    place = torch.arange(42, dtype=torch.float64).view(6, 7)
+    at = torch.arange(42, dtype=torch.float64).view(6, 7)
     mask = torch.arange(7) < torch.tensor([7, 5, 1, 3, 7, 2]).unsqueeze(1)
-    logps = (-10 + 10 * torch.sin(1 + place)).masked_fill(~mask, 0.0).requires_grad_(True)
-    step = (6 * torch.sin(2 + 3 * place)).masked_fill(~mask, 0.0)
-    old = (logps - step).detach()
+    values = -10 + 10 * torch.sin(1 + at), 6 * torch.sin(2 + 3 * at), torch.cos(5 * at), 2 + 2 * torch.cos(at)
+    return _batch(objective, advantages, mask, *(one.masked_fill(~mask, 0.0) for one in values))
+
+
+def _batch(
+    objective: Objective, advantages: Any, mask: Tensor, logps: Tensor, step: Tensor, to_ref: Tensor, entropies: Tensor
+) -> TokenBatch:
+    old = logps - step
+    logps.requires_grad_(True)
     return TokenBatch(
         logps=logps,
         old_logps=old,
         log_ratio=log_ratio(objective.ratio, logps, old, mask),
         advantages=torch.tensor(advantages, dtype=torch.float64).unsqueeze(1),
         mask=mask,
-        ref_logps=(logps + torch.cos(5 * place).masked_fill(~mask, 0.0)).detach(),
-        entropies=(2 + 2 * torch.cos(place)).masked_fill(~mask, 0.0),
+        ref_logps=(logps + to_ref).detach(),
+        entropies=entropies,
     )
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
     """Compare the loss in force with the written-out formula. Returns a sentence for the log.
 
-    Args:
-        own_hook: the team overrode ``token_loss``: then there is no formula of ours to compare with.
+    Parts that a team brought (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so.
 
     Raises:
         RuntimeError: the values differ.
-        ValueError: the loss is not finite, has no gradient or another shape than it may have. Parts that a team brought
-            have no formula here; then this alone is checked, and the sentence says so.
+        ValueError: the loss is not finite, has no gradient or another shape than it may have.
     """
-    batch = toy_batch(objective)
+    batch, named = toy_batch(objective), f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
     average = objective.aggregate
     found = checked_scalar(average(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(average)}")
     if not found.requires_grad:
-        raise ValueError(
-            f"the loss of objective {objective.name!r} does not depend on the policy's log-probs: nothing trains"
-        )
+        raise ValueError(f"the loss of {named} does not depend on the policy's log-probs: nothing trains")
     (gradient,) = torch.autograd.grad(found, batch.logps)
     if not (found.isfinite() and gradient.isfinite().all()):
-        raise ValueError(f"the loss of objective {objective.name!r} is not finite on the toy batch: {found.item()}")
+        raise ValueError(f"the loss of {named} is not finite on the toy batch: {found.item()}")
     if gradient.abs().sum() == 0:
-        raise ValueError(
-            f"the loss of objective {objective.name!r} has no gradient on the toy batch: nothing would train"
-        )
+        raise ValueError(f"the loss of {named} has no gradient on the toy batch: nothing would train")
     expected = None if own_hook else literal_loss(objective, batch)
     if expected is None:
-        return (
-            f"objective {objective.name!r} has parts of its own: finite and with a gradient, not compared to a formula"
-        )
+        return f"{named} has parts of its own: finite and with a gradient, not compared to a formula"
     if not math.isclose(found.item(), expected, rel_tol=1e-12, abs_tol=1e-12):
         raise RuntimeError(
-            f"the loss in force is not the configured objective {objective.name!r}: on the toy batch it gives "
-            f"{found.item():.12g}, the formula gives {expected:.12g}"
+            f"the loss in force is not the configured {named}: on the toy batch it gives {found.item():.12g}, the "
+            f"formula gives {expected:.12g}"
         )
-    return f"objective {objective.name!r} proved on a toy batch (loss {expected:.6g}, difference below 1e-12)"
+    return f"{named} proved on a toy batch (loss {expected:.6g}, difference below 1e-12)"
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient, also beside rows that have one."""
-    return all(
-        _silent(token_loss, batch)
-        for batch in (
-            toy_batch(objective, (0.0,) * 4),
-            toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
-            wide_toy_batch(objective, (0.0,) * 6),
-            wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
-        )
-    )
-
-
-def _silent(token_loss: TokenLoss, batch: TokenBatch) -> bool:
-    loss, silent = token_loss(batch), (batch.advantages == 0).all(1)
-    if not bool((loss[silent] == 0).all()):
-        return False
-    if not loss.requires_grad:
-        return True
-    (gradient,) = torch.autograd.grad(loss.sum(), batch.logps)
-    return bool((gradient[silent] == 0).all())
+    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient, also beside rows that have one: else
+    no row may be skipped."""
+    for batch in (
+        toy_batch(objective, (0.0,) * 4),
+        toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
+        wide_toy_batch(objective, (0.0,) * 6),
+        wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
+    ):
+        loss, silent = token_loss(batch), (batch.advantages == 0).all(1)
+        gradient = torch.autograd.grad(loss.sum(), batch.logps)[0] if loss.requires_grad else torch.zeros_like(loss)
+        if not (loss[silent] == 0).all() or not (gradient[silent] == 0).all():
+            return False
+    return True
 
 
 def is_sum_over_rows(objective: Objective, several_generations: bool = False) -> bool:
-    """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed.
-
-    So that bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
+    """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed: so that
+    bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
 
     Args:
         several_generations: an optimizer step may hold rows of several generation batches; the token count is then one
             number a row, ``[B, 1]``.
     """
+
+    def average(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
+        return objective.aggregate(loss, mask, replace(_DENOMINATORS, **changes))
+
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
-        mask, size = batch.mask, batch.mask.size(0)
+        mask, lengths = batch.mask, batch.mask.sum(1).tolist()
         for loss in (batch.logps.detach().square(), torch.sin(7 * batch.old_logps) * 3):
             loss = loss.masked_fill(~mask, 0.0)
-            together = float(objective.aggregate(loss, mask, _DENOMINATORS))
-            tokens = torch.full((size, 1), float(_DENOMINATORS.tokens), dtype=loss.dtype)
-            lengths = mask.sum(1).tolist()
+            together = float(average(loss, mask))
             ways = [
-                [
-                    objective.aggregate(loss[i : i + 1, :n], mask[i : i + 1, :n], _DENOMINATORS)
-                    for i, n in enumerate(lengths)
-                ],
-                [objective.aggregate(pad(loss.flip(0), (0, 3)), pad(mask.flip(0), (0, 3)), _DENOMINATORS)],
-                [
-                    objective.aggregate(loss, mask, _DENOMINATORS),
-                    objective.aggregate(torch.zeros_like(loss[:1, :1]), torch.zeros_like(mask[:1, :1]), _DENOMINATORS),
-                ],
+                [average(loss[i : i + 1, :n], mask[i : i + 1, :n]) for i, n in enumerate(lengths)],
+                [average(pad(loss.flip(0), (0, 3)), pad(mask.flip(0), (0, 3)))],
+                [average(loss, mask), average(torch.zeros_like(loss[:1, :1]), torch.zeros_like(mask[:1, :1]))],
             ]
             if several_generations:
-                ways.append([objective.aggregate(loss, mask, replace(_DENOMINATORS, tokens=tokens))])
+                tokens = torch.full((len(lengths), 1), float(_DENOMINATORS.tokens), dtype=loss.dtype)
+                ways.append([average(loss, mask, tokens=tokens)])
             for apart in ways:
                 if any(part.numel() != 1 for part in apart):
                     return False
@@ -185,14 +155,12 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
         return None
     losses = []
     for i in range(batch.mask.size(0)):
-        tokens = [t for t in range(batch.mask.size(1)) if batch.mask[i, t]]
-        logps = [batch.logps[i, t].item() for t in tokens]
-        old = [batch.old_logps[i, t].item() for t in tokens]
         assert batch.ref_logps is not None
-        ref = [batch.ref_logps[i, t].item() for t in tokens]
+        of_row = (batch.logps, batch.old_logps, batch.ref_logps)
+        logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
         row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
-        losses.append([push(row, t) + _literal_kl(objective, row, ref, t) for t in range(len(tokens))])
+        losses.append([push(row, t) + _literal_kl(objective, row, ref, t) for t in range(len(logps))])
     return float(average(losses, _DENOMINATORS))
 
 

@@ -4,7 +4,7 @@ positions.
 The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
 whatever the model family calls them. The second does not trust names: in the first optimizer step the random number
 generators are looked at before and after a forward (``RandomnessWatch``), since a forward that is a function of its
-inputs does not move them. What torch's dropout draws may be told apart (``mask_probe``).
+inputs does not move them. What torch's dropout draws may be told apart (``MaskProbe``).
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ _SCALED_POSITIONS = ("dynamic", "longrope")
 def dropout_rate(model: nn.Module) -> float:
     """Largest drop probability of single values: ``nn.Dropout`` modules, functional dropout, adapters' dropout."""
     modules = (float(m.p) for m in _dropouts(model) if not isinstance(m, _CHANNELS))
-    functional = (
-        rate
-        for name, rate in _rates(model)
-        if _DROPOUT.search(name) and not any(other.search(name) for other in (_LAYER_DROP, _NOISE, _SHARED))
-    )
-    return max([0.0, *modules, *functional])
+    others = (_LAYER_DROP, _NOISE, _SHARED)
+    return max([_largest(model, _DROPOUT, others), *modules])
 
 
 def shared_dropout_rate(model: nn.Module) -> float:
     """Largest drop probability of what rows share: ranks or whole modules of an adapter (PEFT's LoHa, LoKr),
     channels."""
     modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
-    return max([0.0, *modules, *(rate for name, rate in _rates(model) if _SHARED.search(name))])
+    return max([_largest(model, _SHARED), *modules])
 
 
 def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
@@ -52,21 +48,20 @@ def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
 def layer_drop_rate(model: nn.Module) -> float:
     """Largest probability with which a whole layer is skipped in training (OPT, BioGPT, BART: ``layerdrop``; drop
     path)."""
-    return max([0.0, *(rate for name, rate in _rates(model) if _LAYER_DROP.search(name))])
+    return _largest(model, _LAYER_DROP)
 
 
 def router_noise(model: nn.Module) -> float:
     """Largest noise on the router's or experts' inputs in training (Mixtral, Switch: ``jitter_noise``; DBRX:
     ``moe_jitter_eps``)."""
-    return max([0.0, *(rate for name, rate in _rates(model) if _NOISE.search(name))])
+    return _largest(model, _NOISE)
 
 
 def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
     """What makes a row's output depend on the other rows of its batch, "" where nothing does."""
     if mixed_precision == "fp8":
         return (
-            "in fp8 activations are scaled by the largest of the whole batch (accelerate's `mixed_precision`; "
-            "bf16 does not)"
+            "in fp8 activations are scaled by the whole batch's largest (accelerate's `mixed_precision`; in bf16 not)"
         )
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -82,15 +77,12 @@ def moves_positions(model: nn.Module) -> str:
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
-            return (
-                f"virtual tokens stand before it, and PEFT drops position ids (`{type(adapter).__name__}`; LoRA "
-                "keeps them)"
-            )
+            name = type(adapter).__name__
+            return f"virtual tokens stand before it, and PEFT drops position ids (`{name}`; LoRA keeps them)"
     for module in model.modules():
         if isinstance(module, nn.Embedding) and "attention_mask" in signature(module.forward).parameters:
             return "the model counts learned positions from the attention mask (OPT, BioGPT; no setting changes that)"
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(model)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
         if kind in _SCALED_POSITIONS:
@@ -98,11 +90,14 @@ def moves_positions(model: nn.Module) -> str:
     return ""
 
 
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def position_limit(model: nn.Module) -> int | None:
     """How many positions the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(_text_config(model), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
@@ -126,18 +121,18 @@ def takes_positions(model: nn.Module) -> bool:
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 
 
-def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """(attribute, value) of every positive number that a module keeps under a name like dropout, layerdrop or jitter.
+def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[str], ...] = ()) -> float:
+    """Largest positive number that a module keeps under a name like ``kind`` and like none of ``others``.
 
     A value that the module never uses is counted too: the price is a slower update, not a wrong one.
     """
+    found = [0.0]
     for module in model.modules():
         for name, value in vars(module).items():
-            if not (_DROPOUT.search(name) or _NOISE.search(name)):
-                continue
-            for rate in value.values() if isinstance(value, dict) else (value,):  # adapters: {adapter name: rate}
-                if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0:
-                    yield name, float(rate)
+            if kind.search(name) and not any(other.search(name) for other in others):
+                rates = value.values() if isinstance(value, dict) else (value,)  # adapters: {adapter name: rate}
+                found += [float(r) for r in rates if isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0]
+    return max(found)
 
 
 class RandomnessWatch:

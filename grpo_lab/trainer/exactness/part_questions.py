@@ -11,14 +11,13 @@ What cannot be seen: a dependence that shows only on values that no toy batch ha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import random
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -47,18 +46,8 @@ MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3
 #: what a trainer remembers by itself when a hook logs or says something
 OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
 #: objects of these packages are not looked into
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "trl",
-    "accelerate",
-    "datasets",
-    "peft",
-    "numpy",
-    "grpo_lab",
-    "builtins",
-    "logging",
-)
+LIBRARIES = {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "grpo_lab"}
+LIBRARIES |= {"builtins", "logging"}
 
 
 class StateWatch:
@@ -75,18 +64,19 @@ class StateWatch:
 
     def __enter__(self) -> StateWatch:
         self._random = _random_states()
-        self._places = list(
-            {id(place): (place, names) for p in self.parts for place, names in _places(p, DEPTH, set())}.values()
-        )
-        self._before = [copy.deepcopy(_plain_of(place, names)) for place, names in self._places]
+        places = {id(place): (place, names) for p in self.parts for place, names in _places(p, DEPTH, set())}
+        self._before = [(*one, copy.deepcopy(_plain_of(*one))) for one in places.values()]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        after = _random_states()
-        if not _equal(after, self._random):
+        if not _equal(_random_states(), self._random):
             self.touched = "it draws random numbers"
-            _set_random_states(self._random)
-        for (place, names), before in zip(self._places, self._before, strict=True):
+            torch.set_rng_state(self._random[0])
+            if self._random[1]:
+                torch.cuda.set_rng_state_all(self._random[1])
+            random.setstate(self._random[2])
+            numpy.random.set_state(self._random[3])
+        for place, names, before in self._before:
             now = _plain_of(place, names)
             for name in now.keys() | before.keys():
                 if name not in before:
@@ -209,25 +199,14 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
-def _set_random_states(states: list[Any]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    random.setstate(states[2])
-    numpy.random.set_state(states[3])
-
-
 #: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
 PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
 FURTHER_PADDING = 3
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Args:
-    stock: why TRL's batches must stay, or ``None``.
-    pull: what has a loss or a gradient where a row's advantage is 0; "" where nothing has.
-    """
+class Answers(NamedTuple):
+    """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
+    advantage is 0; "" where nothing has."""
 
     stock: str | None
     pull: str
@@ -244,57 +223,39 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names, per_token = " and ".join(parts), " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
-    with left_as_it_was(trainer) as watch:
-        stock = None
+    hook, stock = [trainer.token_loss] if trainer.team_overrides_token_loss else [], None
+    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
             stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
             quiet = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
             pull = "" if quiet else per_token
-            args = trainer.args
-            several = args.gradient_accumulation_steps > args.steps_per_generation
-            if stock is None and not objective.local_denominator and not is_sum_over_rows(objective, several):
-                average = name_of(objective.aggregate)
-                stock = (
-                    f"the aggregation `{average}` is no sum over rows, so its value depends on how rows share "
-                    "micro-batches"
-                )
-            elif stock is not None:
+            several = trainer.args.gradient_accumulation_steps > trainer.args.steps_per_generation
+            if stock is not None:
                 stock = f"{per_token}: {stock}"
+            elif not objective.local_denominator and not is_sum_over_rows(objective, several):
+                average = f"the aggregation `{name_of(objective.aggregate)}` is no sum over rows"
+                stock = f"{average}, so its value depends on how rows share micro-batches"
         except Exception as error:
             if not parts:
                 raise
             stock, pull = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", per_token
-    if parts and watch.touched:
+    if not parts:
+        return Answers(stock, pull)
+    if watch.touched:
         stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
-    return _on_every_rank(trainer, Answers(stock, pull), per_token) if parts else Answers(stock, pull)
-
-
-@contextlib.contextmanager
-def left_as_it_was(trainer: StepPort) -> Iterator[StateWatch]:
-    """Inside the block parts may be asked: nothing is logged, and random and own state are put back afterwards."""
-    objective = trainer.algorithm.objective
-    assert objective is not None
-    hook = [trainer.token_loss] if trainer.team_overrides_token_loss else []
-    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
-        yield watch
+    flags = torch.tensor([[stock is None, pull == ""]], device=trainer.accelerator.device)
+    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest of all ranks: they must not part
+    if not free and stock is None:
+        stock = "a part depends on the batch on another rank"
+    return Answers(stock, "" if quiet else per_token)
 
 
 def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
     """In words: what of a team's makes the loss of a token, and what averages it."""
-    found, average = [], f"the aggregation `{name_of(objective.aggregate)}`"
-    if trainer.team_overrides_token_loss:
-        found.append(f"`{teams(trainer, 'token_loss')}`")
+    found = [f"`{teams(trainer, 'token_loss')}`"] if trainer.team_overrides_token_loss else []
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
-    return found, [] if is_ours(objective.aggregate) else [average]
-
-
-def _on_every_rank(trainer: StepPort, mine: Answers, per_token: str) -> Answers:
-    """The strictest answer of all ranks: they must not part."""
-    flags = torch.tensor([[mine.stock is None, mine.pull == ""]], device=trainer.accelerator.device)
-    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()
-    stock = mine.stock if free or mine.stock is not None else "a part depends on the batch on another rank"
-    return Answers(stock, "" if quiet else per_token)
+    return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]
 
 
 def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
@@ -356,7 +317,6 @@ def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> boo
     """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
     for one, other in zip(expected, found, strict=True):
         size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
-        tolerance = 1e-9 if one.dtype == torch.float64 else 1e-5
-        if not bool(((one - other).abs() <= tolerance * size).all()):
+        if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():
             return False
     return True

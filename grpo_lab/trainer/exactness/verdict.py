@@ -1,8 +1,8 @@
 """The one owner of the exact update's verdict: may TRL's batches be re-cut, may rows be left out, and if not, why.
 
-It puts one question to the loss in force (``part_questions``), to what the run is set to and the model is made of
-(``model_conditions``, ``grpo_lab.update.live``) and, where all of them agree, to the model itself (``bin_probe``, under
-dropout ``mask_probe``). It is asked once per generation batch, before its forwards, and its answer stands until
+It asks the loss in force (``part_questions``), what the run is set to and the model is made of (``model_conditions``,
+``grpo_lab.update.live``) and, where all of them agree, the model itself (``bin_probe``). It is asked once per
+generation batch, before its forwards, and its answer stands until
 
     the next generation batch         a callback may have changed the model or the run meanwhile
     the next optimizer step           where a part of the loss is a team's, whose answer may follow a schedule
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_lab.trainer.exactness.bin_probe import BinProbe, MaskProbe, apart_from_dropout
 from grpo_lab.trainer.exactness.model_conditions import (
@@ -85,7 +85,7 @@ class StandingVerdict:
 
     def now(self) -> UpdateVerdict:
         """A collective where it has to be asked anew; called on every rank alike."""
-        at = self._occasion()
+        at = self._trainer.phase.start, self._trainer.state.global_step if has_team_parts(self._trainer) else None
         if self._found is None or at != self._asked_at:
             self._found, self._asked_at = self._asked(ask_model=True), at
         return self._found
@@ -94,12 +94,12 @@ class StandingVerdict:
         """The same for a reader: without a forward or a collective."""
         return self._found or self._asked(ask_model=False)
 
+    def forget(self) -> None:
+        self._found = None
+
     def _model(self) -> nn.Module:
         model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
         return model
-
-    def forget(self) -> None:
-        self._found = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,8 +113,7 @@ class StandingVerdict:
         self._watch.stop()
 
     def after_first_step(self) -> None:
-        """A forward that drew random numbers, for whatever reason, keeps TRL's batches from now on. A collective, the
-        first time."""
+        """A forward that drew random numbers keeps TRL's batches from now on. A collective, the first time."""
         if self._watch is None:
             return
         drawn, self._watch = self._watch.drawn_anywhere(self._trainer.accelerator), None
@@ -122,16 +121,19 @@ class StandingVerdict:
             self.saw_randomness = True
             self.forget()
 
-    def _occasion(self) -> tuple[int, int | None]:
-        trainer = self._trainer
-        return trainer.phase.start, int(trainer.state.global_step) if has_team_parts(trainer) else None
-
     def _asked(self, ask_model: bool) -> UpdateVerdict:
-        model, noise = self._model(), self._trainer.args.neftune_noise_alpha or 0.0
-        rates = (dropout_rate(model), shared_dropout_rate(model), layer_drop_rate(model), router_noise(model), noise)
-        return replace(self._judged(ask_model), draws=any(rates) or self.saw_randomness)
+        model = self._model()
+        random = {
+            "dropout": dropout_rate(model),
+            "shared_dropout": shared_dropout_rate(model),
+            "layer_drop": layer_drop_rate(model),
+            "router_noise": router_noise(model),
+            "embedding_noise": self._trainer.args.neftune_noise_alpha or 0.0,
+            "random_forward": self.saw_randomness,
+        }
+        return replace(self._judged(ask_model, random), draws=any(random.values()))
 
-    def _judged(self, ask_model: bool) -> UpdateVerdict:
+    def _judged(self, ask_model: bool, random: dict[str, Any]) -> UpdateVerdict:
         trainer = self._trainer
         if trainer.lab_settings.update.is_off:
             return UpdateVerdict.as_trl("update is 'off'", chosen=True)
@@ -145,12 +147,11 @@ class StandingVerdict:
         parts = answers(trainer, objective)
         if parts.stock is not None:
             return UpdateVerdict.as_trl(parts.stock)
-        conditions = self._conditions(parts.pull)
+        conditions = self._conditions(parts.pull, random)
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
-            return UpdateVerdict(
-                stock, all_rows, chosen=why_stock_batches(replace(conditions, same_draws=False)) is None
-            )
+            chosen = why_stock_batches(replace(conditions, same_draws=False)) is None
+            return UpdateVerdict(stock, all_rows, chosen)
         if stock is None and ask_model:
             differs = self.probe.why_stock() or (self.masks.why_stock() if conditions.dropout > 0 else None)
             if differs is not None:
@@ -159,25 +160,20 @@ class StandingVerdict:
             return UpdateVerdict(stock, "update.dead_groups is 'keep'", chosen=True)
         return UpdateVerdict(stock, all_rows)
 
-    def _conditions(self, pull: str) -> LiveConditions:
-        trainer = self._trainer
-        objective, args, model = trainer.algorithm.objective, trainer.args, self._model()
+    def _conditions(self, pull: str, random: dict[str, Any]) -> LiveConditions:
+        trainer, model = self._trainer, self._model()
+        objective = trainer.algorithm.objective
         assert objective is not None
         return LiveConditions(
             kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
             value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
             pull=pull,
             moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
-            dropout=dropout_rate(model),
             same_draws=trainer.lab_settings.randomness == "same_draws",
-            shared_dropout=shared_dropout_rate(model),
-            layer_drop=layer_drop_rate(model),
-            router_noise=router_noise(model),
-            random_forward=self.saw_randomness,
-            embedding_noise=args.neftune_noise_alpha or 0.0,
             mixed_rows=mixes_rows(model, trainer.accelerator.mixed_precision),
             moved_positions=moves_positions(model),
             state_reads_padding=padding_reaches_state(model),
             local_average=name_of(objective.aggregate) if objective.local_denominator else "",
             multimodal=may_bring_images(trainer),
+            **random,
         )

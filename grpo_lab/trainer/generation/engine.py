@@ -25,7 +25,7 @@ from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weight
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.server_return import ServerReturn
-from grpo_lab.trainer.settings.rollout import RolloutSettings
+from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
 if TYPE_CHECKING:

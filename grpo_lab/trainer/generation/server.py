@@ -25,7 +25,7 @@ from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_check import check_same_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, RequestRefused
 from grpo_lab.trainer.resume.stop import kept
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from grpo_lab.engines.vllm.worker import (
     PROBE_TEXT,
     describe_tokenizer,
     end_ids,
+    worker_reports,
 )
-from grpo_lab.engines.weights.weight_files import worker_reports
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 
 logger = logging.getLogger("grpo_lab")

@@ -2,7 +2,7 @@
 
     nccl            trainer and server on GPUs: TRL's own transfer, unchanged
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
-                    server's own reload (``rollouts.weight_files``), on one machine
+                    server's own reload (``engines/vllm/worker.py``), on one machine
 
 Which one is settled once, before the first step, by the devices of both sides and by what the server says about itself.
 """
@@ -34,11 +34,11 @@ from grpo_lab.engines.vllm.talk import (
     watched,
 )
 from grpo_lab.engines.vllm.token import Bearer, of_trainer, token_of
+from grpo_lab.engines.vllm.worker import WeightCourier
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.engines.weights.weight_files import WeightCourier
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")

@@ -23,7 +23,7 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation import server
-from grpo_lab.trainer.settings.rollout import ServerSettings
+from grpo_lab.trainer.settings.parse import ServerSettings
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

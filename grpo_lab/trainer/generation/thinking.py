@@ -1,37 +1,27 @@
 """The thinking budget inside the trainer: TRL's rollouts, cut and continued.
 
-TRL lets a ``rollout_func`` make the completions and marks, in its ``env_mask``, which of their tokens the policy wrote.
-With ``rollout.thinking_budget`` the trainer gets such a function (``ThinkingRollout``). It calls TRL's own generation
-up to three times with another length limit (``rollouts.thinking_budget``), so every engine that TRL drives is driven by
-TRL here, too.
+With ``rollout.thinking_budget`` the trainer gets a ``rollout_func`` that calls TRL's own generation up to three times
+with another length limit (``engines/thinking_budget.py``), whichever engine TRL drives.
 
-From there on all is TRL's: ``env_mask`` becomes ``tool_mask``, which multiplies the loss, the sampler correction and
-every denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as context. Their sampler
-log-probs are NaN: a use of them would show.
+Its ``env_mask`` says which tokens the policy wrote. TRL makes it the ``tool_mask``, which multiplies the loss, the
+sampler correction and every denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as
+context. Their sampler log-probs are NaN: a use of them would show.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_lab.engines.sampler import Completion
-from grpo_lab.engines.thinking_budget import (
-    QWEN3_STOP_TEXT,
-    BudgetedCompletion,
-    Continue,
-    ThinkingBudget,
-    budgeted_generate,
-)
-from grpo_lab.trainer.settings.rollout import RolloutSettings
+from grpo_lab.engines.thinking_budget import Continue, ThinkingBudget, budgeted_generate
 from grpo_lab.trainer.trl_bridge import replaced
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    from grpo_lab.trainer.settings.rollout import RolloutSettings
+    from grpo_lab.trainer.settings.parse import RolloutSettings
 
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
@@ -47,16 +37,15 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     for name, value in taken.items():
         if value:
             raise ValueError(
-                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its "
-                "own; "
-                "leave one of them out"
+                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its"
+                " own; leave one of them out"
             )
     budget = ThinkingBudget.for_tokenizer(
         trainer._tokenizer,
         settings.thinking_budget,
         max_completion_length=trainer.max_completion_length,
         eos_ids=trainer.eos_token_ids,
-        text=QWEN3_STOP_TEXT if settings.budget_text is None else settings.budget_text,
+        text=settings.budget_text,
     )
     return ThinkingRollout(budget)
 
@@ -78,7 +67,8 @@ class ThinkingRollout:
         several = trainer.accelerator.num_processes > 1
         generate = trainer_generate(trainer, prompt_ids, self.budget.budget)
         done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)
-        _record_cuts(trainer, done)
+        counts = torch.tensor([[sum(one.was_cut for one in done), len(done)]], device=trainer.accelerator.device)
+        trainer.recorder.book().add_alike("rollout/cut_share", *trainer.accelerator.gather(counts).sum(0))
         unscored = any(completion.logprobs is None for completion in done)
         return {
             "prompt_ids": prompt_ids,
@@ -89,11 +79,11 @@ class ThinkingRollout:
 
 
 def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Continue:
-    """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation, whichever engine it drives.
+    """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation.
 
-    The thinking of a ``batch`` is asked for in groups, as TRL does (a server gets one request with ``n = G``); rows
-    that go on differ even within a group and are asked for one by one. A rank without such rows completes the batch's
-    first prompt in vain, so that ranks stay in step.
+    The thinking of a ``batch`` is asked for in groups (a server gets one request with ``n = G``); rows that go on
+    differ within a group and are asked for one by one. A rank without such rows completes the batch's first prompt in
+    vain, so that ranks stay in step.
     """
 
     def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
@@ -101,7 +91,12 @@ def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) 
         if not rows:
             return []
         group = trainer._group_size() if budget > 0 and prompt_ids == batch else 1
-        with _at_most(trainer, max_new_tokens):
+        place, limit = (
+            (trainer.vllm_generation, "max_completion_length")
+            if trainer.use_vllm
+            else (trainer.generation_config, "max_new_tokens")
+        )
+        with replaced(place, limit, max_new_tokens):
             ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
         ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
         scored = [None] * len(ids) if logprobs is None else logprobs
@@ -115,26 +110,10 @@ def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) 
 
 
 def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """How many rows this rank must hand in. An engine that ranks share (tensor parallel, server) is given as many by
-    each; otherwise a rank takes part with one where others have any (sharded weights are gathered by all ranks
-    together)."""
+    """How many rows this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
+    server); else one where others have any, since sharded weights are gathered by all ranks together."""
     if trainer.accelerator.num_processes == 1:
         return rows
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
     shared = trainer.use_vllm and (trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
     return most if shared else max(rows, min(most, 1))
-
-
-def _at_most(trainer: GRPOTrainer, max_new_tokens: int) -> contextlib.AbstractContextManager[None]:
-    """TRL's length limit is ``max_new_tokens`` inside the block."""
-    if trainer.use_vllm:
-        return replaced(trainer.vllm_generation, "max_completion_length", max_new_tokens)
-    return replaced(trainer.generation_config, "max_new_tokens", max_new_tokens)
-
-
-def _record_cuts(trainer: GRPOTrainer, done: list[BudgetedCompletion]) -> None:
-    device = trainer.accelerator.device
-    counts = torch.tensor([[sum(completion.was_cut for completion in done), len(done)]], device=device)
-    cut, total = trainer.accelerator.gather(counts).sum(0)
-    book = trainer.recorder.book()
-    book.add_alike("rollout/cut_share", cut, total)

@@ -1,10 +1,17 @@
 """Metrics as results: a mean is a (sum, count) pair until the moment it is logged.
 
 Pairs accumulate on the device; once per optimizer step one collective adds them up over ranks. Nothing asks the device
-for a number (``.item()``) before ``read``. A mean goes over all tokens (or rows, groups) since the last log; with
-``objective`` unset TRL's own definition is in force, and the book is a ``TrlBook`` (``metrics.as_trl``). Whoever
-records hands over values, masks and which micro-batch each row was of (``Origin``); what is made of them is the book's.
-``docs/metrics.md`` lists every metric.
+for a number (``.item()``) before ``read``. Whoever records hands over values, masks and which micro-batch each row was
+of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
+
+``MetricBook`` is over all tokens (or rows, groups) since the last log. With ``objective`` unset ``TrlBook`` is in
+force, so that a drop-in logs TRL's numbers:
+
+    mean        of the micro-batches' means: each micro-batch of the step has a pair of its own, and their ratios are
+                averaged
+    over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
+    nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
+    sampling/*  of a generation batch at a time
 
 ``by_length``: how the sampler correction π_trainer/π_sampler goes with completion length
 (docs/algorithms/sampler_correction.md).
@@ -13,6 +20,7 @@ records hands over values, masks and which micro-batch each row was of (``Origin
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +30,8 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 #: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
@@ -30,8 +39,11 @@ EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
 }
-
+#: an extreme over nothing
+WORST = {"min": math.inf, "max": -math.inf}
 QUARTILES = 4
+#: count of a micro-batch without loss tokens: its mean is 0 and it takes part in a mean of means
+NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,6 @@ class LeftOut:
     Args:
         tokens: long ``[N]``, loss tokens of every row.
         skipped: bool ``[N]``, not computed; on one rank, which speaks for all.
-        origin: of every row.
         width: completion tokens that the step's rows are padded to.
     """
 
@@ -75,30 +86,21 @@ class MetricBook:
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add this rank's ``total`` over ``count`` items to the mean called ``name``; scalars, or ``[K]``
-        (``_places``)."""
+        """Add this rank's ``total`` over ``count`` items to a mean; scalars, or ``[K]`` (``_places``)."""
         pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
     def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """The same for a pair that every rank computed from the same gathered table: taken once, not added up over
-        ranks."""
+        """The same for a pair that every rank computed from the same gathered table: taken once."""
         self._settle(name, _pair(total, count))
 
-    def add_extreme(self, name: str, how: str, values: Tensor) -> None:
-        """Take ``values`` ``[K]`` (±inf: none seen) into the ``min`` or ``max`` called ``name``."""
-        key, values = (name, how), values.detach().float().reshape(-1)
-        before = self._fresh_extremes.get(key, values)
-        self._fresh_extremes[key] = torch.minimum(before, values) if how == "min" else torch.maximum(before, values)
-
     def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
-        """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``.
+        """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``; its extreme follows it.
 
         Args:
             origin: of the rows of a bin; ``None``: they are a micro-batch as TRL cut it.
 
-        Where T is 1 both readings are the same number: a row has one loss token or none. TRL's extremes over rows
-        (``clip_ratio/low_min``, ``clip_ratio/high_max``) follow their mean.
+        Where T is 1 both readings are the same number: a row has one loss token or none.
         """
         weights = self._weights(values, mask, origin)
         selected = values.float().masked_fill(~weights, 0.0)
@@ -112,26 +114,17 @@ class MetricBook:
 
     def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
         """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``."""
-        worst = torch.inf if how == "min" else -torch.inf
-        values = values.float().masked_fill(~where, worst)
+        values = values.detach().float().masked_fill(~where, WORST[how])
         rows = values.amin(1) if how == "min" else values.amax(1)
         places, number = self._places(name, rows, origin)
-        found = torch.full((number,), worst, device=rows.device)
-        self.add_extreme(name, how, found.scatter_reduce(0, places, rows, "amin" if how == "min" else "amax"))
+        found = torch.full((number,), WORST[how], device=rows.device)
+        self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """What was left out counts in the mean called ``name``, where its value is known to be 0.
-
-        Args:
-            of_rows: the mean is over rows, not over loss tokens.
-        """
-        with_tokens = left_out.skipped & (left_out.tokens > 0)
-        counted = self._per_place(name, with_tokens if of_rows else left_out.tokens * left_out.skipped, left_out.origin)
-        self.add(name, torch.zeros_like(counted), counted)
-        if name in EXTREMES:
-            extreme, how = EXTREMES[name]
-            seen = self._per_place(name, with_tokens, left_out.origin)
-            self.add_extreme(extreme, how, torch.where(seen > 0, 0.0, torch.inf if how == "min" else -torch.inf))
+        """What was left out counts in a mean over rows (``of_rows``) or loss tokens, where its value is known to be
+        0."""
+        rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
+        self._zeros(name, rows if of_rows else self._skipped_tokens(name, left_out), rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
         """The same for a mean that says nothing of what was left out: it is over the rows that were computed."""
@@ -182,7 +175,27 @@ class MetricBook:
         pair = pairs.sum(0)
         self._total[name] = self._total[name] + pair.to(self._total[name].device) if name in self._total else pair
 
-    # -- what a definition of means decides (``metrics.as_trl`` has the other one) -------------------------------------
+    def _add_extreme(self, name: str, how: str, values: Tensor) -> None:
+        """``values`` ``[K]``; ±inf: none seen."""
+        combine = torch.minimum if how == "min" else torch.maximum
+        self._fresh_extremes[name, how] = combine(self._fresh_extremes.get((name, how), values), values)
+
+    def _zeros(self, name: str, counts: Tensor, rows: Tensor) -> None:
+        """As many zeros ``[K]`` in the mean; in its extreme where there are rows."""
+        self.add(name, torch.zeros_like(counts), counts)
+        if name in EXTREMES:
+            extreme, how = EXTREMES[name]
+            self._add_extreme(extreme, how, torch.where(rows > 0, 0.0, WORST[how]))
+
+    def _per_place(self, name: str, values: Tensor, origin: Origin) -> Tensor:
+        """Sums ``[K]`` of one value a row."""
+        places, number = self._places(name, values, origin)
+        return torch.zeros(number, device=values.device).index_add(0, places, values.float())
+
+    def _skipped_tokens(self, name: str, left_out: LeftOut) -> Tensor:
+        return self._per_place(name, left_out.tokens * left_out.skipped, left_out.origin)
+
+    # what a definition of means decides
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
         """bool like ``values``: what is counted."""
@@ -196,10 +209,53 @@ class MetricBook:
         """Counts ``[K]`` as they are added."""
         return counts
 
-    def _per_place(self, name: str, values: Tensor, origin: Origin) -> Tensor:
-        """Sums ``[K]`` of one value a row."""
-        places, number = self._places(name, values, origin)
-        return torch.zeros(number, device=values.device).index_add(0, places, values.float())
+
+class TrlBook(MetricBook):
+    """Means of micro-batch means, as TRL has them. All that this package knows of that definition stands here."""
+
+    def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
+        """A micro-batch that is one token wide counts rows for tokens."""
+        if of_rows or left_out.width == 1:
+            counts = rows = self._per_place(name, left_out.skipped, left_out.origin)
+        else:
+            counts = self._skipped_tokens(name, left_out) + self._empty(name, left_out)
+            rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
+        self._zeros(name, counts, rows)
+
+    def add_unseen(self, name: str, left_out: LeftOut) -> None:
+        """Micro-batches without any loss token have the mean 0."""
+        empty = self._empty(name, left_out)
+        self.add(name, torch.zeros_like(empty), empty)
+
+    def read(self) -> dict[str, float]:
+        """An extreme over rows of which none had a loss token is NaN, as TRL's ``nanmin`` and ``nanmax`` have it."""
+        extremes = [name for name, _ in EXTREMES.values() if name in self._total]
+        return dict.fromkeys(extremes, math.nan) | super().read()
+
+    def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
+        """Each micro-batch is a mean: nothing waits."""
+        super().reduce(accelerator)
+
+    def _empty(self, name: str, left_out: LeftOut) -> Tensor:
+        return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * NOTHING
+
+    def _settle(self, name: str, pairs: Tensor) -> None:
+        seen = pairs[:, 1] > 0
+        ratios = torch.where(seen, pairs[:, 0] / pairs[:, 1].clamp(min=1e-9), pairs[:, 0])
+        super()._settle(name, torch.stack([ratios, seen.float()], dim=1))
+
+    def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
+        as_cut = origin is None and values.size(1) == 1
+        return torch.ones_like(mask[:, :1]) if as_cut else super()._weights(values, mask, origin)
+
+    def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
+        if origin is None:
+            return super()._places(name, rows, origin)
+        whole = name in SAMPLING_METRICS
+        return origin.micro_batch // origin.every if whole else origin.micro_batch, origin.count
+
+    def _sizes(self, counts: Tensor, origin: Origin | None) -> Tensor:
+        return counts.clamp(min=NOTHING) if origin is None else counts
 
 
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:
@@ -211,13 +267,10 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
 def unrecorded(trainer: Any) -> Iterator[None]:
     """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is
     asked about."""
-    trls, ours = trainer._metrics, trainer.recorder.books
-    trainer._metrics = {mode: defaultdict(list) for mode in trls}
-    trainer.recorder.books = {mode: type(book)() for mode, book in ours.items()}
-    try:
+    trls = {mode: defaultdict[str, list[Any]](list) for mode in trainer._metrics}
+    ours = {mode: type(book)() for mode, book in trainer.recorder.books.items()}
+    with replaced(trainer, "_metrics", trls), replaced(trainer.recorder, "books", ours):
         yield
-    finally:
-        trainer._metrics, trainer.recorder.books = trls, ours
 
 
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:
@@ -251,11 +304,20 @@ class SamplerCorrection:
         """The correction in force, or None without an engine (or with the correction off)."""
         if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return None
-        return SamplerCorrection(
-            trainer.vllm_importance_sampling_mode,
-            trainer.vllm_importance_sampling_clip_min,
-            trainer.vllm_importance_sampling_clip_max,
-        )
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        return SamplerCorrection(trainer.vllm_importance_sampling_mode, low, high)
+
+    def keeps(self, weights: Tensor) -> Tensor:
+        """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the
+        bound)."""
+        if self.mode.endswith("mask"):
+            return weights != 0
+        kept = torch.ones_like(weights, dtype=torch.bool)
+        if self.low is not None:
+            kept &= weights > self.low
+        if self.high is not None:
+            kept &= weights < self.high
+        return kept
 
 
 def length_quartiles(lengths: Tensor) -> Tensor:
@@ -264,54 +326,31 @@ def length_quartiles(lengths: Tensor) -> Tensor:
     return torch.bucketize(lengths.float(), cuts)
 
 
-def kept_by_bounds(weights: Tensor, mode: str, low: float | None, high: float | None) -> Tensor:
-    """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the
-    bound)."""
-    if mode.endswith("mask"):
-        return weights != 0
-    kept = torch.ones_like(weights, dtype=torch.bool)
-    if low is not None:
-        kept &= weights > low
-    if high is not None:
-        kept &= weights < high
-    return kept
-
-
-def by_length(weights: Tensor, mask: Tensor, quartiles: Tensor, kept: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums and counts of the weights and of what was kept, per quartile of completion length.
+def by_length(
+    how: SamplerCorrection, weights: Tensor, mask: Tensor, quartiles: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, sum and count of the weights and of what was kept, per quartile of completion length.
 
     Args:
         weights: ``[B, T]`` per token, or ``[B, 1]`` per completion; then completions are counted.
         mask: bool ``[B, T]``, tokens that carry loss.
         quartiles: long ``[B]``.
-        kept: bool like ``weights``.
     """
     chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
-    pairs = {}
     for quartile in range(QUARTILES):
         where = chosen & (quartiles == quartile).unsqueeze(1)
         count = where.sum()
-        pairs[f"sampling/ratio_mean/len_q{quartile + 1}"] = (weights.float().masked_fill(~where, 0.0).sum(), count)
-        pairs[f"sampling/kept_share/len_q{quartile + 1}"] = ((kept & where).sum(), count)
-    return pairs
-
-
-def add_by_length(book: MetricBook, how: SamplerCorrection, weights: Tensor, mask: Tensor, quartiles: Tensor) -> None:
-    """``by_length`` of some rows into the book, this rank's share."""
-    kept = kept_by_bounds(weights, how.mode, how.low, how.high)
-    for name, (total, count) in by_length(weights, mask, quartiles, kept).items():
-        book.add(name, total, count)
+        yield f"sampling/ratio_mean/len_q{quartile + 1}", weights.float().masked_fill(~where, 0.0).sum(), count
+        yield f"sampling/kept_share/len_q{quartile + 1}", (how.keeps(weights) & where).sum(), count
 
 
 def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: str) -> None:
     """``by_length`` of a generation batch whose weights TRL made, gathered over ranks."""
-    carried, how = Carried(output), trainer.correction
-    weights, quartiles = carried.sampler_weights, carried.length_quartile
-    assert weights is not None
-    assert quartiles is not None
-    pairs = by_length(weights, mask, quartiles, kept_by_bounds(weights, how.mode, how.low, how.high))
-    local = torch.stack([torch.stack([total.float(), count.float()]) for total, count in pairs.values()])
+    carried = Carried(output)
+    assert carried.sampler_weights is not None
+    assert carried.length_quartile is not None
+    found = list(by_length(trainer.correction, carried.sampler_weights, mask, carried.length_quartile))
+    local = torch.stack([torch.stack([total.float(), count.float()]) for _, total, count in found])
     sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
-    book = trainer.recorder.book(mode)
-    for name, (total, count) in zip(pairs, sums, strict=True):
-        book.add_alike(name, total, count)
+    for (name, _, _), (total, count) in zip(found, sums, strict=True):
+        trainer.recorder.book(mode).add_alike(name, total, count)

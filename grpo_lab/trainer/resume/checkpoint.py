@@ -32,10 +32,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.finite import NumbersError, not_finite
 from grpo_lab.io import move_whole, write_whole_text
-from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
-from grpo_lab.trainer.ranks.places import at, is_of_lost_rank
+from grpo_lab.registry import address
+from grpo_lab.trainer.ranks import TRAINED, at, is_of_lost_rank, refuse_bad_weights
 from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, newest_whole, step_of
-from grpo_lab.trainer.settings.parse import OUR_FIELDS, named_by
+from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
 
@@ -57,7 +57,7 @@ def _picklable(value: Any) -> Any:
     try:
         pickle.dumps(value)
     except Exception:  # whatever an object's own pickling raises
-        return named_by(value)
+        return address(value, ":")
     return value
 
 

@@ -21,7 +21,7 @@ from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from trl.trainer.utils import RepeatSampler
 
-from grpo_lab.trainer.ranks.watch import RankAwareTrainer
+from grpo_lab.trainer.ranks import RankAwareTrainer
 from grpo_lab.trainer.resume.which import chosen, load_other_names, refuse_lacking
 from grpo_lab.trainer.trl_bridge import is_critics
 

@@ -4,7 +4,8 @@
                      ``grpo_lab_generation_<rank>.safetensors``
     sampler          what the prompts' sampler knows            guard            bad steps in a row, a bad open batch
     kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
-    reference        whether it has moved; its weights are in ``grpo_lab_reference/``
+    reference        whether it has moved; its weights are then in ``grpo_lab_reference/00000.safetensors``, …, of any
+                     number of ranks (TRL saves only the policy: a resumed run would be pulled to the start model again)
     without_moments  weights for which FSDP2's optimizer holds nothing
     training         a supervised training's losses, metrics and tokens up to now
 
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_lab.io import write_whole_text
+from grpo_lab.io import write_whole, write_whole_text
 
 STATE = "grpo_lab_state.json"
 VERSION = 1
@@ -38,6 +44,9 @@ EARLIER = {
     "without_moments": "grpo_lab_without_moments.json",
     "training": "grpo_lab_training.json",
 }
+REFERENCE = "grpo_lab_reference"
+#: bytes after which a new file of the reference is begun; what the writing rank holds in memory beside the model
+PIECE = 2 << 30
 
 T = TypeVar("T")
 
@@ -66,17 +75,14 @@ class SavedState:
             why = str(error) if isinstance(error, ValueError) else repr(error)
             raise ValueError(
                 f"`resume_from_checkpoint`: the entry `{name}` of {self.checkpoint / STATE} cannot be used ({why}); "
-                "take another "
-                f"checkpoint, or take the entry out: {without}"
+                f"take another checkpoint, or take the entry out: {without}"
             ) from error
 
     @property
     def without_moments(self) -> set[str]:
         """Weights that had no moments when the checkpoint was written (``trl_bridge.fsdp_optimizer``)."""
-        return (
-            self.entry("without_moments", lambda entry: set(entry["without_moments"]), "torch may then refuse it")
-            or set()
-        )
+        names = self.entry("without_moments", lambda entry: set(entry["without_moments"]), "torch may then refuse it")
+        return names or set()
 
 
 def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> None:
@@ -93,9 +99,8 @@ def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
     """
     place = Path(checkpoint)
     if not (place / STATE).is_file():
-        return SavedState(
-            place, {name: _json(place / file) for name, file in EARLIER.items() if (place / file).is_file()}
-        )
+        there = {name: place / file for name, file in EARLIER.items() if (place / file).is_file()}
+        return SavedState(place, {name: _json(file) for name, file in there.items()})
     found = _json(place / STATE)
     if found.get("version") != VERSION or not isinstance(found.get("entries"), dict):
         raise ValueError(f"{place / STATE} has version {found.get('version')}, and this release reads {VERSION}")
@@ -109,12 +114,9 @@ def load_state(checkpoint: str | os.PathLike[str]) -> SavedState:
         found = read_state(checkpoint)
     except ValueError as error:
         problem = str(error)
-    problem = next((words for words in gather_object([problem]) if words is not None), None)
-    if problem is not None:
-        raise ValueError(
-            f"`resume_from_checkpoint`: {problem}; take another checkpoint, or remove the file to resume as stock "
-            "TRL does"
-        )
+    if problem := next(filter(None, gather_object([problem])), None):
+        instead = "take another checkpoint, or remove the file to resume as stock TRL does"
+        raise ValueError(f"`resume_from_checkpoint`: {problem}; {instead}")
     return found
 
 
@@ -123,3 +125,92 @@ def _json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def save_reference(
+    checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
+) -> dict[str, Any]:
+    """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of
+    them. Returns the record's entry.
+
+    Args:
+        tensors: by name; ``None``: it has not moved, which is an answer, too.
+        writes: whether this rank writes.
+    """
+    place, pieces = Path(checkpoint) / REFERENCE, 0
+    for piece in _pieces(tensors or {}, writes):
+        if writes:
+            place.mkdir(parents=True, exist_ok=True)
+            write_whole(place / _file(pieces), lambda partial, piece=piece: save_file(piece, partial))  # type: ignore[misc]
+        pieces += 1
+    return {"moved": tensors is not None, "pieces": pieces}
+
+
+def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor] | None]) -> bool | None:
+    """Put the saved weights into this run's reference, whole or sharded, to the bit.
+
+    Args:
+        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference,
+            nothing is read.
+
+    Returns:
+        Whether it had moved when the checkpoint was written (then it has been loaded); ``None``: the checkpoint does
+        not say.
+
+    Raises:
+        ValueError: a file is damaged or missing, or of another model.
+    """
+
+    def read(entry: Any) -> bool:
+        place, into = saved.checkpoint / REFERENCE, tensors() if entry["moved"] else None
+        try:
+            if into is not None:
+                _load([place / _file(piece) for piece in range(entry["pieces"])], into)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"the reference in {place} cannot be loaded: {error}") from error
+        return bool(entry["moved"])
+
+    return saved.entry("reference", read, "the reference is then the start model")
+
+
+def _file(piece: int) -> str:
+    return f"{piece:05d}.safetensors"
+
+
+def _pieces(tensors: Mapping[str, Tensor], writes: bool) -> Iterator[dict[str, Tensor]]:
+    piece: dict[str, Tensor] = {}
+    size = 0
+    for name, value in tensors.items():
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        piece[name] = whole.cpu().clone().contiguous() if writes else torch.empty(0)
+        size += whole.nbytes
+        if size >= PIECE:
+            yield piece
+            piece, size = {}, 0
+    if piece:
+        yield piece
+
+
+@torch.no_grad()
+def _load(files: list[Path], tensors: Mapping[str, Tensor]) -> None:
+    there: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (no mapping)
+                there.add(name)
+                if name in tensors:
+                    _put(name, stored.get_tensor(name), tensors[name])
+    if other := sorted(there ^ tensors.keys()):
+        raise ValueError(f"it is of another model: {other[0]!r} is in one of the two only")
+
+
+def _put(name: str, saved: Tensor, into: Tensor) -> None:
+    if saved.shape != into.shape or saved.dtype != into.dtype:
+        raise ValueError(
+            f"{name!r} is {tuple(saved.shape)} {saved.dtype} there and {tuple(into.shape)} {into.dtype} in this run"
+        )
+    if isinstance(into, DTensor):
+        mine = distribute_tensor(saved.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
+        into.to_local().copy_(mine.to_local())
+    else:
+        into.copy_(saved)

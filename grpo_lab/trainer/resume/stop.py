@@ -46,7 +46,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.signals import Handlers, handle, put_back
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
 if TYPE_CHECKING:

@@ -1,5 +1,18 @@
 """Advantages of the rows that stay: one answer for the reward table of all ranks, then what it is on this rank's
-tokens.
+tokens; with a critic what each token earned and was worth before, and what the critic is to learn after.
+
+    penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
+                                            last one; local.values: V at generation
+    → row_advantages                        the rule (with a critic ``advantages.GAE``), or a team's
+                                            ``compute_advantages`` over it
+    → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the
+                                            policy
+    → write_advantages
+
+Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
+(``LocalRows.mask``). A completion that the length limit cut is an episode like another, with its rewards on its last
+token; ``value.missing_eos_penalty`` is taken off there. One that no reward could score teaches nobody: its advantages
+are 0, its returns NaN, which no loss reads.
 
 Where a team's ``compute_advantages`` asks ``super()`` without a rule of ours, they are TRL's own:
 
@@ -14,21 +27,22 @@ Rows that no reward could score (NaN) get 0. Source: TRL 1.16, ``_generate_and_s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from grpo_lab.advantages import advantage_rule
+from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
 from grpo_lab.advantages.groups import sample_std
-from grpo_lab.batch import LocalRows, RewardTable
+from grpo_lab.batch import LocalRows, RewardTable, safe
+from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried
-from grpo_lab.trainer.ports import Fault
-from grpo_lab.trainer.scoring.carriers import Advantages, Penalised, Scored, local_rows, loss_tokens
+from grpo_lab.trainer.carried import Carried, loss_mask
+from grpo_lab.trainer.ports import Faults, StepPort
+from grpo_lab.trainer.rows import Bin
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 EPSILON = 1e-4
 
@@ -36,81 +50,158 @@ EPSILON = 1e-4
 def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
     """The table with this rank's rows of ``scored`` in it; ``before``: rows of the table that stand before them all."""
     mine = local_rows(trainer, scored.batch)
-    lengths = scored.rewarded.tokens[mine]
     place = slice(before + mine.start, before + mine.stop)
-    return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), lengths))
+    return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), scored.rewarded.tokens[mine]))
 
 
-def checked_advantages(advantages: Tensor, table: RewardTable, guarded: bool = False) -> Advantages:
+def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
 
-    With a guard others than finite ones become 0, and a fault.
+    With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad.
 
     Raises:
         ValueError: anything else.
     """
-    rows, local = table.values.size(0), table.local
-    assert local is not None
+    assert table.local is not None
+    rows, mask = table.values.size(0), table.local.mask
     if not isinstance(advantages, Tensor):
         seen = f"a {type(advantages).__name__}"
     else:
         advantages = advantages.detach()  # a number to the loss, whatever a team's rule made it with
-        if tuple(advantages.shape) == (rows, 1) != tuple(local.mask.shape):
+        if advantages.shape == (rows, 1) != mask.shape:
             advantages = advantages.squeeze(1)
-        if tuple(advantages.shape) == tuple(local.mask.shape):  # what stands on tokens without loss is nobody's
-            advantages = advantages.where(local.mask | advantages.isfinite(), 0)
-        finite = bool(advantages.isfinite().all())
-        if (finite or guarded) and tuple(advantages.shape) in ((rows,), tuple(local.mask.shape)):
-            if finite:
-                return Advantages(advantages)
-            count = int((~advantages.isfinite()).sum())
-            said = f"{count} of {advantages.numel()} advantages of finite rewards are not finite"
-            return Advantages(advantages.where(advantages.isfinite(), 0), faults=(Fault("advantage", said),))
-        seen = f"shape {tuple(advantages.shape)} (finite: {finite})"
+        if advantages.shape == mask.shape:  # what stands on tokens without loss is nobody's
+            advantages = advantages.where(mask | advantages.isfinite(), 0)
+        finite = advantages.isfinite()
+        if advantages.shape in ((rows,), mask.shape):
+            if bool(finite.all()):
+                return advantages
+            if faults is not None:
+                bad = f"{int((~finite).sum())} of {finite.numel()} advantages of finite rewards are not finite"
+                faults.found("advantage", bad)
+                return advantages.where(finite, 0)
+        seen = f"shape {tuple(advantages.shape)} (finite: {bool(finite.all())})"
     raise ValueError(
         f"the advantage rule returned {seen} for {rows} rewards; it must return one finite number per row, [{rows}], "
-        "or per token "
-        f"of this process's rows (`table.local`), {list(local.mask.shape)} (`advantage`)"
+        f"or per token of this process's rows (`table.local`), {list(mask.shape)} (`advantage`)"
     )
 
 
-def row_advantages(trainer: StepPort, made: Penalised) -> Advantages:
+def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
+    """The same with the rewards and values of this rank's tokens in ``table.local``; unchanged without a critic."""
+    value = trainer.algorithm.value
+    if value is None:
+        return made
+    local, mask, table = made.local, made.local.mask, made.table
+    outcome = table.total[local.rows].to(mask.device)
+    scorable, at_the_end = ~outcome.isnan(), outcome.nan_to_num(nan=0.0)
+    charged = torch.zeros(mask.shape, device=mask.device).double() if made.charged is None else made.charged
+    charged = charged * scorable.unsqueeze(1)
+    # −β·KL of a whole completion, which ``table.total`` holds (``kl.per: sequence``)
+    penalties = (table.values * table.weights.to(table.values.device))[:, table.values.size(1) - table.penalties :]
+    of_whole, earned = penalties.nansum(dim=1)[local.rows].to(mask.device), at_the_end
+    if value.missing_eos_penalty is not None:
+        cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
+        earned = at_the_end - value.missing_eos_penalty * (cut & scorable)
+    # the curves of a healthy run, means over completions
+    book, of_tokens = trainer.recorder.book(), charged.sum(1)
+    book.add("ppo/shaped_reward", (of_tokens + earned).sum(), scorable.sum())
+    book.add("ppo/task_reward", (at_the_end - of_whole).sum(), scorable.sum())
+    book.add("ppo/kl_reward", (of_tokens + of_whole).sum(), scorable.sum())
+    rewards = charged + earned.unsqueeze(1) * last_own(mask)
+    if value.whiten_rewards:
+        counted = mask & scorable.unsqueeze(1)
+        rewards = whiten(rewards, counted, _moments(trainer, rewards, counted), shift_mean=False)
+    values = values_at_generation(trainer, made.scored.batch).double()
+    return replace(made, table=replace(table, local=replace(local, rewards=rewards, values=values)), to_go=None)
+
+
+@torch.no_grad()
+def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+    """``[B, T]`` of this rank's completions, 0 where a token is not the policy's: in bins where those are exact, else
+    as TRL forwards."""
+    model, args, training = trainer.model, trainer.args, trainer.model.training
+    if training and not trl_bridge.is_multimodal(batch) and trainer.exact_update.verdict.now().stock is None:
+
+        def of(part: Bin) -> Tensor:
+            nothing = torch.full_like(part.labels, -100)  # no log-prob is asked for: the LM head has nothing to do
+            with trl_bridge.values_heard(trainer, model) as heard:
+                trl_bridge.completion_log_probs(trainer, model, *replace(part, labels=nothing).inputs)
+            return heard[0]
+
+        found = forwards_in_bins(trainer, model, batch, of)
+    else:
+        size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        with trl_bridge.without_checkpointing(trainer), trl_bridge.values_heard(trainer, model) as heard:
+            trl_bridge.stock_forward(trainer, model, batch, batch_size=size)
+        found = torch.cat([values[:, -batch["completion_ids"].size(1) :] for values in heard])
+    return safe(found, loss_mask(batch))
+
+
+def last_own(mask: Tensor) -> Tensor:
+    """bool ``[B, T]``: the last True of each row; nowhere in a row without any."""
+    ordinal = mask.long().cumsum(1)
+    return mask & (ordinal == ordinal[:, -1:])
+
+
+def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
     """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
 
     TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch
     together anew: then ``[B]``.
     """
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
-        return Advantages(made.scored.batch["advantages"])
-    guarded = trainer.recorder.faults_in_training is not None
-    return checked_advantages(trainer.compute_advantages(made.table), made.table, guarded)
+        return made.scored.batch["advantages"]  # type: ignore[no-any-return]
+    return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
-def write_advantages(trainer: StepPort, made: Penalised, found: Advantages) -> dict[str, Any]:
+def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Advantages ``[B, T]`` as they push the policy, and float32 ``[B, T]`` returns for the critic (NaN: where there is
+    nothing to learn). Without a critic the former as they are, and None."""
+    value, local = trainer.algorithm.value, made.local
+    if value is None:
+        return advantages, None
+    assert local.values is not None
+    each = (advantages if advantages.dim() == 2 else advantages[local.rows].unsqueeze(1)).to(local.values)
+    scorable = ~made.table.values.isnan().all(dim=1)[local.rows].to(local.mask.device).unsqueeze(1)
+    counted, returns = local.mask & scorable, each + local.values
+    of_returns = _moments(trainer, returns, counted)
+    explained = explained_variance(of_returns.variance, _moments(trainer, returns - local.values, counted).variance)
+    book, one = trainer.recorder.book(), torch.ones((), device=returns.device)
+    book.add_alike("value/explained_variance", one * (explained or 0.0), float(explained is not None))
+    book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
+    moments = _moments(trainer, each, counted) if value.whiten_advantages else None
+    each = each.masked_fill(~counted, 0.0) if moments is None else whiten(each, counted, moments)
+    return each, returns.masked_fill(~counted, float("nan")).float()
+
+
+def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
+    """Over the tokens of all ranks. A collective."""
+    return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
+
+
+def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
     """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
-    where it is charged so, and the critic's values and returns; the guard is told of faults. TRL's completions table
-    gets the advantages, too, per token as the mean over a completion's own tokens."""
-    batch, mask, advantages = made.scored.batch, made.local.mask, found.values
-    faults = trainer.recorder.faults_in_training
-    for fault in (*made.faults, *found.faults):
-        assert faults is not None  # there are none without a guard
-        faults.found(*fault)
-    if found.returns is not None and made.local.values is not None:
+    where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
+    token as the mean over a completion's own tokens.
+
+    Args:
+        advantages: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
+    """
+    batch, mask = made.scored.batch, made.local.mask
+    if returns is not None and made.local.values is not None:
         carried = Carried(batch)
-        carried.old_values, carried.returns = made.local.values.float(), found.returns
+        carried.old_values, carried.returns = made.local.values.float(), returns
     trls = advantages is batch["advantages"]
     if trls and made.to_go is None:
         return batch
     mine = advantages if trls or advantages.dim() == 2 else advantages[made.local.rows]
     if made.to_go is not None:
-        each = mine if mine.dim() == 2 else mine.unsqueeze(1)
-        mine = each.to(made.to_go) + made.to_go
+        mine = (mine if mine.dim() == 2 else mine.unsqueeze(1)).to(made.to_go) + made.to_go
     batch["advantages"] = mine.to(batch["advantages"])
-    logged = advantages
     if mine.dim() == 2:
-        in_force = batch["advantages"]
-        logged = trainer.accelerator.gather((in_force * mask).sum(1) / mask.sum(1).clamp(min=1))
-    trl_bridge.replace_logged_advantages(trainer, logged)
+        advantages = trainer.accelerator.gather((batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))
+    trl_bridge.replace_logged_advantages(trainer, advantages)
     return batch
 
 
@@ -121,7 +212,14 @@ def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> 
         ValueError: settings that TRL does not have.
     """
     if aggregation == "normalize_then_sum":
-        return _normalised_then_summed(table)
+        values = table.values.double()
+        grouped = values.view(-1, table.group_size, values.size(1))
+        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
+        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + EPSILON)).view_as(values)
+        total = (scaled * table.weights.to(scaled)).nansum(dim=1)
+        total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
+        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + EPSILON)
+        return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:
         raise ValueError(
@@ -129,14 +227,3 @@ def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> 
             f"'sum_then_normalize' with one of {sorted(rules)}, or 'normalize_then_sum'"
         )
     return advantage_rule(rules[scale_rewards])(table.total, table.group_size)
-
-
-def _normalised_then_summed(table: RewardTable) -> Tensor:
-    values = table.values.double()
-    grouped = values.view(-1, table.group_size, values.size(1))
-    centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-    scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + EPSILON)).view_as(values)
-    total = (scaled * table.weights.to(scaled)).nansum(dim=1)
-    total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-    advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + EPSILON)
-    return advantages.nan_to_num(nan=0.0).to(table.values.dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +25,10 @@ from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import loss_mask
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import Fault, StepPort
-
-
 _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
-
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,7 @@ class Rewarded:
         """Some rows (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
         steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
-        table = replace(self.table, values=self.table.values[index], steps=steps)
-        place = index.to(self.lengths.device)
+        table, place = replace(self.table, values=self.table.values[index], steps=steps), index.to(self.lengths.device)
         return Rewarded(table, *(getattr(self, name)[place] for name in _OF_ROWS))
 
     @staticmethod
@@ -67,11 +61,8 @@ class Rewarded:
         """The rows of several generations, one's after the other's."""
         first = parts[0].table
         steps = {column: StepTable.joined([part.table.steps[column] for part in parts]) for column in first.steps}
-        values = torch.cat([part.table.values for part in parts])
-        return Rewarded(
-            replace(first, values=values, steps=steps),
-            *(torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS),
-        )
+        table = replace(first, values=torch.cat([part.table.values for part in parts]), steps=steps)
+        return Rewarded(table, *(torch.cat([getattr(part, name) for part in parts]) for name in _OF_ROWS))
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,6 @@ class Scored:
         forwards: which of TRL's forwards were replaced or put off.
         columns: rows of the completions table that TRL has just written, where selection may put them together anew.
         rounds: how many generations the rows come from.
-        faults: what a rule of ours or a team's said of them that is not finite, where a guard is in force.
     """
 
     batch: dict[str, Any]
@@ -92,7 +82,6 @@ class Scored:
     forwards: GenerationForwards
     columns: dict[str, list[Any]] | None = None
     rounds: int = 1
-    faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,36 +92,19 @@ class Penalised:
         scored: the rows that stay.
         table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in
             ``local``.
-        charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
         to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
-        faults: those of ``scored``, and a KL that is not finite.
+        charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
     """
 
     scored: Scored
     table: RewardTable
     to_go: Tensor | None = None
     charged: Tensor | None = None
-    faults: tuple[Fault, ...] = ()
 
     @property
     def local(self) -> LocalRows:
         assert self.table.local is not None
         return self.table.local
-
-
-@dataclass(frozen=True)
-class Advantages:
-    """What pushes the policy and, with a critic, what the critic learns.
-
-    Args:
-        values: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
-        returns: float32 ``[B, T]``, NaN where there is nothing to learn; None without a critic.
-        faults: advantages that were not finite, and are 0 here.
-    """
-
-    values: Tensor
-    returns: Tensor | None = None
-    faults: tuple[Fault, ...] = ()
 
 
 def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
@@ -143,31 +115,31 @@ def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
 
 def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[Any]:
     """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled."""
-    return trl_bridge.replaced(trainer, "mask_truncated_completions", False) if _masks_later(trainer) else NOTHING
+    if not _masks_later(trainer):
+        return contextlib.nullcontext()
+    return trl_bridge.replaced(trainer, "mask_truncated_completions", False)
 
 
 def loss_tokens(trainer: StepPort, scored: Scored) -> Tensor:
     """bool ``[B, T]``: this rank's tokens that will carry loss, whether cut completions are masked yet or not."""
     mask = loss_mask(scored.batch)
-    return mask & ~_cut(trainer, scored) if _masks_later(trainer) else mask
+    return mask & _uncut(trainer, scored) if _masks_later(trainer) else mask
 
 
 def mask_cut(trainer: StepPort, scored: Scored) -> None:
     """What TRL would have masked, and its token count."""
-    if not _masks_later(trainer):
-        return
-    batch, kept = scored.batch, ~_cut(trainer, scored)
-    batch.update({n: batch[n] * kept.to(batch[n]) for n in ("completion_mask", "tool_mask") if n in batch})
-    batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
+    if _masks_later(trainer):
+        batch, kept = scored.batch, _uncut(trainer, scored)
+        names = batch.keys() & {"completion_mask", "tool_mask"}
+        batch |= {name: batch[name] * kept.to(batch[name]) for name in names}
+        batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
 
 
-def _cut(trainer: StepPort, scored: Scored) -> Tensor:
-    mine: Tensor = scored.rewarded.truncated[local_rows(trainer, scored.batch)]
-    return mine.unsqueeze(1)
+def _uncut(trainer: StepPort, scored: Scored) -> Tensor:
+    return ~scored.rewarded.truncated[local_rows(trainer, scored.batch)].unsqueeze(1)
 
 
 def _masks_later(trainer: StepPort) -> bool:
     objective = trainer.algorithm.objective
-    return bool(
-        trainer.args.mask_truncated_completions and objective is not None and objective.kl_in_reward is not None
-    )
+    in_reward = objective is not None and objective.kl_in_reward is not None
+    return bool(trainer.args.mask_truncated_completions and in_reward)

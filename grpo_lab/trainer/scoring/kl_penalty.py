@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +26,13 @@ from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import RewardTable, masked_sum
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, loss_mask
-from grpo_lab.trainer.critic.optimizer import is_warming_up
-from grpo_lab.trainer.ports import Fault
+from grpo_lab.trainer.carried import Carried, loss_mask
+from grpo_lab.trainer.critic import is_warming_up
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.scoring.advantages import with_local_rows
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
-from grpo_lab.trainer.step.log_probs import GenerationForwards, log_probs_in_bins
-from grpo_lab.trainer.step.old_policy import trl_log_probs
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.resume.state import SavedState
+from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_in_bins, trl_log_probs
 
 
 class KLController(TrainerCallback):  # type: ignore[misc]
@@ -44,16 +40,26 @@ class KLController(TrainerCallback):  # type: ignore[misc]
 
     Attributes:
         coefficient: β in force; None where no KL is charged in the reward.
+
+    Raises:
+        ValueError: a penalty per completion, and no advantage rule of ours: TRL's own advantages are made before it is
+            known.
     """
 
     def __init__(self, trainer: StepPort) -> None:
         objective = trainer.algorithm.objective
-        kl = None if objective is None else objective.kl_in_reward
+        self.kl = None if objective is None else objective.kl_in_reward
         self.trainer = trainer
-        self.control = None if kl is None else kl.control
-        self._start = None if kl is None else kl.coefficient
+        self.control = None if self.kl is None else self.kl.control
+        self._start = None if self.kl is None else self.kl.coefficient
         self.coefficient = self._whole_step = self._start
         self._loaded = False
+        if self.kl is not None and self.kl.per == "sequence" and not trainer.replaces_trls_advantages:
+            raise ValueError(
+                "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is "
+                "known; set `objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), override "
+                "`compute_advantages`, or charge it after the advantages (`kl.per: token`)"
+            )
 
     def charged(self, of_completions: Tensor) -> None:
         """What the batch at hand had; β moves on, in training only, and not while a critic learns alone: no β could
@@ -71,8 +77,6 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         book.add_alike("kl/beta", of_completions.new_tensor(self.coefficient), 1)
         if self.trainer.recorder.mode() == "train" and not is_warming_up(self.trainer):
             self.coefficient = self.control.following(self.coefficient, measured, number)
-
-    # -- HF's events, checkpoints --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A training begins with the coefficient as written, a resumed one with that of its checkpoint."""
@@ -97,8 +101,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         if found is None:
             self.trainer.recorder.say(
                 f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at "
-                "`kl.coefficient`, "
-                f"{self._start:g}"
+                f"`kl.coefficient`, {self._start:g}"
             )
 
 
@@ -109,63 +112,41 @@ def _coefficient(entry: Any) -> float:
     return found
 
 
-def check_kl_in_reward(trainer: StepPort) -> None:
-    """TRL's own advantages are made before a penalty per completion is known, so an advantage rule of ours must make
-    them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    objective = trainer.algorithm.objective
-    if objective is None or objective.kl_in_reward is None or trainer.replaces_trls_advantages:
-        return
-    if objective.kl_in_reward.per == "token":
-        return  # added to whatever advantages there are
-    raise ValueError(
-        "`kl.placement` is 'reward', but advantages are left to TRL, which makes them before the penalty is known; set "
-        "`objective` (e.g. 'reinforce') or `advantage` (e.g. 'leave_one_out'), override `compute_advantages`, or "
-        "charge it "
-        "after the advantages (`kl.per: token`)"
-    )
-
-
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
-    objective, table, to_go, charged = trainer.algorithm.objective, scored.rewarded.table, None, None
-    faults = scored.faults
-    kl = None if objective is None else objective.kl_in_reward
-    beta = controller.coefficient
+    kl, beta, table, to_go, charged = controller.kl, controller.coefficient, scored.rewarded.table, None, None
     if kl is not None and beta is not None:
-        mask = loss_mask(scored.batch)
-        log_probs = _log_probs_of_both(trainer, scored.batch)
-        of_tokens, found = _finite(trainer, kl.of_tokens(*log_probs, mask))
-        faults += found
+        mask, carried = loss_mask(scored.batch), Carried(scored.batch)
+        old = carried.proximal_logps
+        if old is None:  # the loss does not read these: it takes its own forward's (``step.log_probs``)
+            old = _log_probs_at_generation(trainer, scored.batch)
+        log_probs = old.double(), carried.ref_logps.double()
+        of_tokens = _finite(trainer, kl.of_tokens(*log_probs, mask))
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
             table = _with_column(table, -beta * penalty)
         else:
-            charged = -beta * of_tokens
-            to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
+            charged, to_go = -beta * of_tokens, -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
-            measured, found = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
-            faults += found
+            measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
             controller.charged(trainer.accelerator.gather(measured))
     mask_cut(trainer, scored)
-    table = with_local_rows(trainer, scored, table)
-    if to_go is not None and table.local is not None:
-        scorable = ~table.values.isnan().all(dim=1)[table.local.rows]
-        to_go = to_go * scorable.unsqueeze(1).to(to_go)
-    return Penalised(scored, table, to_go, charged, faults)
+    made = Penalised(scored, with_local_rows(trainer, scored, table), to_go, charged)
+    if to_go is not None:
+        scorable = ~table.values.isnan().all(dim=1)[made.local.rows]
+        made = replace(made, to_go=to_go * scorable.unsqueeze(1).to(to_go))
+    return made
 
 
-def _finite(trainer: StepPort, kl: Tensor) -> tuple[Tensor, tuple[Fault, ...]]:
-    """With a guard a KL that is not finite is 0, and a fault: as a reward it would count as one that cannot be
-    scored."""
-    if trainer.recorder.faults_in_training is None or bool(kl.isfinite().all()):
-        return kl, ()
-    said = "the KL in the reward is not finite: log-probs of the policy or the reference are not"
-    return kl.where(kl.isfinite(), 0.0), (Fault("reward", said),)
+def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
+    """With a guard a KL that is not finite is 0, and the batch is marked as bad: as a reward it would count as one that
+    cannot be scored."""
+    faults = trainer.recorder.faults_in_training
+    if faults is None or bool(kl.isfinite().all()):
+        return kl
+    faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
+    return kl.where(kl.isfinite(), 0.0)
 
 
 def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
@@ -180,24 +161,14 @@ def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
     )
 
 
-def _log_probs_of_both(trainer: StepPort, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """float64 ``[B, T]`` of policy and reference; those at generation are computed here where nobody has yet."""
-    carried = Carried(batch)
-    old = carried.proximal_logps
-    if old is None:  # the loss does not read these: it takes its own forward's (``old_policy``)
-        old = _log_probs_at_generation(trainer, batch)
-    return old.double(), batch["ref_per_token_logps"].double()
-
-
 @torch.no_grad()
 def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(batch):
         return log_probs_in_bins(trainer, trainer.model, batch)
     size = trainer.args.per_device_train_batch_size
-    if POSITION_OFFSET in batch:  # rows of several generations, text only: each keeps the positions of its own
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
+    if Carried(batch).position_offset is not None:  # rows of several generations, text only: each keeps its positions
         starts = range(0, batch["prompt_ids"].size(0), size)
-        parts = [{name: batch[name][start : start + size] for name in names} for start in starts]
+        parts = [{name: batch[name][start : start + size] for name in TEXT} for start in starts]
         return torch.cat([trl_log_probs(trainer, part) for part in parts])
     logps: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch, batch_size=size)[0]
     return logps

@@ -19,24 +19,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 
-from grpo_lab.advantages import StepTable, outcome_of
+from grpo_lab.advantages import outcome_of
 from grpo_lab.advantages.groups import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import RowTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages, with_local_rows
-from grpo_lab.trainer.scoring.carriers import Rewarded, Scored
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import Fault, StepPort
-
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows
 
 #: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is
 #: off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
@@ -51,41 +48,16 @@ def alike(table: RewardTable) -> Tensor:
     """bool ``[groups]``: all scorable outcomes of the group are equal, and so are all its step scores."""
     outcome = outcome_of(table) if table.steps else table
     groups = table.values.size(0) // table.group_size
-    if outcome is None:
-        found = torch.ones(groups, dtype=torch.bool, device=table.values.device)
-    else:
+    found = torch.ones(groups, dtype=torch.bool, device=table.values.device)
+    if outcome is not None:
         found = is_dead(outcome.total.view(-1, table.group_size))
     for steps in table.steps.values():
-        found = found & _steps_alike(steps, groups).to(found.device)
+        known = ~steps.score.isnan()
+        group, score = steps.row[known] // steps.group_size, steps.score[known]
+        high = score.new_full((groups,), -torch.inf).scatter_reduce(0, group, score, "amax")
+        low = score.new_full((groups,), torch.inf).scatter_reduce(0, group, score, "amin")
+        found = found & (high <= low).to(found.device)
     return found
-
-
-def _steps_alike(steps: StepTable, groups: int) -> Tensor:
-    known = ~steps.score.isnan()
-    group, score = steps.row[known] // steps.group_size, steps.score[known]
-    high = score.new_full((groups,), -torch.inf).scatter_reduce(0, group, score, "amax")
-    low = score.new_full((groups,), torch.inf).scatter_reduce(0, group, score, "amin")
-    return high <= low
-
-
-def live_groups(trainer: StepPort, table: RewardTable, fresh: int) -> tuple[Tensor, tuple[Fault, ...]]:
-    """bool ``[fresh / G]``: which of the last ``fresh`` rows' groups the rule in force has something to teach from;
-    what it said that is not finite.
-
-    The rule (or a team's hook) is asked for advantages of the whole table: what is kept already, followed by the fresh
-    rows, which are the ones in ``table.local``. A collective.
-    """
-    assert table.local is not None
-    guarded, mask = trainer.recorder.faults_in_training is not None, table.local.mask
-    found = checked_advantages(trainer.compute_advantages(table), table, guarded)
-    advantages = found.values
-    if advantages.dim() == 1:
-        advantages = advantages[table.local.rows].unsqueeze(1)
-    of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens
-    taught = trainer.accelerator.gather(of_rows).view(-1, table.group_size).amax(1).cpu()
-    rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, table.group_size).amax(1)
-    rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
-    return (taught > 0) & ~rounding, found.faults
 
 
 def check_resample(train_dataset: Any) -> None:
@@ -101,13 +73,9 @@ class Resampler:
     """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round)
     alone, so a resumed run draws the same ones and no state is kept."""
 
-    def __init__(self, trainer: StepPort, max_rounds: int | None) -> None:
-        self.trainer = trainer
-        self.max_rounds = max_rounds or DEFAULT_MAX_ROUNDS
-
-    @property
-    def group_size(self) -> int:
-        return int(self.trainer.num_generations)
+    def __init__(self, trainer: StepPort) -> None:
+        self.trainer, self.group_size = trainer, int(trainer.num_generations)
+        self.max_rounds = trainer.lab_settings.update.max_rounds or DEFAULT_MAX_ROUNDS
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
         """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as
@@ -120,52 +88,58 @@ class Resampler:
         if self.trainer.lab_settings.update.dead_groups != "resample":
             return first
         if trl_bridge.is_multimodal(first.batch):
-            raise ValueError(
-                "`update.dead_groups: resample` handles text only, and this batch is multimodal; use `skip`"
-            )
+            raise ValueError("`update.dead_groups: resample` is for text, and this batch is multimodal; use `skip`")
         local, rounds = first.batch["prompt_ids"].size(0), [first]
         wanted = first.rewarded.table.values.size(0) // self.group_size
-        chosen, faults = self._live(rounds, [])
+        chosen = self._live(rounds, [])
         while len(chosen) < wanted and len(rounds) < self.max_rounds:
             rounds.append(score(self._draw(local, len(rounds))))
-            live, found = self._live(rounds, chosen)
-            chosen, faults = chosen + live, faults + found
+            chosen = chosen + self._live(rounds, chosen)
         dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
         self._record(len(rounds), chosen, wanted)
-        return replace(self._assembled(rounds, chosen), faults=faults)
+        return self._assembled(rounds, chosen)
 
-    def _live(self, rounds: list[Scored], chosen: list[int]) -> tuple[list[int], tuple[Fault, ...]]:
-        """Live groups of the last round, counted over all rounds (every round has as many). The rule is asked on what
-        is kept, followed by that round: never on a group that was thrown away before."""
-        last = rounds[-1]
-        fresh = last.rewarded.table.values.size(0)
+    def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
+        """Groups of the last round that the rule in force has something to teach from, counted over all rounds (every
+        round has as many). A collective.
+
+        The rule (or a team's hook) is asked for advantages of what is kept, followed by that round: never on a group
+        that was thrown away before.
+        """
+        trainer, last, size = self.trainer, rounds[-1], self.group_size
         kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
         table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
-        table = with_local_rows(self.trainer, last, table, before=len(chosen) * self.group_size)
-        first = (len(rounds) - 1) * (fresh // self.group_size)
-        live, faults = live_groups(self.trainer, table, fresh)
-        return [first + group for group in live.nonzero().flatten().tolist()], faults
+        table = with_local_rows(trainer, last, table, before=len(chosen) * size)
+        assert table.local is not None
+        faults, mask, fresh = trainer.recorder.faults_in_training, table.local.mask, last.rewarded.table.values.size(0)
+        advantages = checked_advantages(trainer.compute_advantages(table), table, faults)
+        if advantages.dim() == 1:
+            advantages = advantages[table.local.rows].unsqueeze(1)
+        of_rows = (advantages.to(mask.device).float().abs() * mask).amax(1)  # 0 for a row without loss tokens
+        taught = trainer.accelerator.gather(of_rows).view(-1, size).amax(1).cpu()
+        rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, size).amax(1)
+        rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
+        live, first = (taught > 0) & ~rounding, (len(rounds) - 1) * (fresh // size)
+        return [first + group for group in live.nonzero().flatten().tolist()]
 
-    def _rows(self, groups: list[int]) -> torch.Tensor:
+    def _rows(self, groups: list[int]) -> Tensor:
         """Places of the groups' rows among those of all rounds."""
         size = self.group_size
-        return torch.tensor([group * size + i for group in groups for i in range(size)], dtype=torch.long)
+        return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * size + torch.arange(size)).flatten()
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
         """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over
         ranks."""
-        trainer = self.trainer
-        data: Any = trainer.train_dataset
-        group_size = trainer.num_generations
-        groups = local * trainer.accelerator.num_processes // group_size
+        trainer, data = self.trainer, self.trainer.train_dataset
+        groups = local * trainer.accelerator.num_processes // self.group_size
         step, micro_batch = trainer.state.global_step, trainer._step % trainer.args.gradient_accumulation_steps
         within = f"/{micro_batch}" if micro_batch else ""  # an optimizer step may hold several generation batches
         rng = random.Random(f"resample/{trainer.args.seed}/{step}{within}/{round_}")
         indices = rng.sample(range(len(data)), min(groups, len(data)))
         indices += rng.choices(range(len(data)), k=groups - len(indices))
         first = trainer.accelerator.process_index * local
-        return [dict(data[indices[row // group_size]]) for row in range(first, first + local)]
+        return [dict(data[indices[row // self.group_size]]) for row in range(first, first + local)]
 
     def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
         """This rank's share of the chosen groups, and the rewards of all of them."""
@@ -173,28 +147,26 @@ class Resampler:
         tables = [RowTable.of([scored.batch]).gathered(trainer.accelerator) for scored in rounds]
         merged = RowTable.of([{**table.fields, POSITION_OFFSET: table.offset} for table in tables])
         index = index.to(merged.offset.device)
-        local = first.batch["prompt_ids"].size(0)
-        mine = index[trainer.accelerator.process_index * local :][:local]
-        tokens = merged.loss_mask[index].sum()
+        mine = index[local_rows(trainer, first.batch)]
         fields = {name: value[mine] for name, value in merged.fields.items()}
+        tokens = merged.loss_mask[index].sum()
         batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
         carried = Carried(batch)
-        old = carried.proximal_logps
         ours = trainer.algorithm.objective is not None  # TRL's loss reads them as they are
-        if old is not None and ours and not first.forwards.draws:
-            carried.as_generated = old.clone() if carried.as_generated is None else carried.as_generated
+        if carried.proximal_logps is not None and carried.as_generated is None and ours and not first.forwards.draws:
+            carried.as_generated = carried.proximal_logps.clone()
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
         trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))
         return replace(first, batch=batch, rewarded=rewarded, rounds=len(rounds))
 
     def _record(self, rounds: int, chosen: list[int], wanted: int) -> None:
-        book = self.trainer.recorder.book("train")
-        device = self.trainer.accelerator.device
-        book.add_alike("update/resample_rounds", torch.tensor([float(rounds)], device=device), 1)
-        replaced = sum(group >= wanted for group in chosen)
-        book.add_alike("update/resampled_share", torch.tensor([float(replaced)], device=device), wanted)
-        generated = rounds * wanted * self.trainer.num_generations
-        book.add_alike("update/completions_generated", torch.tensor([float(generated)], device=device), 1)
+        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
+        for name, total, count in (
+            ("resample_rounds", rounds, 1),
+            ("resampled_share", sum(group >= wanted for group in chosen), wanted),
+            ("completions_generated", rounds * wanted * self.group_size, 1),
+        ):
+            book.add_alike(f"update/{name}", torch.tensor([float(total)], device=device), count)
 
 
 def _columns(rounds: list[Scored], rows: list[int]) -> dict[str, list[Any]]:

@@ -1,119 +1,166 @@
 """How TRL calls rewards: each one checked, those of whole groups after the gather, steps kept aside, weights by
 schedule.
 
-A schedule (``reward_schedules``) is a function of the optimizer step, logged as ``reward_weights/<name>``. It keeps no
-state: a resumed run has at step t the weight that the uninterrupted run had there.
+In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads
+steps (``advantages.process``) finds them in ``RewardTable.steps``. A schedule (``reward_schedules``) is a function of
+the optimizer step, logged as ``reward_weights/<name>``. It keeps no state: a resumed run has at step t the weight that
+the uninterrupted run had there.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import pickle
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from trl.trainer.utils import is_async_callable
 
+from grpo_lab.advantages import StepTable, reads_steps
 from grpo_lab.batch import RewardTable
+from grpo_lab.objectives.kl import KLTerm
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.rewards.protocol import Group, scope_of, score_groups
 from grpo_lab.rewards.schedules import Schedule
+from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 from grpo_lab.settings import one_of
-from grpo_lab.trainer.ports import Faults
-from grpo_lab.trainer.ranks.places import at
-from grpo_lab.trainer.scoring.steps import StepCalled
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import Faults, StepPort
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores
 
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-
-
-class DeferredReward:
-    """Stands in for a group reward while TRL calls rewards on local rows; the value comes after the gather."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def __call__(self, prompts: list[Any], **_: Any) -> list[None]:
-        return [None] * len(prompts)
+#: scores are compared with the resolution of float32, in which a larger one is infinite
+LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """What TRL should call in place of ``reward``: models as they are, the rest checked or deferred.
+    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off.
 
     ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``).
     """
     if scope_of(reward) == "group":
-        return DeferredReward(name)
+
+        def put_off(prompts: list[Any], **_: Any) -> list[None]:
+            """The value comes after the gather."""
+            return [None] * len(prompts)
+
+        return put_off
     if scope_of(reward) == "step":
-        return StepCalled(reward, name, keep_infinite)
+        return StepCalled(reward, keep_infinite)
     if isinstance(reward, nn.Module):
         return reward
-    kind = CheckedCoroutine if is_async_callable(reward) else CheckedReward
-    return kind(reward, name, keep_infinite)
+    return (CheckedCoroutine if is_async_callable(reward) else CheckedReward)(reward, name, keep_infinite)
 
 
-def nan_counts(seams: list[Any], values: Tensor, accelerator: Any) -> Tensor:
-    """How many NaN each reward returned, over all ranks, long ``[F]``; a model's are all NaN of its column."""
-    local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
-    counts: Tensor = accelerator.gather(local).sum(0)
-    models = torch.tensor([isinstance(seam, nn.Module) for seam in seams], device=values.device)
-    return torch.where(models, values.isnan().sum(0), counts)
+class CheckedReward:
+    """Calls one reward function and checks what it returns, so that the error names it and the row.
+
+    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts
+    them.
+    """
+
+    def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
+        self.reward, self.__name__, self.keep_infinite = reward, name, keep_infinite
+        self.not_numbers = 0
+
+    def __call__(self, **inputs: Any) -> list[float | None]:
+        return self.checked(self.reward(**inputs), len(inputs["completions"]))
+
+    def checked(self, values: Any, expected: int) -> list[float | None]:
+        """One number or None per completion, or ``ValueError``."""
+        who = f"reward function {self.__name__!r} (`reward_funcs`)"
+        scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
+        self.not_numbers += sum(score != score for score in scores)
+        return [None if score != score else score for score in scores]
 
 
-def fill_group_rewards(
-    values: Tensor,
-    names: tuple[str, ...],
-    reward_funcs: list[Any],
-    rows: list[dict[str, Any]],
-    group_size: int,
-    progress: tuple[int, int],
-    keep_infinite: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave.
+class CheckedCoroutine(CheckedReward):
+    """The same for an asynchronous reward."""
 
-    Every rank computes the same.
+    async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
+        return self.checked(await self.reward(**inputs), len(inputs["completions"]))
+
+
+class StepCalled:
+    """Calls a step reward where TRL wants one number a completion, and keeps the steps.
+
+    ``keep_infinite``: an infinite score stands for its completion, to be found in the gathered table
+    (``without_infinite``); among the steps it is None.
+    """
+
+    def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
+        self.reward, self.keep_infinite = reward, keep_infinite
+        self.steps: list[StepScores] = []
+        self.not_numbers = 0
+
+    def __call__(self, **inputs: Any) -> list[float | None]:
+        reward, before = self.reward, getattr(self.reward, "not_numbers", 0)
+        if self.keep_infinite and type(reward).__call__ is StepReward.__call__:
+            scored = reward.checked(reward.score_steps(**inputs), inputs["completion_ids"], keep_infinite=True)
+        else:
+            scored = reward(**inputs)
+        self.not_numbers += getattr(reward, "not_numbers", 0) - before
+        self.steps, of_completions = [], list[float | None]()
+        for steps in scored:
+            infinite = [score for _, score in steps if score is not None and self.keep_infinite and _is_infinite(score)]
+            kept = [(end, None if infinite and _is_infinite(score) else score) for end, score in steps]
+            self.steps.append(kept)
+            of_completions.append(math.copysign(math.inf, infinite[0]) if infinite else mean_score(kept))
+        return of_completions
+
+
+def _is_infinite(score: float | None) -> bool:
+    return score is not None and abs(score) > LARGEST
+
+
+def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
+    """Step rewards and what reads them belong together; a reward that counts tokens gets the run's tokenizer.
+
+    A hook may read steps (``table.steps``), so it is let through with them.
 
     Args:
-        values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
-        rows: per row over all ranks: what ``gathered_rows`` gives.
-        progress: optimizer steps done, optimizer steps in all.
-        keep_infinite: as in ``as_trl_calls_it``.
+        kl: the one in the reward.
+
+    Raises:
+        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of
+            the KL alone is the same for every coefficient.
     """
-    table = values.tolist()
-    known = [i for i, reward in enumerate(reward_funcs) if scope_of(reward) != "group"]
-    values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
-    for start in range(0, len(rows), group_size):
-        of_group = range(start, start + group_size)
-        rewards = {names[i]: [None if table[r][i] != table[r][i] else table[r][i] for r in of_group] for i in known}
-        group = _group([rows[r] for r in of_group], rewards, progress)
-        for column, reward in enumerate(reward_funcs):
-            if column not in known:
-                scores = score_groups(reward, [group], keep_infinite)
-                not_numbers[column] += sum(score != score for score in scores)
-                filled = [float("nan") if score is None else score for score in scores]
-                values[start : start + group_size, column] = values.new_tensor(filled)
-    return values, not_numbers
+    given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
+    for reward in given:
+        if getattr(reward, "tokenizer", None) is None:
+            reward.tokenizer = tokenizer
+    if given and not (reads_steps(rule) or own_hook):
+        raise ValueError(
+            f"step reward {given[0].name!r} scores steps, and advantages here are made of one number a completion: set "
+            "`advantage: process` (with `objective`), or give the reward as `grpo_lab.rewards.steps_as_outcome(reward)`"
+        )
+    if reads_steps(rule) and not given:
+        raise ValueError(
+            "`advantage` is 'process', but no reward scores steps: add a step reward (`grpo_lab.rewards.step_reward`, "
+            "`EquationSteps`) to `reward_funcs`, or choose another rule"
+        )
+    of_outcome = getattr(rule, "penalises_outcome", False) and not own_hook
+    if kl is not None and kl.per == "sequence" and of_outcome and len(given) == len(reward_funcs):
+        raise ValueError(
+            "`kl.placement` is 'reward' with `kl.per`='sequence', `advantage` is 'process', and there are step rewards "
+            "only: the KL of a completion is taken from its outcome's reward, and without one `kl.coefficient` would "
+            "have no effect (a z-score of the KL alone); set `kl.per: token`, or add an outcome reward to "
+            "`reward_funcs`"
+        )
 
 
-def _group(rows: list[dict[str, Any]], rewards: dict[str, list[float | None]], progress: tuple[int, int]) -> Group:
-    ids = [row["ids"] for row in rows]
-    return Group(
-        prompt=rows[0]["prompt"],
-        completions=[row["text"] for row in rows],
-        completion_ids=ids,
-        lengths=[len(row) for row in ids],
-        truncated=[row["truncated"] for row in rows],
-        rewards=rewards,
-        columns={name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]},
-        step=progress[0],
-        max_steps=progress[1],
-        messages=[row["completion"] for row in rows],
-        environments=None if rows[0]["environment"] is None else [row["environment"] for row in rows],
-    )
+def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[int, StepTable]:
+    """Each step reward's steps over all ranks, with the resolution of float32 that every reward has. A collective."""
+    tables = {}
+    for column in sorted(local):
+        table = StepTable.of(gather_object(local[column]), group_size)
+        tables[column] = StepTable(table.row, table.end, table.score.float().double(), table.rows, group_size)
+    return tables
 
 
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
@@ -142,49 +189,81 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
     return values.masked_fill(infinite, float("nan")) if bool(infinite.any()) else values
 
 
-class CheckedReward:
-    """Calls one reward function and checks what it returns, so that the error names it and the row.
+def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any) -> Tensor:
+    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N, F]``.
 
-    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts
-    them.
+    NaN is None from every kind of reward, as in TRL; it is counted (of a model it is each in its column) and said,
+    since it is rarely meant.
     """
+    recorder, names, rewards = trainer.recorder, tuple(trainer.reward_func_names), trainer.reward_funcs
+    faults = recorder.faults_in_training
+    if faults is not None:
+        faults.generation()
+    seams = [as_trl_calls_it(reward, name, faults is not None) for reward, name in zip(rewards, names, strict=True)]
+    with trl_bridge.replaced(trainer, "reward_funcs", seams):
+        values = trls(*of_rows)
+    models = torch.tensor([isinstance(seam, nn.Module) for seam in seams], device=values.device)
+    local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
+    not_numbers = torch.where(models, values.isnan().sum(0), trainer.accelerator.gather(local).sum(0))
+    values = without_infinite(values, names, faults, "reward function {}")
+    if trainer._scoring is not None:
+        trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
+    if any(scope_of(reward) == "group" for reward in rewards):
+        values, more = _with_group_rewards(trainer, values, _gathered_rows(trainer, *of_rows))
+        values, not_numbers = without_infinite(values, names, faults, "group reward {}"), not_numbers + more
+    recorder.book().add_alike("rewards/nan_share", not_numbers.sum(), values.numel())
+    for name, count in zip(names, not_numbers.tolist(), strict=True):
+        if count:
+            recorder.say(
+                f"reward {name!r} returned NaN for {count} of {values.size(0)} completions: taken as None (cannot be "
+                "scored), as in TRL; `rewards/nan_share` counts them",
+                key=f"nan: {name}",
+                level=logging.WARNING,
+            )
+    return values
 
-    def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
-        self.reward, self.keep_infinite = reward, keep_infinite
-        self.__name__ = name
-        self.not_numbers = 0
 
-    def __call__(self, **inputs: Any) -> list[float | None]:
-        return self.checked(self.reward(**inputs), len(inputs["completions"]))
+def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
+    rank computes the same.
 
-    def checked(self, values: Any, expected: int) -> list[float | None]:
-        """One number or None per completion, or ``ValueError``."""
-        who = f"reward function {self.__name__!r} (`reward_funcs`)"
-        scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
-        self.not_numbers += sum(score != score for score in scores)
-        return [None if score != score else score for score in scores]
+    Args:
+        values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
+    """
+    table, size, guarded = values.tolist(), trainer._group_size(), trainer.recorder.faults_in_training is not None
+    of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
+    known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
+    values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
+    for start in range(0, len(rows), size):
+        here, scored, first = rows[start : start + size], table[start : start + size], rows[start]
+        group = Group(
+            prompt=first["prompt"],
+            completions=[row["text"] for row in here],
+            completion_ids=[row["ids"] for row in here],
+            lengths=[len(row["ids"]) for row in here],
+            truncated=[row["truncated"] for row in here],
+            rewards={name: [None if row[i] != row[i] else row[i] for row in scored] for name, i in known.items()},
+            columns={name: [row["columns"].get(name) for row in here] for name in first["columns"]},
+            step=trainer.state.global_step,
+            max_steps=trainer.state.max_steps,
+            messages=[row["completion"] for row in here],
+            environments=None if first["environment"] is None else [row["environment"] for row in here],
+        )
+        for column, reward in of_group.items():
+            scores = score_groups(reward, [group], guarded)
+            not_numbers[column] += sum(score != score for score in scores)
+            filled = [float("nan") if score is None else score for score in scores]
+            values[start : start + size, column] = values.new_tensor(filled)
+    return values, not_numbers
 
 
-class CheckedCoroutine(CheckedReward):
-    """The same for an asynchronous reward."""
-
-    async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
-        return self.checked(await self.reward(**inputs), len(inputs["completions"]))
-
-
-def gathered_rows(
-    trainer: Any,
-    inputs: list[dict[str, Any]],
-    prompts: list[Any],
-    completions: list[Any],
-    ids: list[list[int]],
-    truncated: list[bool],
+def _gathered_rows(
+    trainer: StepPort, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous).
-
-    Per row: ``prompt``, ``text``, ``completion`` (as TRL has it), ``ids``, ``truncated``, ``columns``, ``environment``.
-    """
+    """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous);
+    ``completion`` as TRL has it."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
+    truncated, environments = truncated_rows(trainer, ids), environments_for_groups(trainer, len(prompts))
     rows = [
         {
             "prompt": prompt,
@@ -196,17 +275,11 @@ def gathered_rows(
             "environment": environment,
         }
         for row, prompt, completion, row_ids, cut, environment in zip(
-            inputs, prompts, completions, ids, truncated, environments_for_groups(trainer, len(prompts)), strict=True
+            inputs, prompts, completions, ids, truncated, environments, strict=True
         )
     ]
     with at("rows for group rewards"):
         return list(gather_object(rows))
-
-
-def tokens_made(generated: Any) -> list[int]:
-    """How many tokens of each completion the policy itself made, from what TRL's ``_generate`` returns."""
-    completion_ids, tool_mask = generated[1], generated[2]
-    return [len(ids) for ids in completion_ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
 
 
 def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
@@ -223,18 +296,17 @@ def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
             pickle.dumps(trainer.environments)
         except Exception as error:  # whatever an object's own pickling raises
             raise ValueError(
-                f"group reward {readers[0].name!r} reads environments, and with several processes they are sent to "
-                "the ranks "
-                f"that share a group, but {type(trainer.environments[0]).__name__} cannot be pickled ({error}): give "
-                "it a "
-                "`__getstate__` with what the reward reads, or `get_reward`"
+                f"group reward {readers[0].name!r} reads environments, and with several processes they are sent to the "
+                f"ranks that share a group, but {type(trainer.environments[0]).__name__} cannot be pickled ({error}): "
+                "give it a `__getstate__` with what the reward reads, or `get_reward`"
             ) from error
     return list(trainer.environments)
 
 
-def truncated_rows(completion_ids: list[list[int]], end_ids: set[int]) -> list[bool]:
+def truncated_rows(trainer: StepPort, completion_ids: list[list[int]]) -> list[bool]:
     """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
-    return [len(ids) > 0 and int(ids[-1]) not in end_ids for ids in completion_ids]
+    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    return [len(ids) > 0 and int(ids[-1]) not in ends for ids in completion_ids]
 
 
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
@@ -244,47 +316,42 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
 
 
 class WeightSchedules:
-    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force."""
+    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force.
+
+    Raises:
+        ValueError: a schedule of no reward or of several, or a second weight for one.
+    """
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
-        names = list(trainer.reward_func_names)
+        names, written = list(trainer.reward_func_names), trainer.args.reward_weights
+        own = {i: reward.weight_at for i, reward in enumerate(trainer.reward_funcs) if hasattr(reward, "weight_at")}
         for name in schedules:
-            if name not in names:
-                raise ValueError(f"`reward_schedules` names {name!r}, which no reward has{one_of(name, names)}")
             if names.count(name) > 1:
                 raise ValueError(f"`reward_schedules` names {name!r}, which {names.count(name)} rewards share: {names}")
-            _refuse_double(trainer, names.index(name), name)
-        self.trainer = trainer
+            if name not in names:
+                raise ValueError(f"`reward_schedules` names {name!r}, which no reward has{one_of(name, names)}")
+            column = names.index(name)
+            if column in own:
+                raise ValueError(
+                    f"`reward_schedules.{name}` is set, but that reward carries a weight and a warm-up of its own: set "
+                    f"them there ({type(trainer.reward_funcs[column]).__name__}(weight=…, warmup_steps=…))"
+                )
+            if written is not None and written[column] != 1.0:
+                raise ValueError(
+                    f"`reward_weights` gives {name!r} the weight {written[column]}, and `reward_schedules` gives it a "
+                    "schedule: two names for one number; set one"
+                )
+        self.trainer, self._own = trainer, own
         self._columns = {names.index(name): schedule for name, schedule in schedules.items()}
-        self._own = {
-            column: reward.weight_at
-            for column, reward in enumerate(trainer.reward_funcs)
-            if hasattr(reward, "weight_at")
-        }
 
     def apply(self) -> None:
         """The weights of the batch that is about to be generated; ``step`` = optimizer steps done."""
         trainer, step = self.trainer, self.trainer.state.global_step
-        in_force = {column: schedule(step) for column, schedule in self._columns.items()}
-        for column, weight in in_force.items():
+        logged = {column: schedule(step) for column, schedule in self._columns.items()}
+        for column, weight in logged.items():
             trainer.reward_weights[column] = weight
         fixed = trainer.reward_weights.tolist()
-        logged = in_force | {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
-        book = trainer.recorder.book("train" if trainer.model.training else "eval")
+        logged |= {column: fixed[column] * weight_at(step) for column, weight_at in self._own.items()}
         for column, weight in logged.items():
-            book.add_alike(f"reward_weights/{trainer.reward_func_names[column]}", torch.tensor([weight]), 1)
-
-
-def _refuse_double(trainer: StepPort, column: int, name: str) -> None:
-    """One weight, one place that says it."""
-    if hasattr(trainer.reward_funcs[column], "weight_at"):
-        raise ValueError(
-            f"`reward_schedules.{name}` is set, but that reward carries a weight and a warm-up of its own: set them "
-            "there "
-            f"({type(trainer.reward_funcs[column]).__name__}(weight=…, warmup_steps=…))"
-        )
-    if trainer.args.reward_weights is not None and trainer.args.reward_weights[column] != 1.0:
-        raise ValueError(
-            f"`reward_weights` gives {name!r} the weight {trainer.args.reward_weights[column]}, and `reward_schedules` "
-            "gives it a schedule: two names for one number; set one"
-        )
+            name = f"reward_weights/{trainer.reward_func_names[column]}"
+            trainer.recorder.book().add_alike(name, torch.tensor([weight]), 1)

@@ -7,49 +7,34 @@ resampling is what the *outermost* method returned: a team's, shaped, gated, nor
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
-from grpo_lab.trainer.ports import Faults, row_key
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ports import Faults, StepPort, row_key
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
-from grpo_lab.trainer.scoring.reward_table import (
-    as_trl_calls_it,
-    correctness,
-    fill_group_rewards,
-    gathered_rows,
-    nan_counts,
-    tokens_made,
-    truncated_rows,
-    without_infinite,
-)
-from grpo_lab.trainer.scoring.steps import StepCalled, gathered_steps
+from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
 
 TRUNCATION_WARNING = 0.20
 
 
 class Scoring:
-    """Stands in for the trainer's ``_calculate_rewards`` and keeps what it gave."""
+    """Stands in for the trainer's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
@@ -60,36 +45,33 @@ class Scoring:
         self.steps: dict[int, list[StepScores]] = {}
 
     def generate(self, prompts: list[Any]) -> Any:
-        """Stands in for the trainer's ``_generate``: how many tokens the policy made, before TRL masks what was cut."""
+        """Counts the tokens that the policy made, before TRL masks what was cut."""
         generated = self._generate(prompts)
-        self._made = tokens_made(generated)
+        prompt_ids, ids, tool_mask = generated[:3]
+        self._made = [len(row) for row in ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
         faults = self._trainer.recorder.faults_in_training
         if faults is not None:
-            self._keys = [row_key(*ids) for ids in zip(generated[0], generated[1], strict=True)]
+            self._keys = [row_key(*row) for row in zip(prompt_ids, ids, strict=True)]
         if self._trainer.recorder.faults is not None:
-            without_faulty(generated[4], generated[2], faults)
+            without_faulty(generated[4], tool_mask, faults)
         return generated
 
     def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        trainer = self._trainer
+        trainer, faults = self._trainer, self._trainer.recorder.faults_in_training
         values = self._original(inputs, prompts, completions, completion_ids_list)
-        cut = truncated_rows(completion_ids_list, {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id})
-        made = self._made or [len(ids) for ids in completion_ids_list]
-        tokens = [len(ids) for ids in completion_ids_list]
-        of_rows = list(zip(made, tokens, cut, row_numbers(inputs), strict=True))
+        tokens, cut = [len(ids) for ids in completion_ids_list], truncated_rows(trainer, completion_ids_list)
+        of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), strict=True))
         with at("lengths of all completions"):
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
-        names = tuple(trainer.reward_func_names)
+        names, size = tuple(trainer.reward_func_names), trainer._group_size()
         values = self._checked(values, lengths.numel(), names)
-        size = trainer._group_size()
         steps = gathered_steps(self.steps, size)
         table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
         self._seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
-        if trainer.recorder.faults_in_training is not None and self._keys:
+        if faults is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)
-            mine = values[first : first + len(self._keys)].tolist()
-            trainer.recorder.faults_in_training.scored(names, self._keys, mine, first)
+            faults.scored(names, self._keys, values[first : first + len(self._keys)].tolist(), first)
         return values
 
     def taken(self) -> Rewarded:
@@ -101,8 +83,8 @@ class Scoring:
         if self._seen is None:
             raise RuntimeError(
                 f"`{type(self._trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so "
-                "there are no "
-                "rewards for advantages and metrics: call it where `_generate_and_score_completions` is replaced"
+                "there are no rewards for advantages and metrics: call it where `_generate_and_score_completions` is "
+                "replaced"
             )
         return self._seen
 
@@ -113,8 +95,8 @@ class Scoring:
             seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise ValueError(
                 f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: "
-                "one row per "
-                f"completion of all processes (gathered, in rank order), one column per reward {list(names)}"
+                "one row per completion of all processes (gathered, in rank order), one column per reward "
+                f"{list(names)}"
             )
         faults = self._trainer.recorder.faults_in_training
         return without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
@@ -135,11 +117,8 @@ def without_faulty(
     """
     for row, of_tokens in enumerate(logprobs or []):
         made = [1] * len(of_tokens) if sampled is None else sampled[row]
-        bad = [
-            token
-            for token, value in enumerate(of_tokens)
-            if made[token] and value is not None and not math.isfinite(value)
-        ]
+        numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]
+        bad = [token for token, value in numbers if not math.isfinite(value)]
         if not bad:
             continue
         said = f"the engine's log-prob of token {bad[0]} of completion {row} is {of_tokens[bad[0]]}"
@@ -150,68 +129,16 @@ def without_faulty(
             of_tokens[token] = None
 
 
-@contextlib.contextmanager
-def scored_by(trainer: StepPort) -> Iterator[Scoring]:
-    """Inside the block completions are counted and rewards are scored through a ``Scoring``, which is given."""
-    scoring = Scoring(trainer)
-    with (
-        trl_bridge.replaced(trainer, "_calculate_rewards", scoring),
-        trl_bridge.replaced(trainer, "_generate", scoring.generate),
-        trl_bridge.replaced(trainer, "_scoring", scoring),
-    ):
-        yield scoring
-
-
-def record_not_numbers(trainer: StepPort, counts: Tensor, rows: int) -> None:
-    """NaN is None from every kind of reward, as in TRL; it is counted and said, since it is rarely meant.
-
-    Args:
-        counts: long ``[F]``, NaN that each reward returned over all ranks.
-        rows: N.
-    """
-    trainer.recorder.book().add_alike("rewards/nan_share", counts.sum(), counts.numel() * rows)
-    for name, count in zip(trainer.reward_func_names, counts.tolist(), strict=True):
-        if count:
-            trainer.recorder.say(
-                f"reward {name!r} returned NaN for {count} of {rows} completions: taken as None (cannot be scored), "
-                "as in TRL; "
-                "`rewards/nan_share` counts them",
-                key=f"nan: {name}",
-                level=logging.WARNING,
-            )
-
-
-def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], group_size: int, *of_rows: Any) -> Tensor:
-    """TRL's ``_calculate_rewards`` with each reward checked and group rewards completed after the gather, ``[N,
-    F]``."""
-    inputs, prompts, completions, ids = of_rows
-    names = tuple(trainer.reward_func_names)
-    faults = trainer.recorder.faults_in_training
-    guarded = faults is not None
-    if faults is not None:
-        faults.generation()
-    seams = [as_trl_calls_it(reward, name, guarded) for reward, name in zip(trainer.reward_funcs, names, strict=True)]
-    with trl_bridge.replaced(trainer, "reward_funcs", seams):
-        values = trls(*of_rows)
-    not_numbers = nan_counts(seams, values, trainer.accelerator)
-    values = without_infinite(values, names, faults, "reward function {}")
-    if trainer._scoring is not None:
-        trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
-    if any(scope_of(reward) == "group" for reward in trainer.reward_funcs):
-        cut = truncated_rows(ids, {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id})
-        rows = gathered_rows(trainer, inputs, prompts, completions, ids, cut)
-        progress = (trainer.state.global_step, trainer.state.max_steps)
-        group = fill_group_rewards(values, names, trainer.reward_funcs, rows, group_size, progress, guarded)
-        values, not_numbers = group[0], not_numbers + group[1]
-        values = without_infinite(values, names, faults, "group reward {}")
-    record_not_numbers(trainer, not_numbers, values.size(0))
-    return values
-
-
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
     """One generation: TRL's completions and rewards, and which of its forwards were replaced or put off."""
-    forwards = GenerationForwards.of(trainer)
-    with forwards.instead_of_trls(trainer) as put_off, whole_completions(trainer), scored_by(trainer) as found:
+    forwards, found = GenerationForwards.of(trainer), Scoring(trainer)
+    with (
+        forwards.instead_of_trls(trainer) as put_off,
+        whole_completions(trainer),
+        trl_bridge.replaced(trainer, "_calculate_rewards", found),
+        trl_bridge.replaced(trainer, "_generate", found.generate),
+        trl_bridge.replaced(trainer, "_scoring", found),
+    ):
         batch = trls(inputs)
     if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
         batch.setdefault("tool_mask", batch["completion_mask"])
@@ -228,12 +155,12 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     """Groups alike, lengths and correctness of all that was generated into the book; many cut completions are said
     once."""
-    table, book = rewarded.table, trainer.recorder.book()
+    table, recorder = rewarded.table, trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
-    reward_metrics(book, alike(table), rewarded.lengths, rewarded.truncated, correct)
+    reward_metrics(recorder.book(), alike(table), rewarded.lengths, rewarded.truncated, correct)
     share = rewarded.truncated.float().mean().item()
-    if trainer.recorder.mode() == "train" and share > TRUNCATION_WARNING:
-        trainer.recorder.say(
+    if recorder.mode() == "train" and share > TRUNCATION_WARNING:
+        recorder.say(
             f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
             f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or "
             "expect a length bias",
@@ -244,12 +171,10 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
 
 def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
     """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
-    forwards = scored.forwards
-    forwards.mark(batch)
-    rows, written_by = batch["prompt_ids"].size(0), int(trainer.state.global_step)
-    Carried(batch).policy_version = torch.full((rows,), written_by, dtype=torch.long)
-    if forwards.corrected:
-        carried = Carried(batch)
+    scored.forwards.mark(batch)
+    carried, rows = Carried(batch), batch["prompt_ids"].size(0)
+    carried.policy_version = torch.full((rows,), int(trainer.state.global_step), dtype=torch.long)
+    if scored.forwards.corrected:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
         if carried.sampler_weights is not None:  # TRL made it: it was not put off
             record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())

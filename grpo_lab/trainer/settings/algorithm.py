@@ -2,6 +2,7 @@
 
 Three sources, in this order: the ``objective``/``advantage``/``kl`` mappings of ``LabConfig``; class attributes of the
 trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which are mapped to ours where we have the same.
+TRL's fields are kept saying what ours say: whatever reads those (model card, logs) reads the truth.
 """
 
 from __future__ import annotations
@@ -23,34 +24,12 @@ from grpo_lab.objectives import (
     preset,
     surrogate,
 )
-from grpo_lab.trainer.settings.knobs import (
-    CLIP,
-    advantage_choice,
-    advantage_from,
-    aggregation_from,
-    in_words,
-    name_of,
-    refuse_two_rules,
-    surrogate_from,
-)
-from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings
-from grpo_lab.trainer.settings.value import CRITIC, ValueSettings, with_discounts
+from grpo_lab.trainer.settings import knobs
+from grpo_lab.trainer.settings.knobs import CLIP, in_words, name_of
+from grpo_lab.trainer.settings.parse import KLSettings, LabSettings, ObjectiveSettings, ValueSettings
 from grpo_lab.trainer.trl_bridge import teams
 
-#: what TRL's ``importance_sampling_level`` may be
-TRL_LEVELS = ("token", "sequence")
-#: preset → (TRL's loss_type, importance_sampling_level) that say the same; ``reinforce`` has no counterpart.
-TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
-    "grpo": ("grpo", "token"),
-    "dr_grpo": ("dr_grpo", "token"),
-    "dapo": ("dapo", "token"),
-    "bnpo": ("bnpo", "token"),
-    "gspo": ("grpo", "sequence"),
-    "cispo": ("cispo", "token"),
-}
-#: advantage rule → TRL's scale_rewards
-TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: TRL's loss_type → aggregation, for the losses that we have
+#: TRL's loss_type → aggregation, for the losses that we have, as presets of the same names
 LOSS_TYPES: dict[str, str] = {
     "grpo": "sequence_mean",
     "dr_grpo": "fixed_budget",
@@ -58,8 +37,22 @@ LOSS_TYPES: dict[str, str] = {
     "bnpo": "local_token_mean",
     "cispo": "token_mean",
 }
-
-
+#: preset → (TRL's loss_type, importance_sampling_level) that say the same; ``reinforce`` has no counterpart.
+TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
+    **{name: (name, "token") for name in LOSS_TYPES},
+    "gspo": ("grpo", "sequence"),
+}
+#: advantage rule → TRL's scale_rewards
+TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
+#: how `loss_type` begins where TRL has no such loss; TRL refuses it by name, should it ever be asked for that loss
+NOT_TRLS = "grpo_lab:"
+#: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
+NOT_HONOURED: tuple[str, ...] = (
+    *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold", "multi_objective_aggregation"),
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 #: method that a subclass may override → which part of the algorithm it replaces or changes
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
@@ -71,8 +64,6 @@ HOOKS: dict[str, str] = {
     "compute_loss": "loss",
     "training_step": "step",
 }
-#: how `loss_type` begins where TRL has no such loss; TRL refuses it by name, should it ever be asked for that loss
-NOT_TRLS = "grpo_lab:"
 
 
 @dataclass(frozen=True)
@@ -108,29 +99,9 @@ class Algorithm:
         return replace(self, names=names)
 
 
-def trl_loss_type(chosen: ObjectiveSettings) -> str:
-    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
-
-    So whatever reads that field (saved arguments, trackers) reads what was trained. TRL reads it when it computes a
-    loss of its own, which does not happen with an objective of ours, and refuses names that it does not know.
-    """
-    name = chosen.name or "grpo"
-    row = preset(name)
-    own = [
-        f"+{part}={name_of(value)}"
-        for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
-        if value is not None and value != getattr(row, part)
-    ]
-    if not own and name in TRL_EQUIVALENT:
-        return TRL_EQUIVALENT[name][0]
-    return NOT_TRLS + name + "".join(own)
-
-
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
     """The algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) say."""
-    if settings.objective is None:
-        return _from_trl(args, settings)
-    return _from_ours(args, settings.objective, settings)
+    return _from_trl(args, settings) if settings.objective is None else _from_ours(args, settings.objective, settings)
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
@@ -139,58 +110,68 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
             f"`objective` is '', an empty name; it must be one of {sorted(PRESETS)}, or left out for TRL's own settings"
         )
     row = preset(chosen.name or "grpo")
-    push = surrogate_from(args, chosen)
+    push = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
-    average = aggregation_from(chosen.aggregation or row.aggregation)
-    refuse_two_rules(settings.advantage, chosen.advantage)
+    average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
+    knobs.refuse_two_rules(settings.advantage, chosen.advantage)
     beside = chosen.advantage or row.rule
-    named, knobs = advantage_choice(settings.advantage, beside)
-    rule = advantage_from(settings.advantage, beside)
-    value = (settings.value or CRITIC) if reads_values(rule) else None
-    rule = with_discounts(rule, value, knobs)
+    named, own = knobs.advantage_choice(settings.advantage, beside)
+    rule = knobs.advantage_from(settings.advantage, beside)
+    value = (settings.value or ValueSettings()) if reads_values(rule) else None
+    rule = _with_discounts(rule, value, own)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
     objective = Objective(chosen.name or "custom", push, average, ratio, kl)
-    names = _names(objective, in_words_as(rule, named))
+    names = _names(objective, in_words(rule, named))
     return Algorithm(objective, rule, None, names if value is None else {**names, "value": value.in_words()}, value)
 
 
+def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
+    """The rule with ``value.gamma`` and ``value.lam``, where they are set. ``ValueError`` where the rule has none, or
+    another is ``written`` beside its name."""
+    for name in ("gamma", "lam"):
+        number = None if value is None else getattr(value, name)
+        if number is None:
+            continue
+        if not hasattr(rule, name):
+            raise ValueError(
+                f"`value.{name}` is {number}, and the advantage rule in force has no `{name}`; leave it out"
+            )
+        if name in written and written[name] != number:
+            other = f"`advantage.{name}` is {written[name]}"
+            raise ValueError(f"`value.{name}` is {number} and {other}: two names for one number; set one")
+        rule = replace(rule, **{name: float(number)})
+    return rule
+
+
 def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
-    rule = advantage_from(settings.advantage, None)
-    named = in_words_as(rule, settings.advantage.name) if rule and settings.advantage else _trl_advantage(args)
+    rule = knobs.advantage_from(settings.advantage, None)
+    if rule and settings.advantage:
+        named = in_words(rule, settings.advantage.name)
+    else:  # `scale_rewards` is not read where each reward is normalised on its own
+        apart = args.multi_objective_aggregation == "normalize_then_sum"
+        named = f"trl:{args.multi_objective_aggregation if apart else args.scale_rewards}"
     reason = _why_trl(args)
     if reason is not None:
         return Algorithm(None, rule, reason, {"objective": f"trl:{args.loss_type}", "advantage": named})
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
-    ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", TRL_LEVELS)
+    ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", ("token", "sequence"))
     push, average = surrogate(kind, **clip), aggregation(LOSS_TYPES[args.loss_type])
     objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl, "sequence"))
     return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
-    kl, knobs = objective.kl, in_words(objective.surrogate, only_set=False)[len(name_of(objective.surrogate)) + 1 : -1]
+    own = knobs.knobs_in_words(objective.surrogate)
     return {
         "objective": objective.name,
         "advantage": advantage,
         "ratio": objective.ratio,
         "surrogate": name_of(objective.surrogate),
-        **({"knobs": knobs} if knobs else {}),
-        "aggregation": in_words(objective.aggregate),
-        "kl": _kl_in_words(kl),
+        **({"knobs": own} if own else {}),
+        "aggregation": in_words(objective.aggregate, objective.aggregate),
+        "kl": _kl_in_words(objective.kl),
     }
-
-
-def in_words_as(rule: Any, chosen: Any) -> str:
-    """The rule with the knobs that are set, under the name that it was chosen by."""
-    told = in_words(rule)[len(name_of(rule)) :]
-    return (chosen if isinstance(chosen, str) and ":" not in chosen else name_of(chosen)) + told
-
-
-def _trl_advantage(args: Any) -> str:
-    """What TRL's own advantages are: ``scale_rewards`` is not read where each reward is normalised on its own."""
-    apart = args.multi_objective_aggregation == "normalize_then_sum"
-    return f"trl:{args.multi_objective_aggregation if apart else args.scale_rewards}"
 
 
 def _why_trl(args: Any) -> str | None:
@@ -220,17 +201,11 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
         raise ValueError(
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
+    per = chosen.per or (per if chosen.placement == "reward" else "sequence")
     gamma = 1.0 if chosen.gamma is None else chosen.gamma
     control = None if chosen.target is None else AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
-    return KLTerm(
-        coefficient,
-        chosen.estimator,
-        chosen.placement,
-        bool(chosen.ratio_weighted),
-        per=chosen.per or (per if chosen.placement == "reward" else "sequence"),
-        gamma=gamma,
-        control=control,
-    )
+    weighted = bool(chosen.ratio_weighted)
+    return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
 
 
 def _kl_in_words(kl: KLTerm | None) -> str:
@@ -245,3 +220,78 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
     return level
+
+
+def _loss_type(chosen: ObjectiveSettings) -> str:
+    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
+
+    TRL reads it when it computes a loss of its own, which does not happen then, and refuses names that it does not
+    know.
+    """
+    name = chosen.name or "grpo"
+    row = preset(name)
+    own = [
+        f"+{part}={name_of(value)}"
+        for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
+        if value is not None and value != getattr(row, part)
+    ]
+    return NOT_TRLS + name + "".join(own) if own or name not in TRL_EQUIVALENT else TRL_EQUIVALENT[name][0]
+
+
+def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
+    """TRL's field → (what ours make it, our setting, its value)."""
+    chosen = ours.objective
+    if chosen is None:
+        rule = None if ours.advantage is None else ours.advantage.name
+        return {} if rule is None else {"scale_rewards": (_scaling(rule), "advantage", rule)}
+    row = preset(chosen.name or "grpo")
+    loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
+    rule = knobs.advantage_choice(ours.advantage, chosen.advantage or row.advantage)[0]
+    said: dict[str, tuple[Any, str, Any]] = {
+        "loss_type": (loss_type, "objective", chosen.name),
+        "importance_sampling_level": (chosen.ratio or level, "objective.ratio", chosen.ratio or row.ratio),
+        "scale_rewards": (_scaling(rule), "advantage", rule),
+    }
+    if row.plain_k3 and ours.kl is None:
+        said["use_bias_correction_kl"] = (False, "objective", chosen.name)
+    clip = {name: chosen.knobs[name] for name in CLIP if chosen.knobs.get(name) is not None}
+    return said | {name: (value, f"objective.{name}", value) for name, value in clip.items()}
+
+
+def agree_with_trl(args: Any, ours: LabSettings) -> None:
+    """Refuse TRL settings that say otherwise than ours, or that ours do not honour (``ValueError`` names both); then
+    write ours into TRL's fields."""
+    chosen, said = ours.objective, _said_of(ours)
+    place = ("advantage", ours.advantage and ours.advantage.name) if chosen is None else ("objective", chosen.name)
+    for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
+        if getattr(args, name) != knobs.default_of(args, name):
+            raise ValueError(
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
+                f"`{place[0]}`={place[1]!r} does not honour it: leave one out"
+            )
+    loss_type = None if chosen is None else _loss_type(chosen)
+    for name, (expected, setting, value) in said.items():
+        found = getattr(args, name)
+        # as written here before; a saved record may hold a part by another name
+        ours_already = name == "loss_type" and (
+            found == loss_type or found.startswith(f"{NOT_TRLS}{chosen.name or 'grpo'}+")
+        )
+        if not ours_already and knobs.written(args, name) and found != expected:
+            meaning = f"has no counterpart among TRL's `{name}`" if expected is None else f"means `{name}`={expected!r}"
+            raise ValueError(f"`{name}`={found!r} contradicts `{setting}`={value!r}, which {meaning}: leave one out")
+    for name, (expected, *_) in said.items():
+        setattr(args, name, expected)
+    if chosen is not None:
+        args.loss_type, args.importance_sampling_level = loss_type, chosen.ratio or preset(chosen.name or "grpo").ratio
+
+
+def clip_in_force(args: Any, algorithm: Algorithm) -> None:
+    """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
+    surrogate = algorithm.objective.surrogate if algorithm.objective is not None else None
+    for name in set(CLIP) & set(registry.knobs_of(surrogate)):
+        setattr(args, name, getattr(surrogate, name))
+
+
+def _scaling(rule: Any) -> str:
+    """TRL's ``scale_rewards`` for an advantage rule, as far as that goes: what divides."""
+    return {**TRL_SCALING, "process": "group"}.get(rule, "none") if isinstance(rule, str) else "none"

@@ -1,14 +1,13 @@
-"""Settings that cannot stand beside each other, one row each.
+"""Settings that cannot stand beside each other, one row each: (when, the sentence that names them).
 
-A row is (setting, when, sentence). ``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to,
-too.
+``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_lab.advantages import reads_values
 from grpo_lab.engines.vllm.sampling_keys import refuse_ends, refuse_keys, refuse_two_names
@@ -56,23 +55,17 @@ class Case:
         return every == 1 if self.updates < 1 else self.updates % every == 0
 
 
-class Conflict(NamedTuple):
-    """A setting, when it cannot be (anything but None and False is ``found``), and what is said then.
-
-    ``sentence`` is formatted with the fields of the case, ``case`` and ``found``.
-    """
-
-    setting: str
-    when: Callable[[Case], Any]
-    sentence: str
+#: when two settings cannot stand together (anything but None and False is ``found``), and what is said then, formatted
+#: with the fields of the case, ``case`` and ``found``
+Conflict = tuple[Callable[[Case], Any], str]
 
 
 def refuse(rows: Iterable[Conflict], case: Case) -> None:
     """``ValueError`` with the sentence of the first row that holds."""
-    for row in rows:
-        found = row.when(case)
+    for when, sentence in rows:
+        found = when(case)
         if found is not None and found is not False:
-            raise ValueError(row.sentence.format(**vars(case), case=case, found=found))
+            raise ValueError(sentence.format(**vars(case), case=case, found=found))
 
 
 def _first(names: Iterable[str], among: Any) -> str | None:
@@ -106,15 +99,9 @@ LOWEST, HIGHEST = 0.01, 2.0
 """vLLM raises a lower temperature (other than 0, greedy) to the lowest, without an error."""
 
 
-class _Cut(NamedTuple):
-    setting: str
-    value: Any
-    neutral: Any
-
-
-def _cut(case: Case) -> _Cut | None:
-    """What cuts the engine's distribution under the sampler correction; ``generation_kwargs`` win over the flat
-    settings.
+def _cut(case: Case) -> tuple[str, Any, Any] | None:
+    """The setting that cuts the engine's distribution under the sampler correction, its value, and one that does not;
+    ``generation_kwargs`` win over the flat settings.
 
     The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with
     a cut the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
@@ -123,7 +110,7 @@ def _cut(case: Case) -> _Cut | None:
     for name, allowed in NEUTRAL.items() if case.corrects else ():
         value = extra[name] if name in extra else getattr(case.args, name, None)
         if value not in allowed:
-            return _Cut(f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1])
+            return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
     return None
 
 
@@ -132,182 +119,138 @@ def _half(case: Case) -> str | None:
     return next((name for name in ("bf16", "fp16") if batching and getattr(case.args, name)), None)
 
 
-BEFORE = (
-    Conflict(
-        "rollout",
+BEFORE: tuple[Conflict, ...] = (
+    (
         lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "tolerance", "engine", "server"),
         "`rollout.{found}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on",
     ),
-    Conflict(
-        "rollout.server",
+    (
         lambda c: c.args.vllm_mode != "server" and c.of_rollout("server"),
         "`rollout.server` has an effect only with `vllm_mode: server`, and it is {args.vllm_mode!r}: leave it out",
     ),
-    Conflict(
-        "rollout.engine",
+    (
         lambda c: c.args.vllm_mode == "server" and c.of_rollout("engine"),
         "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
         "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)",
     ),
-    Conflict(
-        "rollout.thinking_budget",
+    (
         lambda c: c.thinks and c.args.max_completion_length is None,
-        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is "
-        "left for "
-        "the answer is the difference; set it",
+        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left "
+        "for the answer is the difference; set it",
     ),
-    Conflict(
-        "rollout.thinking_budget",
+    (
         lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
         "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is "
-        "{args.max_completion_length}: the budget, the inserted text and an answer must fit; lower the one or raise "
-        "the "
-        "other",
+        "{args.max_completion_length}: the budget, the inserted text and an answer must fit; change one of them",
     ),
-    Conflict(
-        "rollout.thinking_budget",
+    (
         lambda c: c.thinks and c.args.vllm_structured_outputs_regex,
         "`vllm_structured_outputs_regex` would have to match the thinking and the answer each on its own under "
         "`rollout.thinking_budget`; leave one of them out",
     ),
-    Conflict(
-        "rollout.thinking_budget",
+    (
         lambda c: c.thinks and _first(_PHASE, c.args.generation_kwargs),
         "`generation_kwargs.{found}` would end the thinking or the answer where `rollout.thinking_budget` cannot see "
-        "it; "
-        "leave one of them out (`max_completion_length` is the limit of a whole completion)",
+        "it; leave one of them out (`max_completion_length` is the limit of a whole completion)",
     ),
-    Conflict(
-        "sampler",
+    (
         lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
         "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: "
-        "leave "
-        "one out",
+        "leave one out",
     ),
-    Conflict(
-        "sampler",
+    (
         lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
         "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
-        "its "
-        "start; leave one out",
+        "its start; leave one out",
     ),
-    Conflict(
-        "objective",
+    (
         lambda c: c.ours.objective is None and c.args.loss_type.startswith(NOT_TRLS),
         "`loss_type`={args.loss_type!r} is what a run with `objective` wrote there, and TRL has no such loss: set "
         "`objective` as in that run, or a `loss_type` of TRL's",
     ),
-    Conflict(
-        "kl.coefficient",
+    (
         lambda c: c.ours.kl and c.ours.kl.coefficient is not None and c.args.beta not in (0.0, c.ours.kl.coefficient),
         "`kl.coefficient` is {ours.kl.coefficient} and `beta` is {args.beta}: two names for one number; set one",
     ),
-    Conflict(
-        "use_transformers_continuous_batching",
+    (
         _half,
         "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
-        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from "
-        "then on. "
-        "Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
+        "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then "
+        "on. Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
     ),
-    Conflict(
-        "temperature",
+    (
         lambda c: c.args.use_vllm and not LOWEST <= c.args.temperature <= HIGHEST,
         f"`temperature` is {{args.temperature!r}}: vLLM samples at {LOWEST} to {HIGHEST}. Below it takes {LOWEST} "
-        "instead, "
-        "while the trainer computes its log-probs at the value written; above it refuses",
+        "instead, while the trainer computes its log-probs at the value written; above it refuses",
     ),
-    Conflict(
-        "vllm_importance_sampling_correction",
+    (
         _cut,
-        "`{found.setting}`={found.value!r} does not combine with `vllm_importance_sampling_correction`: the engine's "
-        "log-probs are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be "
-        "below 1 "
-        "even where both agree. Leave `{found.setting}` at {found.neutral!r}, or set "
-        "`vllm_importance_sampling_correction: false`",
+        "`{found[0]}`={found[1]!r} does not combine with `vllm_importance_sampling_correction`: the engine's log-probs "
+        "are renormalised over the tokens that it keeps, the trainer's are not, so the ratio would be below 1 even "
+        "where both agree. Leave `{found[0]}` at {found[2]!r}, or set `vllm_importance_sampling_correction: false`",
     ),
 )
 
 
-AFTER = (
-    Conflict(
-        "vllm_importance_sampling_mode",
+AFTER: tuple[Conflict, ...] = (
+    (
         lambda c: (
-            (c.algorithm.objective is not None and c.algorithm.objective.whole_response)
-            and (c.corrects and c.args.vllm_importance_sampling_mode.startswith("token"))
+            c.corrects
+            and c.args.vllm_importance_sampling_mode.startswith("token")
+            and getattr(c.algorithm.objective, "whole_response", False)
         ),
         "`vllm_importance_sampling_mode` is {args.vllm_importance_sampling_mode!r}, and objective "
         "{algorithm.objective.name!r} is about whole responses: use 'sequence_mask' (TRL's default) or "
-        "'sequence_truncate', "
-        "or switch `vllm_importance_sampling_correction` off",
+        "'sequence_truncate', or switch `vllm_importance_sampling_correction` off",
     ),
-    Conflict(
-        "value",
+    (
         lambda c: c.ours.value is not None and not reads_values(c.algorithm.advantage),
         "`value` is set, and no critic is asked for: the advantage rule is {algorithm.names[advantage]!r}; set "
         "`objective: ppo` (or `advantage: gae`), or leave `value` out",
     ),
-    Conflict(
-        "advantage",
+    (
         lambda c: c.ours.objective is None and reads_values(c.algorithm.advantage),
         "`advantage` is 'gae', which needs a critic: set `objective` (e.g. 'ppo') beside it",
     ),
-    Conflict(
-        "update.dead_groups",
+    (
         lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
-        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns to "
-        "learn from; "
-        "leave it out",
+        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns; leave "
+        "it out",
     ),
-    Conflict(
-        "value.missing_eos_penalty",
-        lambda c: (
-            (c.algorithm.value is not None and c.algorithm.value.missing_eos_penalty is not None)
-            and c.args.mask_truncated_completions
-        ),
-        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same "
-        "completions out "
-        "of the loss; leave one out",
+    (
+        lambda c: getattr(c.algorithm.value, "missing_eos_penalty", None) and c.args.mask_truncated_completions,
+        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions "
+        "out of the loss; leave one out",
     ),
-    Conflict(
-        "kl.gamma",
+    (
         lambda c: c.algorithm.value is not None and c.ours.kl is not None and c.ours.kl.gamma is not None,
-        "`kl.gamma` has no effect with a critic, whose discount is for all rewards: set `value.gamma`, and leave it "
-        "out",
+        "`kl.gamma` has no effect with a critic, whose discount is for all rewards: leave it out; set `value.gamma`",
     ),
-    Conflict(
-        "kl",
+    (
         lambda c: c.ours.kl is not None and c.algorithm.objective is None,
         "`kl` is set, but the loss is left to TRL ({algorithm.left_to_trl}), which has a KL of its own; use `beta`",
     ),
-    Conflict(
-        "reference_every",
+    (
         lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
         "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not "
-        "set): set "
-        "one of them, or leave it out",
+        "set): set one of them, or leave it out",
     ),
-    Conflict(
-        "reference_every",
+    (
         lambda c: c.args.reference_every is not None and c.args.sync_ref_model,
         "`reference_every`={args.reference_every!r} and `sync_ref_model` both move the reference (TRL's with "
         "`ref_model_mixup_alpha`={args.ref_model_mixup_alpha}): leave one out",
     ),
-    Conflict(
-        "reference_every",
+    (
         lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
         "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} "
-        "updates a "
-        "generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the loss "
-        "(`kl.placement: loss`)",
+        "updates a generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the "
+        "loss (`kl.placement: loss`)",
     ),
-    Conflict(
-        "reference_every",
+    (
         lambda c: c.fresh_reference and c.updates <= 1,
         "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets "
-        "{case.updates:g} "
-        "updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` or "
-        "`num_iterations`",
+        "{case.updates:g} updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` "
+        "or `num_iterations`",
     ),
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from huggingface_hub import try_to_load_from_cache
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
@@ -16,6 +17,7 @@ from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.settings.algorithm import LOSS_TYPES
 from grpo_lab.trainer.settings.knobs import TRLS_OWN
+from grpo_lab.trainer.settings.parse import ValueSettings
 from grpo_lab.trainer.trl_bridge import teams
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
@@ -25,7 +27,8 @@ def check_inputs(
 ) -> None:
     """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it.
 
-    A rollout function may bring columns of its own, so rewards' columns are not looked for beside one.
+    A reward that states the columns it reads (``columns = ("solution",)``) must find them, but beside a rollout
+    function, which may bring columns of its own.
     """
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
@@ -35,8 +38,12 @@ def check_inputs(
         check_dataset(eval_dataset, "eval_dataset", needs_prompt)
     rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     if isinstance(train_dataset, Dataset) and rollout_func is None:
+        columns = train_dataset.column_names
         for reward in rewards:
-            check_columns(reward, train_dataset.column_names)
+            lacking = [column for column in getattr(reward, "columns", ()) if column not in columns]
+            if lacking:
+                reads = f"reward {reward_name(reward)!r} reads the column {lacking[0]!r}"
+                raise ValueError(f"{reads}, which `train_dataset` lacks; it has {columns}")
 
 
 def check_model(model: Any) -> None:
@@ -44,22 +51,16 @@ def check_model(model: Any) -> None:
     if not isinstance(model, (str, os.PathLike)):
         return
     name = check_place(str(model), "model")
-    if is_local(name):
+    if is_local(name) or os.environ.get("HF_HUB_OFFLINE") not in ("1", "true", "True"):
         return
-    if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True") and not _in_hub_cache(name):
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise ValueError(
             f"`model` is {name!r}: not a local folder, not in the local hub cache, and HF_HUB_OFFLINE is set, so it "
             "cannot be reached; give a local folder or unset HF_HUB_OFFLINE"
         )
 
 
-def _in_hub_cache(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(name, "config.json"), str)
-
-
-def check_dataset(dataset: Any, setting: str, needs_prompt: bool = True) -> None:
+def check_dataset(dataset: Any, setting: str, needs_prompt: bool) -> None:
     if isinstance(dataset, Dataset):
         if len(dataset) == 0:
             raise ValueError(f"`{setting}` is empty; it needs at least one row")
@@ -67,16 +68,6 @@ def check_dataset(dataset: Any, setting: str, needs_prompt: bool = True) -> None
             raise ValueError(f"`{setting}` has no column 'prompt'; it has {dataset.column_names}")
     elif not isinstance(dataset, IterableDataset):
         raise ValueError(f"`{setting}` is a {type(dataset).__name__}; it must be a datasets.Dataset or IterableDataset")
-
-
-def check_columns(reward: Any, columns: list[str]) -> None:
-    """A reward that states the columns it reads (``columns = ("solution",)``) must find them."""
-    for column in getattr(reward, "columns", ()):
-        if column not in columns:
-            raise ValueError(
-                f"reward {reward_name(reward)!r} reads the column {column!r}, which `train_dataset` lacks; it has "
-                f"{columns}"
-            )
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
@@ -93,8 +84,7 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
     if algorithm.objective is None and hook is not None:
         raise ValueError(
             f"`{hook}` would never be called: the loss is left to TRL ({algorithm.left_to_trl}); set `objective`, or "
-            "override "
-            "`_compute_loss`"
+            "override `_compute_loss`"
         )
     behind = cls.__mro__[cls.__mro__.index(base) + 1 : cls.__mro__.index(GRPOTrainer)]
     home = next((kind for kind in behind if "_compute_loss" in vars(kind)), None)
@@ -118,26 +108,23 @@ def check_requires(trainer: Any) -> None:
     rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
     known = sorted(name for name, reward in rewards if scope_of(reward) == "completion")
     for name, reward in rewards:
-        if scope_of(reward) == "completion":
-            continue
-        for needed in getattr(reward, "requires", ()):
+        for needed in getattr(reward, "requires", ()) if scope_of(reward) != "completion" else ():
             if needed not in known and needed not in getattr(reward, "sources", ()):
                 raise ValueError(
                     f"group reward {name!r} requires the values of {needed!r}, and this run's completion rewards are "
-                    f"{known}: "
-                    "add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
+                    f"{known}: add it to `reward_funcs`, correct `requires`, or hand over the callable in `sources`"
                 )
 
 
 def shared_names(names: list[str]) -> str | None:
     """A sentence to warn with where several rewards have one name: TRL keeps one entry a name in the log."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if not twice:
+    name = min((name for name in names if names.count(name) > 1), default=None)
+    if name is None:
         return None
     return (
-        f"{names.count(twice[0])} rewards are called {twice[0]!r}: `rewards/{twice[0]}/mean` is the mean of all of "
-        "them, as in TRL, and a "
-        "group reward that requires this name sees the last; give them `__name__`s of their own (`reward_funcs`)"
+        f"{names.count(name)} rewards are called {name!r}: `rewards/{name}/mean` is the mean of all of "
+        "them, as in TRL, and a group reward that requires this name sees the last; give them `__name__`s of their own "
+        "(`reward_funcs`)"
     )
 
 
@@ -153,8 +140,7 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
     return (
         f"`eval_dataset`: {uneven[0]} rows × {group_size} completions do not fill the last batch of {full} "
         f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and "
-        "other means over batches are "
-        f"stock TRL's, so {how}: take a number of rows that fills it"
+        f"other means over batches are stock TRL's, so {how}: take a number of rows that fills it"
     )
 
 
@@ -175,49 +161,57 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
     if torch.as_tensor(objective.aggregate(one, one.bool(), without)).isnan().any():
         raise ValueError(
             f"`max_completion_length` is None, and the average of objective {objective.name!r} divides by it; set it "
-            "(a limit "
-            "in `generation_kwargs` is only the engine's)"
+            "(a limit in `generation_kwargs` is only the engine's)"
         )
 
 
 def check_prompt_lengths(
     lengths: list[int], config: Any, max_completion_length: int | None, limit: int | None = None
 ) -> str | None:
-    """Prompts must leave room for a completion in the model's context.
+    """Prompts of ``lengths`` tokens must leave room for a completion in the model's context.
 
     Args:
-        lengths: tokens of each prompt.
         config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
         max_completion_length: tokens of the longest completion; ``None``: not known, then one must fit.
         limit: a smaller context that the engine was given (``vllm_max_model_length``).
 
-    Returns:
-        A sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after it.
+    Returns: a sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after
+        it.
 
     Raises:
         ValueError: a prompt fills the context.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = [(getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model")]
-    found.append((limit, "`vllm_max_model_length`"))
-    context, setting = min(((n, name) for n, name in found if n), default=(None, ""))
-    longest = max(lengths, default=0)
-    if context is None or longest + (max_completion_length or 1) <= context:
+    known = getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model"
+    found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
+    context, setting = min(found, default=(None, ""))
+    longest, room = max(lengths, default=0), max_completion_length
+    if context is None or longest + (room or 1) <= context:
         return None
-    if longest >= context:
-        better = (
-            ""
-            if max_completion_length is None
-            else f", and with `max_completion_length`={max_completion_length} better "
+    if longest < context:
+        return (
+            f"the longest prompt has {longest} tokens: with `max_completion_length`={room} a completion may run beyond "
+            f"the context of {context} tokens ({setting})"
         )
-        better += "" if max_completion_length is None else f"at most {max(context - max_completion_length, 1)}"
-        raise ValueError(
-            f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "
-            "prompts "
-            f"of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
-        )
-    return (
-        f"the longest prompt has {longest} tokens: with `max_completion_length`={max_completion_length} a completion "
-        "may run "
-        f"beyond the context of {context} tokens ({setting})"
+    better = "" if room is None else f", and with `max_completion_length`={room} at most {max(context - room, 1)}"
+    raise ValueError(
+        f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "
+        f"prompts of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"
     )
+
+
+def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
+    """``ValueError`` where the critic would not learn. ``own_loss``: whose ``_compute_loss`` makes the loss; None:
+    ours."""
+    if value is None:
+        return
+    if own_loss is not None:
+        raise ValueError(
+            "`_compute_loss` is overridden, so that the critic (`value`) would never learn; override `token_loss`, the "
+            "policy's loss"
+        )
+    if optimizers is not None and optimizers[0] is not None:
+        raise ValueError(
+            "`optimizers` holds an optimizer, which does not know the critic's parameters (`value`); leave it out, and "
+            "set `optim`, `learning_rate` and `value.learning_rate`"
+        )

@@ -7,7 +7,6 @@ there are beside the choice, its dataclass alone says; one that it does not have
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -21,11 +20,7 @@ from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
 from grpo_lab.objectives.presets import OUR_PRESETS
 from grpo_lab.settings import from_json, read, refuse_unknown, typed
-from grpo_lab.trainer.settings.parse import (
-    AdvantageSettings,
-    LabSettings,
-    ObjectiveSettings,
-)
+from grpo_lab.trainer.settings.parse import AdvantageSettings, LabSettings, ObjectiveSettings
 
 #: values of TRL's ``loss_type`` that only TRL computes
 TRLS_OWN = ("luspo", "sapo", "vespo")
@@ -33,49 +28,42 @@ TRLS_OWN = ("luspo", "sapo", "vespo")
 CLIP = ("epsilon", "epsilon_high", "delta")
 
 
+def default_of(args: Any, name: str) -> Any:
+    """The default of a field of TRL's."""
+    return args.__dataclass_fields__[name].default
+
+
 def written(args: Any, name: str) -> bool:
     """Whether ``name`` was set by the user: written down in the constructor, or different from its default."""
-    if name in getattr(args, "_written", frozenset()):
-        return True
-    default = next(f.default for f in dataclasses.fields(args) if f.name == name)
-    return bool(getattr(args, name) != default)
+    return name in getattr(args, "_written", ()) or bool(getattr(args, name) != default_of(args, name))
 
 
 def with_registered(settings: LabSettings) -> LabSettings:
-    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module registers it
-    by."""
+    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module, which is loaded,
+    registers it by (the registered class will do, too). ``ValueError``: no such module, or it registers none."""
     chosen = settings.objective
-    if chosen is not None and chosen.name in TRLS_OWN:
+    if chosen is None or chosen.name is None:
+        return settings
+    if chosen.name in TRLS_OWN:
         raise ValueError(
             f"`objective` is {chosen.name!r}, which is a loss of TRL's own: set `loss_type: {chosen.name}`, and leave "
             "`objective` out"
         )
-    if chosen is None or not isinstance(chosen.name, str) or ":" not in chosen.name:
+    module, colon, own = chosen.name.partition(":")
+    if not colon:
         return settings
-    return replace(settings, objective=replace(chosen, name=registered_name(chosen.name)))
-
-
-def registered_name(reference: str) -> str:
-    """``"module:name"`` → the name of the objective, after loading the module that registers it. The registered class
-    will do, too.
-
-    Raises:
-        ValueError: no such module, or it registers nothing of this name.
-    """
-    module, _, own = reference.partition(":")
     try:
-        loaded = import_module(module)
+        part = getattr(import_module(module), own, None)
     except ImportError as error:
-        raise ValueError(f"`objective` is {reference!r}, and {module!r} cannot be loaded: {error}") from error
-    part = getattr(loaded, own, None)
+        raise ValueError(f"`objective` is {chosen.name!r}, and {module!r} cannot be loaded: {error}") from error
     theirs = [name for name in PRESETS if name not in OUR_PRESETS]
     for name in theirs:
         if name == own or (part is not None and SURROGATES.get(name) is part):
-            return name
+            return replace(settings, objective=replace(chosen, name=name))
     raise ValueError(
-        f"`objective` is {reference!r}, and {module!r} registers no objective {own!r} "
-        "(`grpo_lab.register_objective`); registered "
-        f"are {sorted(theirs)}. A surrogate that is not registered is given as `surrogate`"
+        f"`objective` is {chosen.name!r}, and {module!r} registers no objective {own!r} "
+        f"(`grpo_lab.register_objective`); registered are {sorted(theirs)}. A surrogate that is not registered is "
+        "given as `surrogate`"
     )
 
 
@@ -86,36 +74,30 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     names; ours take TRL's defaults, too.
     """
     part = surrogate_part(chosen)
-    known = registry.knobs_of(part) if isinstance(part, type) else {}
-    _refuse(chosen.knobs, known, part, "objective", "surrogate", SURROGATES)
+    own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
             f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
         )
     _refuse_clip(args, part)
+    known = registry.knobs_of(part) if isinstance(part, type) else {}
     flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **_typed(chosen.knobs, part, "objective")}, "surrogate")  # type: ignore[no-any-return]
+    return _built(part, {**flat, **own}, "surrogate")  # type: ignore[no-any-return]
 
 
 def _refuse_clip(args: Any, part: Any) -> None:
-    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error, as beside
-    ``objective``.
-
-    An object is set already: it may have the same value there (``clip_in_force`` wrote it).
-    """
+    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error. An object is
+    set already: it may have the same value there (``clip_in_force`` wrote it)."""
     known = registry.knobs_of(part)
     for name in CLIP:
         value = getattr(args, name)
-        if value == next(f.default for f in dataclasses.fields(args) if f.name == name):
+        if value == default_of(args, name):
             continue
+        has_none = f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}"
         if name not in known:
-            reads = f"which reads {list(known) or 'no settings'}; leave it out"
-            raise ValueError(f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}, {reads}")
+            raise ValueError(f"{has_none}, which reads {list(known) or 'no settings'}; leave it out")
         if not isinstance(part, type) and value != getattr(part, name):
-            raise ValueError(
-                f"`{name}`={value} has no effect on the surrogate {name_of(part)!r} given as an object with {name}="
-                f"{getattr(part, name)}; set it there, or leave it out"
-            )
+            raise ValueError(f"{has_none} given as an object with {name}={getattr(part, name)}; set it there")
 
 
 def surrogate_part(chosen: ObjectiveSettings) -> Any:
@@ -127,9 +109,8 @@ def aggregation_from(chosen: Any) -> Aggregation:
     """A name, ``"module:attribute"``, callable, or a mapping of a name and its knobs → the aggregation."""
     name, knobs = _named(chosen, "aggregation")
     part = _part(name, AGGREGATIONS, "aggregation")
-    known = registry.knobs_of(part) if isinstance(part, type) else {}
-    _refuse(knobs, known, part, "aggregation", "aggregation", AGGREGATIONS)
-    return _built(part, _typed(knobs, part, "aggregation"), "aggregation")  # type: ignore[no-any-return]
+    own = _checked(knobs, part, "aggregation", "aggregation", AGGREGATIONS)
+    return _built(part, own, "aggregation")  # type: ignore[no-any-return]
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
@@ -139,16 +120,12 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
         if knobs:
             raise ValueError(
                 f"`advantage.{next(iter(knobs))}` has no effect: advantages are TRL's (`scale_rewards`), whose ε is "
-                "fixed; name a rule, "
-                "such as `advantage: {name: group_zscore, epsilon: …}`"
+                "fixed; name a rule, such as `advantage: {name: group_zscore, epsilon: …}`"
             )
         return None
     rules = {**RULES, **TOKEN_RULES}
     part = _part(name, rules, "advantage")
-    known = registry.knobs_of(part) if isinstance(part, type) else {}
-    _refuse(knobs, known, part, "advantage", "advantage rule", rules)
-    rule = registry.built(part, _typed(knobs, part, "advantage"), "advantage")
-    return rule if level_of(rule) == "token" else _callable(rule, "advantage")
+    return _built(part, _checked(knobs, part, "advantage", "advantage rule", rules), "advantage")
 
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
@@ -161,11 +138,9 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
 
 
 def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
-    """ValueError where ``advantage`` and ``objective.advantage`` name different rules."""
-    if own is None or own.name is None or beside is None:
-        return
+    """``ValueError`` where ``advantage`` and ``objective.advantage`` name different rules."""
     name, _ = _named(beside, "objective.advantage")
-    if name != own.name:
+    if own is not None and own.name is not None and name is not None and name != own.name:
         raise ValueError(
             f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one "
             "setting; leave one out"
@@ -177,10 +152,9 @@ def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
 
     For readers of text, who must know which knobs are numbers.
     """
-    found: dict[str, Any] = {}
     written = {"objective": from_json(objective, "objective"), "advantage": from_json(advantage, "advantage")}
-    settings = read(LabSettings, written)
-    chosen = with_registered(settings).objective
+    settings = with_registered(read(LabSettings, written))
+    chosen, found = settings.objective, {}
     if chosen is not None:
         found["objective"] = surrogate_part(chosen)
     beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").rule
@@ -190,14 +164,17 @@ def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
     return {setting: part for setting, part in found.items() if isinstance(part, type)}
 
 
-def in_words(part: Any, only_set: bool = True) -> str:
-    """``name(knob=value, …)``; with ``only_set`` the knobs that differ from their default."""
-    knobs = registry.knobs_of(part) if not isinstance(part, type) else {}
-    shown = {
-        name: getattr(part, name) for name, default in knobs.items() if not only_set or getattr(part, name) != default
-    }
-    told = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
-    return name_of(part) + (f"({told})" if told else "")
+def in_words(part: Any, chosen: Any) -> str:
+    """``name(knob=value, …)`` with the knobs that differ from their default, under the name that it was chosen by."""
+    told = knobs_in_words(part, only_set=True)
+    return name_of(chosen) + (f"({told})" if told else "")
+
+
+def knobs_in_words(part: Any, only_set: bool = False) -> str:
+    """``knob=value, …`` of an object."""
+    values = {name: (getattr(part, name), default) for name, default in registry.knobs_of(part).items()}
+    shown = {name: value for name, (value, default) in values.items() if not (only_set and value == default)}
+    return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
 
 def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
@@ -214,48 +191,37 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
     return chosen
 
 
-def _set(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in knobs.items() if value is not None}
+def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless a default is not.
 
-
-def _typed(knobs: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless its default is
-    not."""
-    if not isinstance(part, type):
-        return _set(knobs)
-    found = typed(_set(knobs), part, where)
+    One that the part does not read is an error, not silence; one that no part of ``table`` has is misspelt.
+    """
+    is_class, known = isinstance(part, type), registry.knobs_of(part)
+    elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
+    own = {*ObjectiveSettings.__dataclass_fields__} - {"knobs"} if where == "objective" else {"name"}
+    allowed = {*own, *known} if is_class else own
+    refuse_unknown([name for name in knobs if name not in elsewhere], allowed, f"`{where}`")
+    chosen = {name: value for name, value in knobs.items() if value is not None}
+    for name in chosen:
+        if not is_class or name not in known:
+            reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
+            raise ValueError(
+                f"`{where}.{name}`={chosen[name]} has no effect on the {what} {name_of(part)!r}"
+                f"{reads if is_class else ' given as an object; set it there'}"
+            )
+    found = typed(chosen, part, where) if chosen else {}
     for name, value in found.items():
-        if isinstance(value, float) and not math.isfinite(value) and value != registry.knobs_of(part).get(name):
+        if isinstance(value, float) and not math.isfinite(value) and value != known[name]:
             raise ValueError(f"`{where}.{name}` is {value}; it must be a finite number")
     return found
 
 
-def _refuse(
-    knobs: Mapping[str, Any], known: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]
-) -> None:
-    """A knob that the part does not read is an error, not silence; one that no part has is misspelt."""
-    elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
-    own = [field.name for field in dataclasses.fields(ObjectiveSettings)] if where == "objective" else ["name"]
-    read_here = {*own, *known} - {"knobs"}
-    refuse_unknown([name for name in knobs if name not in elsewhere], read_here, f"`{where}`")
-    for name, value in _set(knobs).items():
-        if name in known:
-            continue
-        reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
-        raise ValueError(
-            f"`{where}.{name}`={value} has no effect on the {what} {name_of(part)!r}"
-            f"{reads if isinstance(part, type) else ' given as an object; set it there'}"
-        )
-
-
 def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
-    return _callable(registry.built(part, knobs, setting), setting)
-
-
-def _callable(chosen: Any, setting: str) -> Any:
-    if not callable(chosen):
-        raise ValueError(f"`{setting}` is {chosen!r}; it must be a name, 'module:attribute' or a callable")
-    return chosen
+    made = registry.built(part, knobs, setting)
+    of_tokens = setting == "advantage" and level_of(made) == "token"
+    if not (of_tokens or callable(made)):
+        raise ValueError(f"`{setting}` is {made!r}; it must be a name, 'module:attribute' or a callable")
+    return made
 
 
 def name_of(part: Any) -> str:
@@ -263,7 +229,7 @@ def name_of(part: Any) -> str:
     if isinstance(part, Mapping):
         part = part.get("name")
     if isinstance(part, str):  # "module:attribute", as a function of that name
-        return part.rpartition(":")[2].rpartition(".")[2]
+        return part.rpartition(":")[2].rpartition(".")[2] if ":" in part else part
     if isinstance(part, functools.partial):
         return f"partial({name_of(part.func)})"
     name = str(getattr(part, "__name__", None) or type(part).__name__)

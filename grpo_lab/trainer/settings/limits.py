@@ -1,8 +1,5 @@
-"""Settings of TRL and transformers that take one of a few names, or a number of a range, and batch sizes that must
-divide.
-
-The libraries look at them when they are used: at the first step, or never.
-"""
+"""Settings of TRL and transformers: which they once had, which take one of a few names or a number of a range, and what
+batch sizes must divide. The libraries look at them when they are used: at the first step, or never."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ CHOICES: dict[str, Sequence[str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
 }
-
-
+#: numpy's, which transformers seeds beside torch: 0 … 2³² − 1
 SEEDS = 2**32
-"""numpy's, which transformers seeds beside torch: 0 … 2³² − 1."""
 
 
 class Range(NamedTuple):
@@ -51,23 +46,11 @@ class Range(NamedTuple):
 
 
 _FINITE = Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
-
-
 _ABOVE_0 = Range("a finite number above 0", lambda value: 0 < value < math.inf)
-
-
 _BELOW_1 = Range("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-
-
 _SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
 _PART = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-
-
 _COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
-
-
 RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "dataloader_num_workers"), _FINITE
@@ -89,87 +72,117 @@ RANGES: dict[str, Range] = {
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": Range("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
-
-
+#: read only where the strategy is `steps`
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
-"""Read only where the strategy is `steps`."""
+_RENAMED = {
+    "use_liger_loss": "use_liger_kernel",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "evaluation_strategy": "eval_strategy",
+    "include_inputs_for_metrics": "include_for_metrics",
+    "include_tokens_per_second": "include_num_input_tokens_seen",
+    "no_cuda": "use_cpu",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "torchdynamo": "torch_compile_backend",
+}
+_WITHOUT = (
+    *("half_precision_backend", "fp16_backend", "fp16_opt_level", "jit_mode_eval", "use_ipex", "use_mps_device"),
+    *("past_index", "mp_parameters", "ray_scope", "tpu_num_cores", "tpu_metrics_debug"),
+    *("use_legacy_prediction_loop", "save_safetensors"),
+)
+
+#: settings that ``GRPOConfig`` of TRL 0.14 to 1.15 on transformers 4.46 to 5.8 had → what to do now
+GONE: dict[str, str] = {
+    **{old: f"it is `{new}` now" for old, new in _RENAMED.items()},
+    **dict.fromkeys(_WITHOUT, "leave it out; nothing takes its place"),
+    "max_prompt_length": "TRL cuts no prompts; leave rows with longer ones out of the data",
+    "vllm_device": "`vllm_mode: colocate` has the engine on the trainer's GPU, `vllm_mode: server` where its server is",
+    "vllm_dtype": "it is `rollout: {engine: {dtype: …}}` here, and `grpo-lab serve --dtype` with a server",
+    "vllm_enable_prefix_caching": "it is `rollout: {engine: {prefix_caching: …}}` here",
+    "vllm_sampling_params": "set `temperature`, `top_p`, `top_k`, `min_p`; others go into `generation_kwargs`",
+    "adafactor": "it is `optim: adafactor` now",
+    "dispatch_batches": "it is `accelerator_config: {dispatch_batches: …}` now",
+    "split_batches": "it is `accelerator_config: {split_batches: …}` now",
+    "fsdp_min_num_params": "it is `fsdp_config: {min_num_params: …}` now",
+    "fsdp_transformer_layer_cls_to_wrap": "it is `fsdp_config: {transformer_layer_cls_to_wrap: […]}` now",
+    "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
+    "logging_dir": "set TENSORBOARD_LOGGING_DIR in the environment",
+    "overwrite_output_dir": "give `--overwrite` to grpo-lab; a script's trainer writes into the folder as it is",
+    "push_to_hub_organization": "it is `hub_model_id: organization/name` now",
+    "tp_size": "it is `parallelism_config` now",
+    "warmup_ratio": "`warmup_steps` takes a share of all steps, too: a number below 1",
+}
+#: of ``SFTConfig`` and ``DPOConfig``, besides
+SUPERVISED_GONE: dict[str, str] = {
+    **GONE,
+    **dict.fromkeys(("max_seq_length", "num_of_sequences"), "it is `max_length` now"),
+    **dict.fromkeys(("max_prompt_length", "max_completion_length"), "`max_length` is of the two together"),
+    **dict.fromkeys(("chars_per_token", "dataset_batch_size"), "leave it out; nothing takes its place"),
+    "use_liger": "it is `use_liger_kernel` now",
+}
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range.
-
-    Args:
-        where: the section, for messages (``"cold_start"``; empty for a flat setting).
-    """
+    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range; ``where``: the
+    section, for messages (``"cold_start"``; empty for a flat setting)."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)
         if isinstance(value, str) and not isinstance(value, Enum) and value not in known:
             raise ValueError(f"`{prefix}{name}` is {value!r}{one_of(value, known)}")
-    for name, allowed in _ranges(values).items():
+    strategies = {name: values.get(BY_STRATEGY.get(name, ""), "steps") for name in RANGES}
+    ranges = {name: one for name, one in RANGES.items() if _text(strategies[name]) == "steps"}
+    if not (values.get("max_steps") or -1) > 0:
+        ranges["num_train_epochs"] = _ABOVE_0
+    off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
+    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
+    for name, allowed in ranges.items():
         value = values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and not allowed.holds(value):
             more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
             raise ValueError(f"`{prefix}{name}` is {value}; it must be {allowed.words}{more}")
 
 
-def _ranges(values: Mapping[str, Any]) -> dict[str, Range]:
-    """Those that are read beside the other settings."""
-    ranges = {name: one for name, one in RANGES.items() if _by_steps(values, name)}
-    if not (values.get("max_steps") or -1) > 0:
-        ranges["num_train_epochs"] = _ABOVE_0
-    off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
-    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
-    return ranges
-
-
-def _by_steps(values: Mapping[str, Any], name: str) -> bool:
-    strategy = values.get(BY_STRATEGY.get(name, ""), "steps")
-    return str(getattr(strategy, "value", strategy)) == "steps"
+def _text(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))
 
 
 def check_batch_sizes(args: Any) -> None:
-    """Check what TRL will derive its generation batch from, before it does.
+    """Check what TRL will derive its generation batch from, before it does: ``ValueError`` with the sizes seen, and for
+    each setting the nearest values that would divide.
 
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
-
-    Raises:
-        ValueError: with the sizes seen, and for each setting the nearest values that would divide.
     """
-    group = args.num_generations
+    group, size = args.num_generations, args.per_device_train_batch_size
     if group < 2:
         raise ValueError(f"`num_generations` is {group}; a group needs at least 2 completions to be compared")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"`{name}` is {getattr(args, name)}; it must be ≥ 1")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.steps_per_generation is not None and args.generation_batch_size == (
-        args.per_device_train_batch_size * world * args.steps_per_generation
-    ):
-        args.generation_batch_size = (
-            None  # TRL derives it again, and refuses both also where they agree (``dataclasses.replace``)
-        )
-    if args.generation_batch_size is not None:
-        _check_given(args.generation_batch_size, args.per_device_train_batch_size * world, group, args, world)
-    else:
+    batch, steps = args.generation_batch_size, args.steps_per_generation
+    if batch is not None and steps is not None:
+        if batch != size * world * steps:
+            raise ValueError(
+                f"`generation_batch_size`={batch} and `steps_per_generation`={steps} are both set; one follows from "
+                "the other: leave one out (`dataclasses.replace`: set it to None)"
+            )
+        args.generation_batch_size = batch = None  # TRL derives it again, and refuses both also where they agree
+    if batch is None:
         _check_derived(args, world, group)
-    _check_eval(args, world)
-
-
-def _check_given(batch: int, micro: int, group: int, args: Any, world: int) -> None:
-    if args.steps_per_generation is not None:
-        raise ValueError(
-            f"`generation_batch_size`={batch} and `steps_per_generation`={args.steps_per_generation} are both set; one "
-            "follows from the other: leave one out (`dataclasses.replace`: set it to None)"
-        )
-    if batch % micro or batch % group:
-        unit = math.lcm(micro, group)
+    elif batch % (size * world) or batch % group:
         raise ValueError(
             f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
-            f"{args.per_device_train_batch_size} × {world} = {micro} and by `num_generations` = {group}. "
-            f"`generation_batch_size` {_nearest(batch, unit)} would do"
+            f"{size} × {world} = {size * world} and by `num_generations` = {group}. `generation_batch_size` "
+            f"{_nearest(batch, math.lcm(size * world, group))} would do"
         )
+    if _text(args.eval_strategy) != "no":
+        _check_eval(args, world)
 
 
 def _check_derived(args: Any, world: int, group: int) -> None:
@@ -182,17 +195,14 @@ def _check_derived(args: Any, world: int, group: int) -> None:
     groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
     raise ValueError(
         f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
-        "completions per "
-        f"generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
-        f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+        f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
+        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or `per_device_train_batch_size` "
+        f"{_nearest(size, group // math.gcd(group, steps * world))}"
         + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
     )
 
 
 def _check_eval(args: Any, world: int) -> None:
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
-        return
     setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
     group = getattr(args, setting)
     if group < 1:
@@ -201,10 +211,9 @@ def _check_eval(args: Any, world: int) -> None:
     if size * world % group:
         raise ValueError(
             f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
-            f"`{setting}` = "
-            f"{group}. What would do: `per_device_eval_batch_size` "
-            f"{_nearest(size, group // math.gcd(group, world))}, or "
-            f"`num_generations_eval` {', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+            f"`{setting}` = {group}. What would do: `per_device_eval_batch_size` "
+            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` "
+            f"{', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
         )
 
 

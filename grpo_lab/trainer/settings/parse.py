@@ -1,8 +1,8 @@
 """What ``LabConfig`` adds to TRL's settings, as typed settings: its small mappings, and single values.
 
-``objective``, ``advantage``, ``kl``, ``update`` and ``sampler`` take a name or a mapping, and all mappings JSON text.
-Unknown keys are refused with the nearest match; a knob that would have no effect is an error, not silence. Keys that
-belong to a part (``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
+``objective``, ``advantage``, ``kl``, ``value``, ``update``, ``sampler`` and ``guard`` take a name or a mapping, and all
+mappings JSON text. Unknown keys are refused with the nearest match; a knob that would have no effect is an error. Keys
+that belong to a part (``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.rewards.schedules import Schedule, schedule_from
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
+    Count,
     Hours,
     Number,
     OnlySwitch,
     Positive,
+    Seconds,
     Switch,
-    from_json,
     must_be,
-    read,
     settings,
 )
-from grpo_lab.trainer.settings.rollout import RolloutSettings
-from grpo_lab.trainer.settings.sampler import SamplerSettings
-from grpo_lab.trainer.settings.value import ValueSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
-    """``{reward name: schedule}`` from the configuration. Raises ``ValueError`` naming the reward and the setting."""
+    """``{reward name: schedule}`` from the configuration. ``ValueError`` names the reward and the setting."""
     if written is None:
         return {}
     if not isinstance(written, Mapping):
@@ -51,17 +49,15 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
 
 
 def _off(value: Any) -> Any:
-    """YAML 1.1 reads a bare `off` as false."""
-    return "off" if value is False else value
+    return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
 
 
 def _digits(value: Any) -> Any:
-    """Command lines have text."""
-    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value  # command lines have text
 
 
 def _path_of_a_file(value: Any) -> str:
-    """ValueError for no path, and for that of a folder, which is always there."""
+    """``ValueError`` for no path, and for that of a folder, which is always there."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or os.path.isdir(value):
         raise ValueError
     return os.fspath(value)
@@ -82,9 +78,9 @@ class GuardSettings:
     save: Annotated[Switch, NULL_IS_DEFAULT] = True
 
     def __post_init__(self) -> None:
-        if self.is_off and (self.max_bad_steps != 3 or not self.save):
-            idle = "max_bad_steps" if self.max_bad_steps != 3 else "save"
-            raise ValueError(f"`guard.{idle}` has no effect with `guard: off`; leave it out")
+        for knob in ("max_bad_steps", "save"):
+            if self.is_off and getattr(self, knob) != getattr(GuardSettings, knob):
+                raise ValueError(f"`guard.{knob}` has no effect with `guard: off`; leave it out")
 
     @property
     def is_off(self) -> bool:
@@ -145,14 +141,56 @@ class KLSettings:
 
     def __post_init__(self) -> None:
         if self.per is not None and self.placement == "loss":
-            raise ValueError(
-                "`kl.per` has no effect with `kl.placement: loss`, where every token pays anyway; leave it out"
-            )
+            raise ValueError("`kl.per` has no effect with `kl.placement: loss`: every token pays anyway; leave it out")
         if self.gamma is not None and self.per != "token":
             raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
         for name in ("rate", "horizon"):
             if getattr(self, name) is not None and self.target is None:
                 raise ValueError(f"`kl.{name}` has an effect only with `kl.target`; leave it out, or set a target")
+
+
+Above = Annotated[Number, Field(gt=0, allow_inf_nan=False), must_be("a finite number above 0")]
+
+
+@settings(bare="model")
+class ValueSettings:
+    """``value``: the critic. Every field has a default, so that ``value: {}`` is a whole setting.
+
+    Args:
+        model: ``head``: a linear layer on the policy's last hidden states (one forward, no further memory). ``copy``: a
+            network of its own, which starts as a copy of the policy's. A folder or hub name: that network (a critic
+            that a run saved, or any causal or base model with the policy's vocabulary).
+        learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
+        vf_coef: c of policy loss + c · value loss; TRL's deleted ``PPOConfig`` had 0.1, too.
+        cliprange_value: how far a value may move from the one at generation before the loss stops pulling; ``None``: no
+            clipping.
+        gamma: discount per own token; ``None``: the rule's, 1.
+        lam: λ of GAE; ``None``: the rule's, 0.95.
+        whiten_rewards: divide the tokens' rewards by their standard deviation (their mean stays).
+        whiten_advantages: advantages with mean 0 and standard deviation 1, over all ranks' tokens.
+        warmup_steps: optimizer steps in which the critic alone learns; the policy's weights stay.
+        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself (TRL's deleted
+            ``PPOConfig``).
+    """
+
+    model: Annotated[str, Field(strict=True, min_length=1), must_be("head, copy, a folder or a hub name")] = "head"
+    learning_rate: Above | None = None
+    vf_coef: Annotated[Above, NULL_IS_DEFAULT] = 0.1
+    cliprange_value: Above | None = 0.2
+    gamma: Number | None = None
+    lam: Number | None = None
+    whiten_rewards: Annotated[Switch, NULL_IS_DEFAULT] = False
+    whiten_advantages: Annotated[Switch, NULL_IS_DEFAULT] = True
+    warmup_steps: Annotated[Count, NULL_IS_DEFAULT] = 0
+    missing_eos_penalty: Above | None = None
+
+    def in_words(self) -> str:
+        """What is in force and not a default, for ``describe()``; discounts are said with the rule."""
+        said = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("model", "gamma", "lam")
+        }
+        changed = [f"{name}={value}" for name, value in said.items() if value != getattr(ValueSettings, name)]
+        return ", ".join([self.model, *changed])
 
 
 @settings(bare="name")
@@ -177,16 +215,12 @@ class UpdateSettings:
     randomness: Literal["same_distribution", "same_draws"] | None = None
 
     def __post_init__(self) -> None:
-        if self.randomness is not None and self.is_off:
-            raise ValueError(
-                "`update.randomness` has no effect with `update: off`, which has stock's draws anyway; leave it out"
-            )
-        if self.is_off and (self.max_tokens is not None or self.dead_groups == "keep"):
-            idle = "max_tokens" if self.max_tokens is not None else "dead_groups: keep"
-            raise ValueError(
-                f"`update.{idle}` has no effect with `update: off`, which computes all rows in stock's batches; "
-                "leave it out"
-            )
+        keep = True if self.dead_groups == "keep" else None
+        knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
+        for knob, value in knobs.items():
+            if self.is_off and value is not None:
+                said = "which computes all rows in stock's batches, with stock's draws; leave it out"
+                raise ValueError(f"`update.{knob}` has no effect with `update: off`, {said}")
         if self.max_rounds is not None and self.dead_groups != "resample":
             raise ValueError("`update.max_rounds` has an effect only with `update.dead_groups: resample`; leave it out")
 
@@ -195,10 +229,123 @@ class UpdateSettings:
         return self.name == "off"
 
 
-GENERATION = "generation"
+#: sampler → the settings that it reads, with their defaults (None: has to be given)
+KNOBS: dict[str, dict[str, Any]] = {
+    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
+    "curriculum": {"pass_rate_column": "pass_rate"},
+    "uniform_then_hard": {"pass_rate_column": "pass_rate", "floor": 0.05, "uniform_rounds": None, "hard_below": 0.5},
+}
+
+
+@settings(bare="name")
+class SamplerSettings:
+    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
+
+    Args:
+        name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
+        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
+            writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
+        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may
+            have 0.
+        decay: share of the earlier counts kept when a problem is seen again.
+        uniform_rounds: generation batches over all problems before the hard ones.
+        hard_below: a problem is hard if its pass rate is smaller.
+    """
+
+    name: Literal["prioritized", "curriculum", "uniform_then_hard"]
+    pass_rate_column: str | None = None
+    floor: Number | None = None
+    decay: Number | None = None
+    uniform_rounds: Count | None = None
+    hard_below: Number | None = None
+
+    def __post_init__(self) -> None:
+        reads, (_, *knobs) = KNOBS[self.name], self.__dataclass_fields__
+        for knob in knobs:
+            if getattr(self, knob) is not None and knob not in reads:
+                raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
+            if reads.get(knob, "") != "" and self[knob] in (None, ""):
+                raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
+
+    def __getitem__(self, knob: str) -> Any:
+        """The value in force: as set, or the sampler's default."""
+        value = getattr(self, knob)
+        return KNOBS[self.name][knob] if value is None else value
+
+    @property
+    def column(self) -> str | None:
+        return self["pass_rate_column"] or None
+
+
+Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]
+Text = Annotated[str, Field(strict=True), must_be("a text that closes the thinking")]
+FileName = Annotated[str, Field(strict=True, min_length=1), must_be("the name of a file")]
+Gone = Annotated[
+    None,
+    must_be("left out: whoever runs the server (systemd, Slurm, …) starts it again, and `return_timeout` waits for it"),
+]
+
+
+@settings()
+class ServerSettings:
+    """``rollout.server``: the talk with the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``, ….
+
+    Args:
+        weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
+        request_timeout: seconds without an answer after which a request counts as failed. A generation is one request:
+            it must be longer than the longest generation.
+        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server
+            counts no token or sleeps; any other request.
+        retries: how often a failed request is sent again (not after ``request_timeout``).
+        backoff: seconds before the second repetition; doubled each time.
+        token_file: file with the server's token; null: ``GRPO_LAB_SERVER_TOKEN`` in the environment, else the file that
+            ``grpo-lab serve`` makes for the address. The token itself is never a setting.
+        restart: no longer a setting; a recipe that gives a command is refused.
+        return_timeout: seconds within which a server that was lost must answer again; null: a lost server ends the run.
+    """
+
+    weights: Literal["auto", "nccl", "shared_memory"] = "auto"
+    request_timeout: Seconds = 1800.0
+    silence_timeout: Seconds = 180.0
+    retries: Count = 4
+    backoff: Seconds = 1.0
+    token_file: FileName | None = None
+    restart: Gone = None
+    return_timeout: Seconds | None = None
+
+
+@settings()
+class RolloutSettings:
+    """``rollout``: how completions are made, beside TRL's ``use_vllm``, ``vllm_mode`` and sampling settings.
+
+    Args:
+        verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
+        tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
+            bfloat16 0.1).
+        engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
+        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see
+            ``ServerSettings``.
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any
+            engine).
+        budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
+    """
+
+    verify_every: Count = 50
+    tolerance: Number | None = None
+    engine: Mapping[str, Any] | None = None
+    server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)
+    thinking_budget: Budget | None = None
+    budget_text: Text | None = None
+
+    def __post_init__(self) -> None:
+        EngineOptions.from_mapping(self.engine or {})
+        if self.budget_text is not None and self.thinking_budget is None:
+            raise ValueError("`rollout.budget_text` has an effect only with `rollout.thinking_budget`; leave it out")
+
+
 ReferenceEvery = Annotated[
     Literal["generation"] | Annotated[int, BeforeValidator(_digits), Field(ge=1, strict=True)],
-    must_be(f"a number of optimizer steps (at least 1), or {GENERATION!r}: before every generation batch"),
+    must_be("a number of optimizer steps (at least 1), or 'generation': before every generation batch"),
 ]
 StopFile = Annotated[
     str,
@@ -234,29 +381,16 @@ class LabSettings:
 
     @property
     def guard_in_force(self) -> GuardSettings | None:
-        """``guard`` where it acts: as asked for; unasked with ``objective``, and not in a drop-in run, since stock TRL
-        has none."""
+        """``guard`` where it acts: as asked for; unasked with ``objective`` (stock TRL has none)."""
         if self.guard is None:
             return None if self.objective is None else GuardSettings()
         return None if self.guard.is_off else self.guard
 
     @property
     def keeps_nan(self) -> bool:
-        """Whether what is not finite may be saved: ``guard: off``, said so. A drop-in run, too, keeps no checkpoint
-        that is not."""
+        """Whether what is not finite may be saved: only where ``guard: off`` is written, drop-in run or not."""
         return self.guard is not None and self.guard.is_off
-
-
-def parsed(args: Any) -> LabSettings:
-    """Our settings of a ``LabConfig``. ValueError: what was seen, what is allowed, which setting."""
-    return read(LabSettings, {name: from_json(getattr(args, name), name) for name in LabSettings.__dataclass_fields__})
 
 
 OUR_FIELDS: tuple[str, ...] = tuple(LabSettings.__dataclass_fields__)
 """What ``LabConfig`` adds to TRL's fields."""
-
-
-def named_by(part: Any) -> str:
-    """``"module:attribute"`` of a function or class, of the class for an instance."""
-    kind = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
-    return f"{kind.__module__}:{kind.__qualname__}"

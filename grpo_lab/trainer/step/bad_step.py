@@ -12,42 +12,35 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.trainer.carried import OURS, row_lengths, row_tensors
-from grpo_lab.trainer.ports import row_key
+from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-
-
-FOLDER = "bad_steps"
-FACTS = "facts.json"
-MOST_STEPS = 8
-MOST_ROWS = 32
-MOST_BYTES = 64 * 2**20
+FOLDER, FACTS = "bad_steps", "facts.json"
+MOST_STEPS, MOST_ROWS, MOST_BYTES = 8, 32, 64 * 2**20
 #: NaN in it means "nothing to learn"
 NAN_IS_MEANT = (f"{OURS}returns",)
 
 
-def keep_bad_step(trainer: StepPort, facts: dict[str, Any]) -> str | None:
+def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> str | None:
     """Write the step's batch; called on every rank, which all reach it → a sentence that says where, or None.
 
     Args:
         facts: what was seen, for ``facts.json``.
     """
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
-    rank, faults = trainer.accelerator.process_index, trainer.recorder.faults
-    assert faults is not None
-    rows, tensors = _chosen(trainer, faults.step)
+    rank = trainer.accelerator.process_index
+    rows, tensors = _chosen(faults)
     mine = {"rank": rank, "said": faults.said[:MOST_ROWS], "rows": rows}
     full = len(list(place.parent.glob("step-*"))) >= MOST_STEPS and not place.exists()
     told = gather_object([(full, mine)])
@@ -80,58 +73,40 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
     return facts, [load_file(place / f"rank-{rank}.safetensors") for rank in range(facts["ranks"])]
 
 
-def _chosen(trainer: StepPort, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What is said of each row of the step's micro-batches that is kept, and the rows' tensors."""
-    here = enumerate(batches)
-    rows = [_row(trainer, number, batch, row) for number, batch in here for row in range(batch["prompt_ids"].size(0))]
+def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """What is said of each row of the step's micro-batches that is kept, and the rows' tensors ``[rows, …]``; shorter
+    rows get zeros behind."""
+    batches = [
+        {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
+        for batch in faults.step
+    ]
+    places = [(number, row) for number, batch in enumerate(batches) for row in range(batch["prompt_ids"].size(0))]
+    rows = [_row(faults, batches[number], number, row) for number, row in places]
     rows.sort(key=lambda row: not row["not_finite"])  # stable: in order beside that
-    width = sum(_bytes(value[0]) for batch in batches for value in _fields(batch).values()) // max(len(batches), 1)
+    width = sum(value[0].nbytes for batch in batches for value in batch.values()) // max(len(batches), 1)
     rows = rows[: max(1, min(MOST_ROWS, MOST_BYTES // max(width, 1)))]
-    names = sorted({name for batch in batches for name in _fields(batch)})
     tensors = {}
-    for name in names:
-        parts = [batches[row["micro_batch"]].get(name) for row in rows]
-        if all(part is not None for part in parts):
-            tensors[name] = _stacked([part[row["row"]] for part, row in zip(parts, rows, strict=True)])  # type: ignore[index]
+    for name in sorted({name for batch in batches for name in batch}):
+        if all(name in batches[row["micro_batch"]] for row in rows):
+            parts = [batches[row["micro_batch"]][name][row["row"]] for row in rows]
+            stacked = pad_sequence(parts, batch_first=True) if parts[0].dim() else torch.stack(parts)
+            tensors[name] = stacked.cpu().contiguous()
     return rows, tensors
 
 
-def _row(trainer: StepPort, number: int, batch: dict[str, Any], row: int) -> dict[str, Any]:
-    faults = trainer.recorder.faults
-    assert faults is not None
+def _row(faults: Faults, batch: dict[str, Tensor], number: int, row: int) -> dict[str, Any]:
     before, after = (int(lengths[row]) for lengths in row_lengths(batch))
     prompt = batch["prompt_ids"][row, batch["prompt_ids"].size(1) - before :].tolist()
     completion = batch["completion_ids"][row, :after].tolist()
-    odd = [
-        name
-        for name, value in _fields(batch).items()
-        if value.is_floating_point() and name not in NAN_IS_MEANT and not bool(value[row].isfinite().all())
-    ]
-    known = faults.rewards.get(row_key(prompt, completion))
-    rewards = None if known is None else [None if value != value else value for value in known[0]]
-    infinite = [value in (math.inf, -math.inf) for value in rewards or []]
+    floats = [name for name, value in batch.items() if value.is_floating_point() and name not in NAN_IS_MEANT]
+    odd = [name for name in floats if not bool(batch[name][row].isfinite().all())]
+    known = [None if value != value else value for value in faults.rewards.get(row_key(prompt, completion), [])]
+    infinite = [value in (math.inf, -math.inf) for value in known]
     return {
         "micro_batch": number,
         "row": row,
         "not_finite": [*odd, *(["rewards"] if any(infinite) else [])],
         "prompt_tokens": len(prompt),
         "completion_tokens": len(completion),
-        "rewards": [str(value) if bad else value for value, bad in zip(rewards or [], infinite, strict=True)] or None,
+        "rewards": [str(value) if bad else value for value, bad in zip(known, infinite, strict=True)] or None,
     }
-
-
-def _fields(batch: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
-
-
-def _stacked(rows: list[Tensor]) -> Tensor:
-    """``[rows, …]``; micro-batches of several generations differ in width, and shorter rows get zeros behind."""
-    if rows[0].dim() == 0:
-        return torch.stack(rows).cpu().contiguous()
-    widest = max(row.size(0) for row in rows)
-    padded = [torch.cat([row, row.new_zeros(widest - row.size(0), *row.shape[1:])]) for row in rows]
-    return torch.stack(padded).cpu().contiguous()
-
-
-def _bytes(value: Tensor) -> int:
-    return value.numel() * value.element_size()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,20 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit
 from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
-from grpo_lab.trainer.step.micro_batch import generation_budget, token_batch, token_denominator
-from grpo_lab.trainer.step.old_policy import CollectedLogProbs, OldPolicy, with_same_fields
-from grpo_lab.trainer.step.update_record import UpdateRecord, record_skipped, record_tokens
-from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_bin
+from grpo_lab.trainer.step.log_probs import Collected, OldPolicy, with_same_fields
+from grpo_lab.trainer.step.micro_batch import (
+    denominators_of,
+    hears_values,
+    token_batch,
+    token_denominator,
+    token_loss,
+)
+from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
-from grpo_lab.update import Plan, default_max_tokens, plan_update
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+from grpo_lab.update import Plan, plan_update
 
 
 class ExactUpdate:
@@ -77,7 +80,8 @@ class ExactUpdate:
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
         received = self._old.before_update(len(window), found)
-        kept = CollectedLogProbs() if self._old.comes_again(len(window)) else None
+        again, kept = self._old.again(len(window)), Collected()
+        keeps = any(place is not None for place in again)
         budget, plan, rows = self._exchanged(with_same_fields(window), found)
         denominators = self._denominators(window)
         if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
@@ -87,25 +91,33 @@ class ExactUpdate:
             with without_gradient_sync(self.trainer, model):
                 batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
                 backward(self.trainer, loss)
-            if kept is not None:
-                kept.add(places, batch.logps[: len(places)])
+            if keeps and places:
+                kept.append((places, batch.logps[: len(places)].detach()))
             done = done + loss.detach()
             del batch, loss
-        last_batch, last = self._bin_loss(model, self._bin(rows, rows.bins[-1]), denominators)
-        if kept is not None:
-            kept.add(rows.bins[-1], last_batch.logps[: len(rows.bins[-1])])
-            self._old.keep(kept, rows, window)
-        self._record_skipped(plan, rows.numbers, last_batch, denominators)
+        places = rows.bins[-1]
+        batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
+        if keeps:
+            if places:
+                kept.append((places, batch.logps[: len(places)].detach()))
+            self._old.write(kept, rows, again, window)
+        self._record_skipped(plan, rows.numbers, batch, denominators)
         received += rows.bytes_received
-        self.record.in_bins(plan, rows.numbers, window, found, budget, received)
+        self.record.in_bins(plan, rows.numbers, sum(map(padded_tokens, window)), found, budget, received)
         self.verdict.after_first_step()
-        return last + done
+        return loss + done
 
     def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        """Token budget, plan and this rank's rows of the optimizer step of these micro-batches. Collectives."""
-        accelerator = self.trainer.accelerator
-        local = RowTable.of(window)
-        numbers = RowNumbers.of(local, *_per_row(self.trainer, window), _stock_footprint(window), accelerator)
+        """Token budget, plan and this rank's rows of the optimizer step of these micro-batches. Collectives.
+
+        The budget is TRL's largest micro-batch of all ranks, where none is set, so that memory does not rise.
+        """
+        accelerator, local = self.trainer.accelerator, RowTable.of(window)
+        sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
+        slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
+        counts = torch.stack([token_denominator(self.trainer, batch, mode="train").float() for batch in window])
+        counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
+        numbers = RowNumbers.of(local, slots, counts, largest, accelerator)
         budget = self.trainer.lab_settings.update.max_tokens or numbers.footprint
         plan = self._plan(numbers, budget, found)
         return budget, plan, Exchange(local, numbers, plan, accelerator)
@@ -115,25 +127,20 @@ class ExactUpdate:
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
 
     def _denominators(self, window: list[dict[str, Any]]) -> Denominators:
-        """Counted over everything that TRL would compute. TRL's token count where one generation batch made the whole
-        step (one tensor, summed before dividing); NaN where several did, whose rows each have their own."""
-        first = window[0]["num_items_in_batch"]
-        same = all(batch["num_items_in_batch"] is first for batch in window)
-        return Denominators(
-            rows=float(sum(batch["prompt_ids"].size(0) for batch in window)),
-            tokens=token_denominator(self.trainer, window[0], mode="train") if same else float("nan"),
-            budget=generation_budget(self.trainer),
-            micro_batches=len(window),
-        )
+        """TRL's token count where one generation batch made the whole step (one tensor, summed before dividing); NaN
+        where several did, whose rows each have their own."""
+        first, rows = window[0], float(sum(batch["prompt_ids"].size(0) for batch in window))
+        found = denominators_of(self.trainer, first, "train", rows, len(window))
+        same = all(batch["num_items_in_batch"] is first["num_items_in_batch"] for batch in window)
+        return found if same else replace(found, tokens=float("nan"))
 
     @torch.no_grad()
-    def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[CollectedLogProbs, Exchange]:
+    def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
         """The policy's log-probs of an optimizer step to come, in the bins that it will have."""
-        kept = CollectedLogProbs()
-        _, _, rows = self._exchanged(window, found)
+        kept, (_, _, rows) = Collected(), self._exchanged(window, found)
         for places, part, scored, _ in self._without_gradient(rows):
-            logps = scored.gather(1, part.take).masked_fill(~part.fields["completion_mask"].bool(), 0.0)
-            kept.add(places, logps[: len(places)])
+            if places:
+                kept.append((places, _of_completions(scored, part)[: len(places)]))
         return kept, rows
 
     @torch.no_grad()
@@ -158,25 +165,18 @@ class ExactUpdate:
         return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
-        with self.verdict.watching():
-            batch = self._forward(model, rows)
-        objective = self.trainer.algorithm.objective
-        assert objective is not None
-        counted = denominators
-        if isinstance(counted.tokens, float):  # rows of several generation batches: each has its own count
-            assert rows.token_count is not None
-            counted = replace(counted, tokens=rows.token_count.unsqueeze(1))
-        origin = self._origin(rows.micro_batch, denominators)
-        record_tokens(self.trainer, self.trainer.recorder.book("train"), batch, origin)
-        return batch, objective.aggregate(token_loss(self.trainer, batch), batch.mask, counted)
-
-    def _forward(self, model: nn.Module, rows: Bin) -> TokenBatch:
-        with hears_values(self.trainer, model) as heard:
-            scored, entropies = completion_log_probs(self.trainer, model, *rows.inputs)
+        trainer, objective = self.trainer, self.trainer.algorithm.objective
+        with self.verdict.watching(), hears_values(trainer, model) as heard:
+            scored, entropies = completion_log_probs(trainer, model, *rows.inputs)
         assert entropies is not None  # the policy's head makes them
-        logps = scored.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)
-        chosen, values = entropies.gather(1, rows.take), values_of_bin(heard, rows)
-        return token_batch(self.trainer, logps, chosen, rows.loss_mask, rows.fields, values)
+        logps, values = _of_completions(scored, rows), _of_completions(heard[0], rows) if heard else None
+        batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)
+        record_tokens(trainer, trainer.recorder.book("train"), batch, self._origin(rows.micro_batch, denominators))
+        if isinstance(denominators.tokens, float):  # rows of several generation batches: each has its own count
+            assert rows.token_count is not None
+            denominators = replace(denominators, tokens=rows.token_count.unsqueeze(1))
+        assert objective is not None
+        return batch, objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
 
     def _origin(self, micro_batch: Tensor | None, denominators: Denominators) -> Origin:
         assert micro_batch is not None  # the step's numbers are known
@@ -192,17 +192,6 @@ class ExactUpdate:
         record_skipped(self.trainer, self.trainer.recorder.book("train"), batch, left_out)
 
 
-def _stock_footprint(window: list[dict[str, Any]]) -> int:
-    """Padded tokens of the largest stock micro-batch on this rank; every rank plans with the largest of all."""
-    return max(
-        default_max_tokens(b["prompt_ids"].size(0), b["prompt_ids"].size(1), b["completion_ids"].size(1))
-        for b in window
-    )
-
-
-def _per_row(trainer: StepPort, window: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Which micro-batch of the step each of this rank's rows was in (long), and TRL's token denominator for it
-    (float)."""
-    rows = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=trainer.accelerator.device)
-    counts = torch.stack([token_denominator(trainer, batch, mode="train").float() for batch in window])
-    return torch.arange(len(window), device=rows.device).repeat_interleave(rows), counts.repeat_interleave(rows)
+def _of_completions(values: Tensor, rows: Bin) -> Tensor:
+    """``[n, T]`` of a bin's forward ``[n, L - 1]``, 0 beyond a completion."""
+    return values.gather(1, rows.take).masked_fill(~rows.fields["completion_mask"].bool(), 0.0)

@@ -7,17 +7,16 @@ collective is called. One rank: nothing is copied. gloo and NCCL alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
-from grpo_lab.trainer.ranks.places import at
-from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, is_of_prompt, per_token_fields
+from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, fitted, is_of_prompt, per_token_fields
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
@@ -27,59 +26,6 @@ _ON_THE_WAY = {
     **dict.fromkeys(("completion_mask", "tool_mask"), torch.uint8),
 }
 _OFFSET = "offset of the row"  # ``RowTable.offset`` beside the fields
-
-
-@dataclass(frozen=True)
-class Column:
-    """One field of the rows that are sent: ``values`` 1-D, ``lengths`` ``[rows]`` numbers of each row, in the order of
-    the rows."""
-
-    values: Tensor
-    lengths: Ints
-
-
-@dataclass(frozen=True)
-class Expected:
-    """One field of the rows that are received."""
-
-    dtype: torch.dtype
-    lengths: Ints
-
-
-def swap(
-    sent: list[Column], to: Ints, expected: list[Expected], origins: Ints, num_ranks: int, device: Any
-) -> tuple[list[Tensor], int]:
-    """Send each row's numbers to its rank; what was received, field by field and 1-D, and its bytes. A collective.
-
-    Args:
-        to: the rank that each row sent goes to, ascending.
-        origins: the rank that each row received comes from, ascending.
-    """
-    leaving = _bytes([(column.values.element_size(), column.lengths) for column in sent], to, num_ranks)
-    arriving = _bytes([(one.dtype.itemsize, one.lengths) for one in expected], origins, num_ranks)
-    pieces = [
-        column.values.contiguous().view(torch.uint8).split(sizes.tolist())
-        for column, sizes in zip(sent, leaving, strict=True)
-    ]
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    message = torch.cat([nothing, *(part for rank in zip(*pieces, strict=True) for part in rank if part.numel())])
-    received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=device)
-    torch.distributed.all_to_all_single(received, message, arriving.sum(0).tolist(), leaving.sum(0).tolist())
-    del pieces, message
-    ends = arriving.T.cumsum().reshape(num_ranks, len(expected)).T  # a message holds its fields one after the other
-    found = []
-    for one, sizes, last in zip(expected, arriving, ends, strict=True):
-        parts = [received[end - size : end] for size, end in zip(sizes.tolist(), last.tolist(), strict=True) if size]
-        found.append(torch.cat([nothing, *parts]).view(one.dtype))
-    return found, received.numel()
-
-
-def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
-    """``[fields, num_ranks]``: bytes of each field in the message of each rank."""
-    found = np.zeros((len(fields), num_ranks), dtype=np.int64)
-    for place, (size, lengths) in enumerate(fields):
-        np.add.at(found[place], ranks, lengths * size)
-    return found
 
 
 class Exchange:
@@ -101,7 +47,11 @@ class Exchange:
         self._places: dict[int, int] | None = None
         self._moves, self.held = False, local
         if self._ranks > 1:
-            routes = Routes.of(plan, numbers.completion_lengths.cpu().numpy(), self._shape[0])
+            self._prompts, self._completions = (
+                lengths.cpu().numpy() for lengths in (numbers.prompt_lengths, numbers.completion_lengths)
+            )
+            self._per_token = per_token_fields(numbers.widths)
+            routes = Routes.of(plan, self._completions, self._shape[0])
             self._moves = bool(routes.moves.any())
             self._leaving, self._arriving = routes.leaving(self._rank), routes.arriving(self._rank)
             self.held = self._brought(local, routes)
@@ -113,63 +63,67 @@ class Exchange:
         slots, counts = self.numbers.micro_batch[index], self.numbers.token_count[index]
         return replace(self.held.bin(places, limit), micro_batch=slots, token_count=counts)
 
-    # -- there -------------------------------------------------------------------------------------------------------
-
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
         """The rows that the plan puts here; where it has none, one row for the stand-in. A collective if any row
         moves."""
-        layout = _Layout(self.numbers)
         stay = routes.rows[(routes.homes == self._rank) & (routes.ranks == self._rank)]
         if stay.size + self._arriving.rows.size == 0:
             stay = np.asarray([self._first])
         held = np.concatenate([stay, self._arriving.rows])
         self._places = {row: place for place, row in enumerate(held.tolist())}
         prompts, inside = local.fields["prompt_ids"], local.fields["prompt_mask"].bool()
-        sent = {
-            **local.fields,
-            "prompt_ids": torch.where(inside, prompts, ~prompts),
-            _OFFSET: local.offset,
-        }  # < 0: a hole
+        marked = torch.where(inside, prompts, ~prompts)  # < 0: a hole
+        sent = {**local.fields, "prompt_ids": marked, _OFFSET: local.offset}
         del sent["prompt_mask"]
-        came = self._swapped(sent, layout) if self._moves else {}
+        came = self._swapped(sent) if self._moves else {}
         index = torch.as_tensor(stay - self._first, device=self._device)
         fields = {}
         for name, value in sent.items():
-            parts = [value[index]]
-            if name in came:
-                parts.append(came[name])
+            parts = [value[index], *([came[name]] if name in came else [])]
             if value.dim() > 1:
-                width = layout.held_width(name, held)
-                parts = [_fitted(name, part, width) for part in parts]
+                parts = [fitted(name, part, self._held_width(name, held)) for part in parts]
             fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         offset = fields.pop(_OFFSET)
         prompts, inside = fields["prompt_ids"], fields["prompt_ids"] >= 0
-        own = _within(layout.prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
+        own = _within(self._prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
         fields["prompt_ids"] = torch.where(inside, prompts, ~prompts)
         fields["prompt_mask"] = own.to(local.fields["prompt_mask"].dtype)
-        return RowTable(fields, offset, layout.per_token)
+        return RowTable(fields, offset, self._per_token)
 
-    def _swapped(self, sent: dict[str, Tensor], layout: _Layout) -> dict[str, Tensor]:
+    def _held_width(self, name: str, held: Ints) -> int:
+        if name == "prompt_ids":
+            return int(self._prompts[held].max())
+        return max(1, int(self._completions[held].max())) if name in self._per_token else self.numbers.widths[name]
+
+    def _lengths(self, name: str, dims: int, routes: Routes) -> Ints:
+        """``[rows]``: how many numbers of a field travel with each row. No prompt padding; a field per token is as wide
+        as the bin that the row goes to, or less."""
+        if dims == 1:
+            return np.ones_like(routes.rows)
+        if name == "prompt_ids":
+            return np.asarray(self._prompts[routes.rows])
+        padded = np.asarray(self.numbers.local_widths[name], dtype=np.int64)[routes.homes]
+        return np.minimum(routes.widths, padded) if name in self._per_token else padded
+
+    def _swapped(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fields of the rows that arrive, each as wide as its widest."""
         leaving = torch.as_tensor(self._leaving.rows - self._first, device=self._device)
         columns, expected = [], []
         for name, value in sent.items():
             kind, numbers = _ON_THE_WAY.get(name, value.dtype), int(np.prod(value.shape[2:]))
-            lengths = layout.lengths(name, value.dim(), self._leaving)
-            chosen = value[leaving]
+            lengths, chosen = self._lengths(name, value.dim(), self._leaving), value[leaving]
             if value.dim() > 1:
                 chosen = chosen[_within(lengths, value.size(1), self._device, is_of_prompt(name))]
-            columns.append(Column(chosen.to(kind).flatten(), lengths * numbers))
-            expected.append(Expected(kind, layout.lengths(name, value.dim(), self._arriving) * numbers))
+            columns.append((chosen.to(kind).flatten(), lengths * numbers))
+            expected.append((kind, self._lengths(name, value.dim(), self._arriving) * numbers))
         found = self._exchanged(columns, self._leaving.ranks, expected, self._arriving.homes)
         came = {}
         for (name, value), flat in zip(sent.items(), found, strict=True):
-            flat = flat.to(value.dtype)
-            lengths = layout.lengths(name, value.dim(), self._arriving)
-            came[name] = flat if value.dim() == 1 else _laid_out(name, flat, lengths, value.shape[2:])
+            came[name] = flat.to(value.dtype)
+            if value.dim() > 1:
+                lengths = self._lengths(name, value.dim(), self._arriving)
+                came[name] = _laid_out(name, came[name], lengths, value.shape[2:])
         return came
-
-    # -- and back ----------------------------------------------------------------------------------------------------
 
     def home(
         self, made: list[tuple[list[int], Tensor]], on_the_way: torch.dtype = torch.float32
@@ -204,45 +158,51 @@ class Exchange:
 
     def _returned(self, away: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         """``[rows that left, T]``: what other ranks made of them, in exchange for what this one made of theirs."""
-        completions = self.numbers.completion_lengths.cpu().numpy()
-        made, wanted = completions[self._arriving.rows], completions[self._leaving.rows]
+        made, wanted = self._completions[self._arriving.rows], self._completions[self._leaving.rows]
         values = [away[row][:length] for row, length in zip(self._arriving.rows.tolist(), made.tolist(), strict=True)]
-        column = Column(torch.cat([torch.empty(0, device=self._device), *values]).to(dtype), made)
-        (flat,) = self._exchanged([column], self._arriving.homes, [Expected(dtype, wanted)], self._leaving.ranks)
-        return _fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
+        column = torch.cat([torch.empty(0, device=self._device), *values]).to(dtype)
+        (flat,) = self._exchanged([(column, made)], self._arriving.homes, [(dtype, wanted)], self._leaving.ranks)
+        return fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
 
-    def _exchanged(self, columns: list[Column], to: Ints, expected: list[Expected], origins: Ints) -> list[Tensor]:
+    def _exchanged(
+        self, sent: list[tuple[Tensor, Ints]], to: Ints, expected: list[tuple[torch.dtype, Ints]], origins: Ints
+    ) -> list[Tensor]:
+        """Send each row's numbers to its rank; what was received, field by field and 1-D. A collective.
+
+        Args:
+            sent: field by field, 1-D and in the order of the rows, with how many numbers each row has.
+            to: the rank that each row sent goes to, ascending.
+            expected: of the fields received their type, and how many numbers each row has.
+            origins: the rank that each row received comes from, ascending.
+        """
+        leaving = _bytes([(values.element_size(), lengths) for values, lengths in sent], to, self._ranks)
+        arriving = _bytes([(kind.itemsize, lengths) for kind, lengths in expected], origins, self._ranks)
+        pieces = [
+            values.contiguous().view(torch.uint8).split(sizes.tolist())
+            for (values, _), sizes in zip(sent, leaving, strict=True)
+        ]
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        message = torch.cat([nothing, *(part for rank in zip(*pieces, strict=True) for part in rank if part.numel())])
+        received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=self._device)
         with at("exchange of rows"):
-            found, received = swap(columns, to, expected, origins, self._ranks, self._device)
-        self.bytes_received += received
+            into, out = arriving.sum(0).tolist(), leaving.sum(0).tolist()
+            torch.distributed.all_to_all_single(received, message, into, out)
+        del pieces, message
+        self.bytes_received += received.numel()
+        ends = arriving.T.cumsum().reshape(self._ranks, len(expected)).T  # a message holds its fields one after another
+        found = []
+        for (kind, _), sizes, last in zip(expected, arriving.tolist(), ends.tolist(), strict=True):
+            parts = [received[end - size : end] for size, end in zip(sizes, last, strict=True) if size]
+            found.append(torch.cat([nothing, *parts]).view(kind))
         return found
 
 
-class _Layout:
-    """How many numbers of a field travel with a row, and how wide the field is where rows are held."""
-
-    def __init__(self, numbers: RowNumbers) -> None:
-        self.prompts, self.completions = (
-            lengths.cpu().numpy() for lengths in (numbers.prompt_lengths, numbers.completion_lengths)
-        )
-        self.per_token = per_token_fields(numbers.widths)
-        self._numbers = numbers
-
-    def lengths(self, name: str, dims: int, routes: Routes) -> Ints:
-        """``[rows]``: without prompt padding, and for a field per token as wide as the bin that the row goes to, or
-        less."""
-        if dims == 1:
-            return np.ones_like(routes.rows)
-        if name == "prompt_ids":
-            found: Ints = self.prompts[routes.rows]
-            return found
-        padded = np.asarray(self._numbers.local_widths[name], dtype=np.int64)[routes.homes]
-        return np.minimum(routes.widths, padded) if name in self.per_token else padded
-
-    def held_width(self, name: str, held: Ints) -> int:
-        if name == "prompt_ids":
-            return int(self.prompts[held].max())
-        return max(1, int(self.completions[held].max())) if name in self.per_token else self._numbers.widths[name]
+def _bytes(fields: list[tuple[int, Ints]], ranks: Ints, num_ranks: int) -> Ints:
+    """``[fields, num_ranks]``: bytes of each field in the message of each rank."""
+    found = np.zeros((len(fields), num_ranks), dtype=np.int64)
+    for place, (size, lengths) in enumerate(fields):
+        np.add.at(found[place], ranks, lengths * size)
+    return found
 
 
 def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tensor:
@@ -258,12 +218,3 @@ def _laid_out(name: str, flat: Tensor, lengths: Ints, further: tuple[int, ...]) 
     keep = _within(lengths, width, flat.device, is_of_prompt(name)).reshape(len(lengths), width, *(1 for _ in further))
     shape = (len(lengths), width, *further)
     return torch.full(shape, FILL.get(name, 0), dtype=flat.dtype, device=flat.device).masked_scatter(keep, flat)
-
-
-def _fitted(name: str, value: Tensor, width: int) -> Tensor:
-    """``[rows, width, …]``: cut, or filled up, where the padding is."""
-    missing = width - value.size(1)
-    if missing < 0:
-        return value[:, -missing:] if is_of_prompt(name) else value[:, :width]
-    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
-    return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))

@@ -17,56 +17,56 @@ numbers are finite is not touched.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import OF_BATCH, Faults
-from grpo_lab.trainer.ranks.finite_weights import TO_START_FROM, NumbersError, names_of_bad, refuse_bad_weights
-from grpo_lab.trainer.ranks.places import at
+from grpo_lab.trainer.ports import OF_BATCH, Faults, StepPort
+from grpo_lab.trainer.ranks import TO_START_FROM, NumbersError, at, names_of_bad, refuse_bad_weights
+from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.resume.whole import damaged, step_of, what_is_broken
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-    from grpo_lab.trainer.resume.state import SavedState
-    from grpo_lab.trainer.settings.parse import GuardSettings
-
 
 OF_STEP = ("loss", "gradient")
 KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """One per trainer; does nothing where ``guard`` is not in force.
+    """One per trainer; does nothing where ``guard`` is not in force (``faults`` is None).
 
     Attributes:
         in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
+        taken: the last optimizer step that was.
 
     Raises:
         ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
     """
 
     def __init__(self, trainer: StepPort) -> None:
+        settings = trainer.lab_settings.guard_in_force
+        if settings is not None and trainer.is_deepspeed_enabled:
+            if trainer.lab_settings.guard is not None:
+                raise ValueError(
+                    "`guard` is on with DeepSpeed, whose engine takes the optimizer's step inside the backward, before "
+                    "anyone has seen the gradient norm: use DDP or FSDP2 (recipes/accelerate), or set `guard: off`"
+                )
+            trainer.recorder.say("DeepSpeed takes its steps itself: the guard against NaN (`guard`) is off")
+            settings = None
         self.trainer = trainer
-        self.settings = _in_force(trainer)
-        self.faults = None if self.settings is None else Faults()
-        trainer.recorder.faults = self.faults
+        self.settings = settings
+        self.faults = trainer.recorder.faults = None if settings is None else Faults()
         self._loaded: dict[str, Any] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.in_a_row, self.taken, self._counted, self._seen = 0, 0, 0, False
         self._loss_is_bad: Tensor | None = None
-        self._norm = torch.zeros(())
-        self._left_out = False
-        self._finite_at = 0
+        self._left_out, self._finite_at = False, 0
 
     def seen(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
         """A micro-batch's loss, as it is; nothing is read from the device."""
@@ -92,10 +92,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
                 f"after step {done} the weights hold NaN or infinities, {bad}, though all numbers of the steps taken "
-                "were finite: look at "
-                f"the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step {self._finite_at} "
-                "they were finite. "
-                f"{last_good(str(self.trainer.args.output_dir), done)}"
+                "were finite: look at the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`). After step "
+                f"{self._finite_at} they were finite. {last_good(str(self.trainer.args.output_dir), done)}"
             )
         self._finite_at = done
 
@@ -113,32 +111,30 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         Raises:
             NumbersError: on every rank, after ``max_bad_steps`` in a row.
         """
-        if self.faults is None or self.settings is None:
+        if self.faults is None:
             return norm
-        found = self._agreed(norm)
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole = torch.as_tensor(0.0 if whole is None else whole, device=self.trainer.accelerator.device)
+        found = self._agreed(self.faults, whole)
         self.faults.bad.update(kind for kind in OF_BATCH if found[kind] == self.faults.batch)
         bad = [kind for kind in KINDS if found[kind]]
         if bad == ["gradient"] and trl_bridge.overflow_of_scaler(self.trainer.accelerator):
             bad = []
         self._count(bad)
         if bad:
-            self._leave_out(bad, max(found[kind] for kind in OF_BATCH), self.settings)
+            self._leave_out(self.faults, bad, max(found[kind] for kind in OF_BATCH), whole)
         else:
             self.in_a_row, self.taken = 0, self.trainer.state.global_step + 1
         self.faults.end_step()
         return norm
 
-    def _agreed(self, norm: Any) -> dict[str, int]:
+    def _agreed(self, faults: Faults, found: Tensor) -> dict[str, int]:
         """Kind → 0 where nothing is bad on any rank, else 1, or the number of the latest bad generation batch."""
-        assert self.faults is not None
         accelerator = self.trainer.accelerator
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        found = torch.as_tensor(0.0 if whole is None else whole, device=accelerator.device)
-        self._norm = found
         fine = torch.zeros_like(found, dtype=torch.bool)
         loss, self._loss_is_bad = self._loss_is_bad, None
         flags = torch.stack([fine if loss is None else loss.to(fine.device), ~found.isfinite()])
-        of_batch = torch.tensor([self.faults.of_step.get(kind, 0) for kind in OF_BATCH], device=accelerator.device)
+        of_batch = torch.tensor([faults.of_step.get(kind, 0) for kind in OF_BATCH], device=accelerator.device)
         local = torch.cat([flags.long(), of_batch])
         if accelerator.num_processes > 1:
             with at("whether all numbers are finite"):
@@ -151,52 +147,42 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             return
         trainer = self.trainer
         fine = 0 if self._seen else trainer.state.global_step - trainer._globalstep_last_logged
-        steps: list[list[str]] = [*([[]] * fine), bad]
         self._seen = True
-        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
-        for step in steps:
-            for kind in ("left_out", *KINDS):
-                counts = bool(step) if kind == "left_out" else kind in step
-                book.add_alike(f"guard/{kind}", torch.tensor(float(counts), device=device), 1)
+        counted = {"left_out": bool(bad)} | {kind: kind in bad for kind in KINDS}
+        for name, counts in counted.items():
+            one = torch.tensor(float(counts), device=trainer.accelerator.device)
+            trainer.recorder.book("train").add_alike(f"guard/{name}", one, fine + 1)
 
-    def _leave_out(self, bad: list[str], batch: int, settings: GuardSettings) -> None:
-        if set(bad) & set(OF_STEP):
+    def _leave_out(self, faults: Faults, bad: list[str], batch: int, norm: Tensor) -> None:
+        """One more bad step: its batch is kept, it is said, and the last one in a row ends the run. A generation batch
+        that was counted already counts no more."""
+        of_step = bool(set(bad) & set(OF_STEP))
+        if of_step:
             self._refuse_broken_weights()
-        again = not set(bad) & set(OF_STEP) and batch == self._counted
-        self._counted = batch
+        again, self._counted = not of_step and batch == self._counted, batch
         if not again:
-            self._told(bad, settings)
+            self._tell(faults, bad, norm)
         # last: after an error no step of a later training is left out
         trl_bridge.leave_out_step(self.trainer.optimizer)
         self._left_out = True
 
-    def _told(self, bad: list[str], settings: GuardSettings) -> None:
-        """One more bad step in a row: its batch is kept, it is said, and the last one ends the run."""
+    def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
+        assert self.settings is not None
         self.in_a_row += 1
-        step, limit = self.trainer.state.global_step + 1, settings.max_bad_steps
-        facts = {
-            "step": step,
-            "not_finite": bad,
-            "grad_norm": str(float(self._norm)),
-            "in_a_row": self.in_a_row,
-            "max_bad_steps": limit,
-        }
-        kept = keep_bad_step(self.trainer, facts) if settings.save else None
-        said = f"step {step} is left out: {', '.join(bad)} not finite ({self.in_a_row} in a row, {limit} stop the run)"
+        step, limit, kinds = self.trainer.state.global_step + 1, self.settings.max_bad_steps, ", ".join(bad)
+        facts = {"step": step, "not_finite": bad, "grad_norm": str(float(norm))}
+        facts |= {"in_a_row": self.in_a_row, "max_bad_steps": limit}
+        kept = keep_bad_step(self.trainer, faults, facts) if self.settings.save else None
+        said = f"step {step} is left out: {kinds} not finite ({self.in_a_row} in a row, {limit} stop the run)"
         self.trainer.recorder.say(said if kept is None else f"{said}; {kept}", level=logging.WARNING)
         if self.in_a_row >= limit:
-            raise NumbersError(self._stopped(step, bad, limit))
-
-    def _stopped(self, step: int, bad: list[str], limit: int) -> str:
-        folder = str(self.trainer.args.output_dir)
-        kept = f" The batches are in {folder}/{FOLDER}." if self.settings is not None and self.settings.save else ""
-        return (
-            f"{limit} optimizer steps in a row could not be taken, the last one {step}: {', '.join(bad)} not finite "
-            f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{kept} "
-            f"{last_good(folder, self.taken)}"
-        )
-
-    # -- HF's events, checkpoints --------------------------------------------------------------------------------------
+            folder = str(self.trainer.args.output_dir)
+            batches = f" The batches are in {folder}/{FOLDER}." if self.settings.save else ""
+            raise NumbersError(
+                f"{limit} optimizer steps in a row could not be taken, the last one {step}: {kinds} not finite "
+                f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{batches} "
+                f"{last_good(folder, self.taken)}"
+            )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.faults is None:
@@ -241,20 +227,6 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             self._loaded = saved.entry("guard", _checked, "the count of bad steps then starts at 0")
 
 
-def _in_force(trainer: StepPort) -> GuardSettings | None:
-    found = trainer.lab_settings.guard_in_force
-    if found is None or not trainer.is_deepspeed_enabled:
-        return found
-    if trainer.lab_settings.guard is not None:
-        raise ValueError(
-            "`guard` is on with DeepSpeed, whose engine takes the optimizer's step inside the backward, before "
-            "anyone has seen the "
-            "gradient norm: use DDP or FSDP2 (recipes/accelerate), or set `guard: off`"
-        )
-    trainer.recorder.say("DeepSpeed takes its steps itself: the guard against NaN (`guard`) is off", key="guard")
-    return None
-
-
 def last_good(folder: str, taken: int) -> str:
     """A sentence that names the newest whole checkpoint with the weights of a step that was taken.
 
@@ -274,15 +246,8 @@ def last_good(folder: str, taken: int) -> str:
     )
 
 
-def with_lost_loss(logs: dict[str, float], means: Mapping[str, float]) -> dict[str, float]:
-    """``logs`` with a loss of NaN where no step of the window had a finite one: HF's ``logging_nan_inf_filter`` says
-    0."""
-    return {**logs, "loss": math.nan} if "loss" in logs and means.get("guard/loss") == 1.0 else logs
-
-
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
-    unknown = set(state["bad_batch"]) - set(OF_BATCH)
-    if unknown:
+    if unknown := set(state["bad_batch"]) - set(OF_BATCH):
         raise ValueError(f"kinds {sorted(unknown)}")
+    found = {"in_a_row": int(state["in_a_row"]), "taken": int(state["taken"]), "seen": bool(state["seen"])}
     return {**found, "bad_batch": list(state["bad_batch"])}

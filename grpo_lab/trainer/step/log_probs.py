@@ -1,9 +1,26 @@
-"""Log-probs at generation (the old policy's, the reference's) in bins, and only where something reads them.
+"""The log-probs beside the policy's own that a loss or a penalty reads: old (proximal) and reference, made in bins, and
+only where something reads them.
 
-TRL forwards every completion padded to the longest of the generation batch, before it knows the rewards. Here the same
-numbers come from bins without padding (``row_table``), under the conditions that the exact update checks. The old
-policy's forward is put off until the first optimizer step of the batch, whose training forward has most of the numbers
-anyway (``old_policy``).
+TRL forwards every completion at generation, padded to the longest of the batch, before it knows the rewards. Here the
+reference's numbers come from bins without padding, and the old policy's forward is put off until the first optimizer
+step of the batch. In bfloat16 (and, in the last bits, in float32) a row's log-probs depend on the shape of the forward
+that it is in: old ones from another forward than the loss's make a ratio that is not 1 although the policy has not
+moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So, for a batch that outlives an optimizer step:
+
+    while no update has happened since the batch was generated    the loss's own forward, detached
+    a micro-batch that comes again (``num_iterations`` > 1)        that same forward, kept
+    a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in
+                                                                   the very bins that its own step will have
+
+Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation
+batch gets its ``proximal_logps`` in the first step that trains on some of it. It does not follow from
+``policy_version``: a row may be trained on by the policy that wrote it and still bring its own (a team's, TRL's
+forward), and where TRL wants none (an epoch's short last step splits a batch) it has none after an update either.
+
+Where the forward is random (dropout) TRL's old log-probs are another draw than the loss's, and so they are here, made
+at generation for every row. Where an optimizer step mixes rows of two batches or passes (``steps_per_generation`` is no
+multiple of ``gradient_accumulation_steps``), the bins to come are not known: old log-probs are off by what the
+precision rounds.
 """
 
 from __future__ import annotations
@@ -11,20 +28,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
-from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, has_hole
+from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_positions
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
-from grpo_lab.trainer.rows import Bin, RowTable
+from grpo_lab.trainer.exactness.verdict import UpdateVerdict
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.rows import Bin, RowTable, positions_at_generation
+from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+#: what a forward of a generation batch, or of some of its rows, needs of them
+TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
+#: log-probs ``[n, T]`` of some rows of an optimizer step, collected bin by bin
+Collected = list[tuple[list[int], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -32,19 +54,15 @@ class GenerationForwards:
     """What happens to TRL's forwards at generation.
 
     Args:
-        misaligned: completions outlive an optimizer step, so the loss needs log-probs of the policy that made them.
         corrected: TRL would make the sampler correction at generation.
         in_bins: bins give TRL's numbers.
         put_off: the old policy's forward is not run where TRL asks for it (before the rewards are known).
-        draws: forwards are random (dropout). TRL's old log-probs then have masks of their own, independent of those
-            that the loss is trained under, and its ratio is not 1 while the policy stands still. So it is here: nothing
-            is put off or replaced by the loss's own forward.
+        draws: forwards are random (dropout): nothing is put off or replaced by the loss's own forward.
     """
 
-    misaligned: bool
     corrected: bool
-    in_bins: bool
-    put_off: bool
+    in_bins: bool = False
+    put_off: bool = False
     draws: bool = False
 
     @staticmethod
@@ -53,14 +71,15 @@ class GenerationForwards:
         misaligned, corrected = trl_bridge.wants_old_log_probs(trainer)
         wanted = misaligned or corrected
         if not trainer.model.training or not (wanted or trainer.beta != 0):
-            return GenerationForwards(misaligned, corrected, in_bins=False, put_off=False)
+            return GenerationForwards(corrected)
         found = trainer.exact_update.verdict.now()
         in_bins = found.stock is None
-        switches = misaligned and has_team_parts(
-            trainer
-        )  # a team's part may act a step later on rows that are left out now
-        put_off = in_bins and wanted and not found.draws and not switches and _stays_ours(trainer)
-        return GenerationForwards(misaligned, corrected, in_bins, put_off, found.draws)
+        # a team's part may act a step later on rows that are left out now; a team's method may read what is put off
+        switches = misaligned and has_team_parts(trainer)
+        between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs")
+        stays_ours = all(trl_bridge.teams(trainer, method) is None for method in between)
+        put_off = in_bins and wanted and not found.draws and not switches and stays_ours
+        return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
     def instead_of_trls(self, trainer: StepPort) -> contextlib.AbstractContextManager[list[str]]:
         """Context for TRL's generation; gives a list that names the forward that was put off (images: none is)."""
@@ -69,13 +88,9 @@ class GenerationForwards:
 
         def forward(model: Any, input_ids: Tensor, attention_mask: Tensor, width: int) -> Tensor:
             prompt = input_ids.size(1) - width
-            fields = {
-                "prompt_ids": input_ids[:, :prompt],
-                "prompt_mask": attention_mask[:, :prompt],
-                "completion_ids": input_ids[:, prompt:],
-                "completion_mask": attention_mask[:, prompt:],
-            }
-            return log_probs_in_bins(trainer, model, fields)
+            prompts = {"prompt_ids": input_ids[:, :prompt], "prompt_mask": attention_mask[:, :prompt]}
+            completions = {"completion_ids": input_ids[:, prompt:], "completion_mask": attention_mask[:, prompt:]}
+            return log_probs_in_bins(trainer, model, prompts | completions)
 
         return trl_bridge.forwards_replaced(trainer, forward, without_policy=self.put_off)
 
@@ -87,42 +102,28 @@ class GenerationForwards:
             carried.as_generated = carried.proximal_logps.clone()
 
 
-def _stays_ours(trainer: StepPort) -> bool:
-    """Whether no team stands between a generation batch and its loss, where it may read what is put off."""
-    between = ("_generate_and_score_completions", "_generate_and_score", "_prepare_inputs")
-    return all(trl_bridge.teams(trainer, method) is None for method in between)
-
-
 @torch.no_grad()
 def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> Tensor:
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
-
-    def of(part: Bin) -> Tensor:
-        scored, _ = trl_bridge.completion_log_probs(trainer, model, *part.inputs)
-        return scored
-
-    return forwards_in_bins(trainer, model, fields, of)
+    return forwards_in_bins(
+        trainer, model, fields, lambda part: trl_bridge.completion_log_probs(trainer, model, *part.inputs)[0]
+    )
 
 
 @torch.no_grad()
 def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
     """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
-    token.
+    token. Every rank runs the same number of forwards (with sharded weights each one is a collective).
 
     Args:
-        fields: ``prompt_ids``, ``prompt_mask`` (padded left), ``completion_ids``, ``completion_mask`` (padded right);
-            of rows that were put together from several generations also where each stood in its own.
-
-    Every rank runs the same number of forwards (with sharded weights each one is a collective).
+        fields: those of ``TEXT``; where each row stood only of rows that were put together from several generations.
     """
-    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
-    table = RowTable.of([{name: fields[name] for name in names if name in fields}])
-    prompts, completions = (lengths.tolist() for lengths in table.lengths)
-    chosen = [length > 0 for length in completions]
+    table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
+    prompts, completions = table.lengths
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
     rows_at_once = min(trainer.args.per_device_train_batch_size, len(prompts))
     budget = trainer.lab_settings.update.max_tokens or default_max_tokens(rows_at_once, *shape)
-    (bins,) = plan_update(Rows(prompts, completions, chosen), 1, budget).bins
+    (bins,) = plan_update(Rows(prompts, completions, completions > 0), 1, budget).bins
     rounds = trainer.accelerator.gather(torch.tensor([len(bins)], device=table.offset.device)).max().item()
     found = torch.zeros(fields["completion_ids"].shape, device=table.offset.device)
     limit = position_limit(trainer.accelerator.unwrap_model(model))
@@ -132,3 +133,128 @@ def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: 
             made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
             found[rows, : made.size(1)] = made[: len(rows)].to(found.dtype)
     return found
+
+
+def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+    """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
+    with trl_bridge.without_checkpointing(trainer), rows_in_place(trainer, trainer.model, batch):
+        found: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch)[0]
+    return found
+
+
+def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Context for TRL's forward on a micro-batch: rows of several generations keep the positions that each had in its
+    own."""
+    takes = takes_positions(trainer.accelerator.unwrap_model(model))
+    return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
+
+
+def reads_own_forward(batch: dict[str, Any]) -> Tensor:
+    """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
+    old, made = Carried(batch).proximal_logps, Carried(batch).as_generated
+    if old is None or made is None:
+        rows = batch["completion_ids"]
+        return torch.full((rows.size(0),), old is None, device=rows.device)
+    return (old == made).all(dim=1) & ~has_hole(batch)
+
+
+def needs_old_logprobs(batch: dict[str, Any]) -> bool:
+    """Whether no update has touched this micro-batch since it was generated; the same on every rank."""
+    return Carried(batch).proximal_logps is None or Carried(batch).as_generated is not None
+
+
+def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The micro-batches of an optimizer step with the same fields in each: ``proximal_logps`` (0 where there are none)
+    and ``unmoved``."""
+    if all(Carried(batch).proximal_logps is None for batch in window):
+        return window
+    marked = [dict(batch) for batch in window]
+    for batch in marked:
+        carried = Carried(batch)
+        carried.unmoved = reads_own_forward(batch).long()
+        carried.as_generated = None
+        if carried.proximal_logps is None:
+            carried.proximal_logps = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+    return marked
+
+
+def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
+    """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the
+    forward's own."""
+    own, carried = logps.detach(), Carried(fields)
+    if carried.proximal_logps is None:
+        return own
+    unmoved = reads_own_forward(fields) if carried.unmoved is None else carried.unmoved.bool()
+    return torch.where(unmoved.unsqueeze(1), own, carried.proximal_logps)
+
+
+class OldPolicy:
+    """What is left of the current generation batch after the step at hand, and its old log-probs.
+
+    Args:
+        log_probs_of: the policy's log-probs of an optimizer step to come (its micro-batches, the verdict), in the bins
+            that it will have.
+    """
+
+    def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
+        self._trainer, self._log_probs_of = trainer, log_probs_of
+
+    @property
+    def _buffer(self) -> list[dict[str, Any]]:
+        """TRL's micro-batches of the current generation batch (its annotation says None)."""
+        found: Any = self._trainer._buffered_inputs
+        return found or []
+
+    def _ahead(self) -> list[int]:
+        """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch."""
+        wanted = trl_bridge.wants_old_log_probs(self._trainer)[0] and self._buffer
+        return self._trainer.phase.ahead() if wanted else []
+
+    def again(self, window: int) -> list[int | None]:
+        """Places of this step's micro-batches that are trained on again and have no old log-probs yet: their forward is
+        kept. None for others."""
+        ahead, buffer, here = set(self._ahead()), self._buffer, self._trainer.phase.here(window)
+        return [place if place in ahead and needs_old_logprobs(buffer[place]) else None for place in here]
+
+    def before_update(self, window: int, verdict: UpdateVerdict) -> int:
+        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes
+        that this rank received."""
+        ahead, buffer = self._ahead(), self._buffer
+        known: set[int | None] = set(self._trainer.phase.here(window))
+        size, received = self._trainer.phase.accumulation, 0
+        for start in range(0, len(ahead), size):
+            step = ahead[start : start + size]
+            wanted = [place if place not in known and needs_old_logprobs(buffer[place]) else None for place in step]
+            if any(place is not None for place in wanted):
+                batches = [buffer[place] for place in step]
+                found, rows = self._log_probs_of(batches, verdict)
+                self.write(found, rows, wanted, batches)
+                received += rows.bytes_received
+            known.update(step)
+        return received
+
+    def write(self, found: Collected, rows: Exchange, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
+        """Into the places ``wanted`` of the buffer (None: not this one), what the step of ``batches`` has collected."""
+        sizes = [batch["completion_ids"].size(0) for batch in batches]
+        double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
+        local, made = rows.home(found, torch.float64 if double else torch.float32)
+        for place, logps, done, batch in zip(wanted, local.split(sizes), made.split(sizes), batches, strict=True):
+            if place is not None:
+                _fill(self._buffer[place], logps[:, : batch["completion_ids"].size(1)], done)
+
+    @torch.no_grad()
+    def before_update_in_trls_batches(self) -> None:
+        """The same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
+        for place in dict.fromkeys(self._ahead()):
+            batch = self._buffer[place]
+            if needs_old_logprobs(batch):
+                _fill(batch, trl_log_probs(self._trainer, batch))
+
+
+def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
+    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has
+    any."""
+    carried, unmoved = Carried(batch), reads_own_forward(batch).unsqueeze(1) & made
+    old = carried.proximal_logps
+    carried.proximal_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
+    carried.as_generated = None

@@ -1,21 +1,25 @@
-"""A micro-batch (or bin) as the carrier that objectives see, and the loss of one as TRL cut it."""
+"""A micro-batch (or bin) as the carrier that objectives see, its loss per token, and the loss of one as TRL cut it.
+
+The critic's loss is one more term per token, averaged as the policy's: loss_t = policy_t + vf_coef · value_t. It reads
+every token of the policy, whatever its advantage, so that no row can be left out (``LiveConditions.value_loss``).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import Any
 
 from torch import Tensor, nn
 
-from grpo_lab.batch import Denominators, TokenBatch
-from grpo_lab.objectives import log_ratio, sampler_correction
+from grpo_lab.batch import Denominators, TokenBatch, safe
+from grpo_lab.objectives import Objective, log_ratio, sampler_correction
+from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import Carried, loss_mask
-from grpo_lab.trainer.step.old_policy import proximal_log_probs
-from grpo_lab.trainer.step.update_record import record_tokens
-from grpo_lab.trainer.step.values import hears_values, token_loss, values_of_micro_batch
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.critic import is_warming_up
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.step.log_probs import proximal_log_probs
+from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 
 
 def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> Tensor:
@@ -26,11 +30,14 @@ def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> T
     return count
 
 
-def generation_budget(trainer: StepPort) -> float:
-    """Tokens of a completion at most; NaN without a limit, where nothing divides by it
-    (``settings.inputs.check_budget``)."""
+def denominators_of(
+    trainer: StepPort, inputs: dict[str, Any], mode: str, rows: float, micro_batches: float
+) -> Denominators:
+    """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
+    by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
-    return float("nan") if limit is None else float(limit)
+    budget = float("nan") if limit is None else float(limit)
+    return Denominators(rows, token_denominator(trainer, inputs, mode), budget, micro_batches)
 
 
 def token_batch(
@@ -45,12 +52,10 @@ def token_batch(
     old log-probs are the forward's own."""
     objective = trainer.algorithm.objective
     assert objective is not None
-    old = proximal_log_probs(logps, fields)
-    advantages = fields["advantages"]
+    old, advantages = proximal_log_probs(logps, fields), fields["advantages"]
     carried, how = Carried(fields), trainer.correction
     weights = carried.sampler_weights
     if weights is None and how is not None:
-        assert carried.behaviour_logps is not None
         weights = sampler_correction(old, carried.behaviour_logps, mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
@@ -66,29 +71,39 @@ def token_batch(
     )
 
 
-def has_our_inputs(trainer: StepPort, inputs: dict[str, Any]) -> bool:
-    """Our loss needs our KL's inputs; an evaluation without a reference pass is TRL's business."""
-    objective = trainer.algorithm.objective
-    return objective is not None and (objective.kl_in_loss is None or Carried(inputs).ref_logps is not None)
+def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
+    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in; nothing happens without
+    a critic."""
+    if trainer.algorithm.value is None:
+        return contextlib.nullcontext([])
+    return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
 
 
-def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
+    """``[B, T]``: the policy's loss (the hook ``token_loss``) and, with a critic, vf_coef times its own; in its warm-up
+    the latter alone."""
+    value = trainer.algorithm.value
+    if value is None:
+        return trainer.token_loss(batch)
+    assert batch.values is not None
+    old, returns, mask = value_targets(batch)
+    critics = safe(value_loss(safe(batch.values, mask), old, returns, value.cliprange_value), mask)
+    # the zero keeps the policy in the graph, where DDP looks for it
+    policy = safe(0.0 * batch.logps, batch.mask) if is_warming_up(trainer) else trainer.token_loss(batch)
+    return policy + value.vf_coef * critics
+
+
+def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
     """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
-    objective, mode = trainer.algorithm.objective, "train" if trainer.model.training else "eval"
-    assert objective is not None
+    mode = trainer.recorder.mode()
     with hears_values(trainer, model) as heard:
         logps, entropies, router_loss = trl_bridge.stock_forward(
             trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
         )
-    values = values_of_micro_batch(heard, logps.size(1))
+    values = heard[0][:, -logps.size(1) :] if heard else None
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
     accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
-    denominators = Denominators(
-        rows=batch.mask.size(0) * accumulation,
-        tokens=token_denominator(trainer, inputs, mode),
-        budget=generation_budget(trainer),
-        micro_batches=accumulation,
-    )
+    denominators = denominators_of(trainer, inputs, mode, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)

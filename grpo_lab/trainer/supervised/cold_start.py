@@ -10,9 +10,8 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from grpo_lab.settings import refuse_unknown, typed
-from grpo_lab.trainer.ranks.finite_weights import TRAINED, refuse_bad_weights
-from grpo_lab.trainer.settings.gone import SUPERVISED_GONE
-from grpo_lab.trainer.settings.limits import check_choices
+from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
+from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 
 
 def checked(config: Any, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 
 from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
+from grpo_lab.trainer.trl_bridge.values import inside
 
 
 def completion_log_probs(
@@ -26,11 +27,10 @@ def completion_log_probs(
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
     (−100 = not scored, 0 there) by TRL's fused LM head.
 
-    Position t scores token t + 1, at the trainer's sampling temperature. ``position_ids`` are explicit, because TRL
-    feeds left-padded rows without any, so a row's rotary angles depend on its padding; handing in the positions that it
-    would have had makes the same numbers from a differently padded row. Rows are padded on the right, where a causal
-    model cannot look, so there is no ``attention_mask`` (but for a hole in a row) and the kernels take their causal
-    path.
+    Position t scores token t + 1, at the trainer's sampling temperature. TRL feeds left-padded rows without positions,
+    so a row's rotary angles depend on its padding; the ``position_ids`` that it would have had make the same numbers
+    from a differently padded row. Rows are padded on the right, where a causal model cannot look, so there is no
+    ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
 
     On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with
     Triton it picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not
@@ -43,11 +43,16 @@ def completion_log_probs(
         with trainer.accelerator.autocast():
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
+
+    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return output
+
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     scored = following != -100
     places = scored.flatten().nonzero().squeeze(1)
     chosen = following.flatten()[places].unsqueeze(0)
-    with trainer.accelerator.autocast(), _states_at(backbone(trainer, model), places):
+    with trainer.accelerator.autocast(), backbone(trainer, model).register_forward_hook(pick):
         output = model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
     def spread(values: Tensor) -> Tensor:
@@ -73,34 +78,14 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
 
 def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
     """Whether ``model`` or the layers below its head run through ``torch.compile``."""
-    inner = trainer.accelerator.unwrap_model(model)
-    modules = (inner, backbone(trainer, model))
+    modules = (trainer.accelerator.unwrap_model(model), backbone(trainer, model))
     return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
 
 
 def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
     """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
-    inner: Any = trainer.accelerator.unwrap_model(model)
-    if hasattr(inner, "get_base_model"):  # PEFT
-        inner = inner.get_base_model()
-    found: torch.nn.Module = inner.base_model
+    found: torch.nn.Module = inside(trainer.accelerator.unwrap_model(model)).base_model
     return found
-
-
-@contextlib.contextmanager
-def _states_at(layers: torch.nn.Module, places: Tensor) -> Iterator[None]:
-    """Inside the block ``layers`` returns its last hidden states ``[1, K, H]`` at K ``places`` of the flattened ``[B ×
-    L]``."""
-
-    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        return output
-
-    hook = layers.register_forward_hook(pick)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager
@@ -114,11 +99,9 @@ def forwards_replaced(
             the rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where
             needed.
 
-    Forwards of the reference model are always answered: with PEFT they run through the same model object, under an
-    adapter context, which is how they are told apart: TRL asks for the policy once, and before the reference.
-    Multimodal forwards stay TRL's.
-
-    Yields a list that holds ``"policy"`` once its forward was left out.
+    Forwards of the reference model are always answered. With PEFT they run through the same model object, under an
+    adapter context; TRL asks for the policy once, and before the reference. Multimodal forwards stay TRL's. Yields a
+    list that holds ``"policy"`` once its forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
     left_out: list[str] = []
@@ -149,11 +132,8 @@ def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor |
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    hook = trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
-    try:
+    with trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True):
         yield
-    finally:
-        hook.remove()
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
-"""Backwards as HF's loop, accelerate and DeepSpeed want them; TRL's reference, a model or the adapter ``ref``; TRL's
-logs put right."""
+"""Backwards and steps as HF's loop, accelerate and DeepSpeed want them; FSDP2's optimizer as it is; TRL's reference, a
+model or the adapter ``ref``; TRL's logs put right."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as torchs
 
 from grpo_lab.trainer.trl_bridge.names import replaced
 from grpo_lab.trainer.trl_bridge.values import without_critic
@@ -22,8 +24,7 @@ def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.Ab
 
     DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary).
     """
-    stack = contextlib.ExitStack()
-    state = trainer.accelerator.gradient_state
+    stack, state = contextlib.ExitStack(), trainer.accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
     state._set_sync_gradients(False)
     if trainer.accelerator.distributed_type != "DEEPSPEED":
@@ -60,14 +61,11 @@ def put_aside(trainer: Any) -> Tensor:
 
 
 def leave_out_step(optimizer: Any) -> None:
-    """HF's next ``optimizer.step()`` does nothing and counts as skipped: accelerate says so, and HF leaves the schedule
-    as it is.
+    """The next ``step()`` of ``optimizer`` (accelerate's wrapper) does nothing and counts as skipped, so that HF leaves
+    the schedule as it is.
 
     Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
     the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
-
-    Args:
-        optimizer: accelerate's wrapper.
     """
     before = vars(optimizer).get("step")  # usually none: it is a method
 
@@ -140,38 +138,29 @@ REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are
-    sharded.
-
-    Raises:
-        ValueError: there is no reference that could move, or it is built otherwise than the policy.
-    """
+    sharded. ValueError: there is no reference that could move, or it is built otherwise than the policy."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.ref_model is None:
-        return _of_adapters(policy)
+        if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
+            raise ValueError(
+                "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
+                "reference is the base model with the adapter off, which cannot move: give the trainer a model that "
+                "has its adapter already (`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave "
+                "`reference_every` out"
+            )
+        values = dict(policy.named_parameters())
+        own, copied = f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}."
+        names = {name.replace(own, copied): name for name in values if own in name}
+        return {copy: (values[copy], values[name]) for copy, name in names.items()}
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     ours = [*reference.named_parameters(), *reference.named_buffers()]
     theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
     if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
         raise ValueError(
-            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: "
-            "a copy of the one "
-            "is not the other (`reference_every`, `sync_ref_model`)"
+            f"the policy has {len(theirs)} parameters and buffers and the reference {len(ours)}, or of other shapes: a "
+            "copy of the one is not the other (`reference_every`, `sync_ref_model`)"
         )
     return {name: (value, source) for (name, value), (_, source) in zip(ours, theirs, strict=True)}
-
-
-def _of_adapters(policy: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
-        raise ValueError(
-            "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
-            "reference is the base "
-            "model with the adapter off, which cannot move: give the trainer a model that has its adapter already "
-            "(`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave `reference_every` out"
-        )
-    values = dict(policy.named_parameters())
-    own = [name for name in values if f".{POLICY_ADAPTER}." in name]
-    names = {name: name.replace(f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}.") for name in own}
-    return {names[name]: (values[names[name]], values[name]) for name in own}
 
 
 def copy_to_reference(trainer: Any) -> None:
@@ -185,11 +174,9 @@ def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
     """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
 
     PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either
-    the adapters in folders or the one beside them: the copy alone, so that the policy would start again where it began,
-    with a warm optimizer.
+    the adapters in folders or the one beside them: the copy alone, so that the policy would start where it began.
     """
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    saved = Path(checkpoint)
+    policy, saved = trainer.accelerator.unwrap_model(trainer.model), Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
         return
     if any((saved / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
@@ -220,19 +207,15 @@ SAMPLING_METRICS: tuple[str, ...] = (
 def forget_sampling_metrics(trainer: Any, mode: str) -> None:
     """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
     seen = trainer._metrics[mode]
-    for name in SAMPLING_METRICS:
-        if name in seen:
-            seen[name].pop()
-            if not seen[name]:
-                del seen[name]
+    for name in [name for name in SAMPLING_METRICS if name in seen]:
+        seen[name].pop()
+        if not seen[name]:
+            del seen[name]
 
 
 def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
     """Put the advantages in force where TRL keeps those of its own for the completions table."""
-    logged = trainer._logs["advantages"]
-    for _ in range(min(len(logged), advantages.size(0))):
-        logged.pop()
-    logged.extend(advantages.tolist())
+    replace_logged_rows(trainer, {"advantages": advantages.tolist()})
 
 
 def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
@@ -252,3 +235,55 @@ def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
         for _ in range(min(len(logged), len(rows))):
             logged.pop()
         logged.extend(rows)
+
+
+def _is_fsdp2(trainer: Any) -> bool:
+    return bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
+
+
+@contextlib.contextmanager
+def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
+    """While a checkpoint is written torch makes up no moments.
+
+    Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
+    every step so far, an expert that no token was sent to. torch 2.13 makes them up when it saves an FSDP2 optimizer
+    that has none at all (by a step with zero gradients, counted in AdamW's bias correction, in the running training,
+    too), and refuses the checkpoint that lacks some: "Missing optimizer state for parameter". So a checkpoint names
+    them; those alone may be missing, and are missing again after the load.
+    """
+    if not _is_fsdp2(trainer):
+        yield
+        return
+    with replaced(torchs, "_init_optim_state", lambda optimizer: None):
+        yield
+
+
+def without_moments(trainer: Any) -> dict[str, Any] | None:
+    """Names of the optimizer's weights for which it holds nothing, for a checkpoint; alike on every rank. None where
+    all have moments, or torch asks for none."""
+    if not _is_fsdp2(trainer):
+        return None
+    optimizer = trainer.optimizer
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, p in trainer.model.named_parameters() if id(p) in own and not optimizer.state.get(p)]
+    return {"without_moments": missing} if missing else None
+
+
+@contextlib.contextmanager
+def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
+    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments
+    afterwards."""
+    if not named or not _is_fsdp2(trainer):
+        yield
+        return
+    split = torchs._split_optim_state_dict
+
+    def lenient(model: Any, optimizer: Any, state: Any, info: Any) -> Any:
+        lacking = {name for group in state["param_groups"] for name in group["params"]} - set(state["state"])
+        return split(model, optimizer, state, dataclasses.replace(info, strict=not lacking <= named))
+
+    with replaced(torchs, "_split_optim_state_dict", lenient):
+        yield
+    for name, parameter in trainer.model.named_parameters():
+        if name in named:
+            trainer.optimizer.state.pop(parameter, None)

@@ -1,15 +1,35 @@
-"""Names of TRL that this package overrides, calls or reads, as of the release that it was tested with.
-
-A name stands for something else inside a block.
-"""
+"""What of TRL, and of the Trainer below it, this package overrides, calls and reads; the releases that it was tested
+with; whose a method is."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
-#: Methods of ``trl.GRPOTrainer`` that we override or call, with their parameters as of 1.16.
+#: minor releases, oldest first (docs/compatibility.md says what was run on each)
+SUPPORTED_TRL: tuple[str, ...] = ("1.15", "1.16")
+
+
+def refuse_untested(found: str) -> None:
+    """``ImportError`` for a release whose private methods nobody compared with what this room relies on."""
+    if ".".join(found.split(".")[:2]) not in SUPPORTED_TRL:
+        listing, newest = ", ".join(f"{minor}.*" for minor in SUPPORTED_TRL), SUPPORTED_TRL[-1]
+        raise ImportError(
+            f"grpo_lab was tested with trl {listing} and found trl {found}: its trainer overrides private methods that "
+            f"may have moved. Install one of those: pip install 'trl=={newest}.*'. What moved between {newest} and "
+            f"another release: `python scripts/check_upstream.py {found}` in a checkout of grpo_lab"
+        )
+
+
+#: inputs of a multimodal forward, handed through to TRL untouched
+MULTIMODAL_FIELDS: tuple[str, ...] = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+#: methods of ``trl.GRPOTrainer`` that we override or call → their parameters as of 1.16
 METHODS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("self", "inputs"),
     "_generate": ("self", "prompts"),
@@ -19,33 +39,13 @@ METHODS: dict[str, tuple[str, ...]] = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "_prepare_inputs": ("self", "generation_batch"),
     "_get_per_token_logps_and_entropies": (
-        "self",
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-        "compute_aux_loss",
-        "pixel_values",
-        "image_grid_thw",
-        "num_images",
-        "pixel_attention_mask",
-        "spatial_shapes",
-        "num_tiles",
-        "image_sizes",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "image_position_ids",
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
+        *("compute_aux_loss", *MULTIMODAL_FIELDS),
     ),
     "_tokenize_prompts": ("self", "prompts"),
     "_generate_single_turn": (
-        "self",
-        "prompt_ids",
-        "images",
-        "multimodal_fields",
-        "num_generations",
-        "has_tool_images",
+        *("self", "prompt_ids", "images"),
+        *("multimodal_fields", "num_generations", "has_tool_images"),
     ),
     "_get_train_sampler": ("self", "dataset"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
@@ -56,12 +56,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_issue_warnings_after_load": ("self", "load_result"),
     "_load_best_model": ("self",),
     "_init_training_state": (
-        "self",
-        "max_steps",
-        "num_update_steps_per_epoch",
-        "num_train_epochs",
-        "resume_from_checkpoint",
-        "trial",
+        *("self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
+        *("resume_from_checkpoint", "trial"),
     ),
     "_load_rng_state": ("self", "checkpoint"),
     "_finalize_training": ("self", "trial", "num_train_samples", "start_time"),
@@ -74,80 +70,28 @@ METHODS: dict[str, tuple[str, ...]] = {
     "log": ("self", "logs", "start_time"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),
 }
-
-
-#: Attributes that exist on a constructed ``trl.GRPOTrainer``.
+#: what a constructed ``trl.GRPOTrainer`` has
 ATTRIBUTES: tuple[str, ...] = (
-    "_metrics",
-    "_name",
-    "_paper",
-    "_logs",
-    "_step",
-    "_buffered_inputs",
-    "_current_train_step_time",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "environments",
-    "multi_objective_aggregation",
-    "scale_rewards",
-    "reward_func_names",
-    "reward_funcs",
-    "reward_weights",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "max_completion_length",
-    "mask_truncated_completions",
-    "aux_loss_enabled",
-    "router_aux_loss_coef",
-    "eos_token_ids",
-    "_tokenizer",
-    "_is_vlm",
-    "tools",
-    "environment_factories",
-    "ref_model",
-    "beta",
-    "use_vllm",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
+    *("_metrics", "_name", "_paper", "_logs", "_step", "_buffered_inputs", "_current_train_step_time"),
+    *("_pending_extra_logs", "_pending_metrics", "environments", "multi_objective_aggregation", "scale_rewards"),
+    *("reward_func_names", "reward_funcs", "reward_weights", "num_generations", "num_generations_eval"),
+    *("num_iterations", "max_completion_length", "mask_truncated_completions", "aux_loss_enabled"),
+    *("router_aux_loss_coef", "eos_token_ids", "_tokenizer", "_is_vlm", "tools", "environment_factories", "ref_model"),
+    *("beta", "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
 )
-
-#: Attributes that transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs.
+#: what transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs
 WHILE_TRAINING: tuple[str, ...] = (
-    "_tr_loss",
-    "_globalstep_last_logged",
-    "_total_loss_scalar",
-    "_last_loaded_step",
-    "_total_train_tokens",
+    *("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar"),
+    *("_last_loaded_step", "_total_train_tokens"),
 )
-
-
-#: Per-row tensors ``[B, T]`` of TRL's micro-batch that follow the completion.
+#: tensors ``[B, T]`` of TRL's micro-batch that follow the completion
 COMPLETION_FIELDS: tuple[str, ...] = (
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
+    *("completion_ids", "completion_mask", "tool_mask"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
 )
-
-
-#: Keyword inputs of a multimodal forward, handed through to TRL untouched.
-MULTIMODAL_FIELDS: tuple[str, ...] = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+#: classes and functions of these packages are no team's; what decorators make is made in some
+LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "functools", "torch")
 
 
 def is_multimodal(inputs: dict[str, Any]) -> bool:
@@ -156,10 +100,10 @@ def is_multimodal(inputs: dict[str, Any]) -> bool:
 
 
 def may_bring_images(trainer: Any) -> bool:
-    """Whether any batch of the run may carry images, the same on every rank and in every micro-batch.
+    """Whether any batch of the run may carry images, the same on every rank.
 
-    In a mixed data set one rank's (or one generation's) batch has images where another's is text only: whoever looks at
-    a batch alone lets ranks part. Only prompts that are text by their type, without tools, are sure to bring none.
+    In a mixed data set one rank's batch has images where another's is text only: whoever looks at a batch alone lets
+    ranks part. Only prompts that are text by their type, without tools, are sure to bring none.
     """
     if not trainer._is_vlm:
         return False
@@ -174,8 +118,7 @@ def may_bring_images(trainer: Any) -> bool:
 @contextlib.contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
     """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
-    had = name in vars(obj)
-    before = getattr(obj, name)
+    had, before = name in vars(obj), getattr(obj, name)
     setattr(obj, name, value)
     try:
         yield
@@ -184,3 +127,41 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
             setattr(obj, name, before)
         else:
             delattr(obj, name)
+
+
+def teams(trainer: Any, method: str) -> str | None:
+    """``Class.method`` where a team's code stands in the place of ``method`` or over it; None where nobody's does.
+
+    Args:
+        trainer: a trainer, which may hold a function of that name itself (``trainer.compute_loss = …``), or its class.
+            A team's class counts wherever it stands among the bases, and so does a team's function on a library's
+            class.
+    """
+    if not isinstance(trainer, type):
+        if not _is_librarys(vars(trainer).get(method)):
+            return f"trainer.{method}"
+        trainer = type(trainer)
+    homes = [kind for kind in trainer.__mro__ if method in vars(kind)]
+    of_team = (kind for kind in homes if not (_is_librarys(kind) and _is_librarys(vars(kind)[method])))
+    return next((f"{kind.__name__}.{method}" for kind in of_team), None)
+
+
+def hf_runs_the_step() -> bool:
+    """Whether HF's own ``training_step`` is being run, so that HF runs the backward: a team's asked ``super()``, or
+    there is none."""
+    from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
+
+    code, frame = inspect.unwrap(Trainer.training_step).__code__, inspect.currentframe()
+    while isinstance(frame, FrameType) and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_librarys(code: Any) -> bool:
+    """Of a function: it and all that it wraps (``functools.wraps`` gives a wrapper the module of what is wrapped)."""
+    while code is not None:
+        module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])
+        if str(module).split(".")[0] not in LIBRARIES:
+            return False
+        code = getattr(code, "__wrapped__", None) or getattr(code, "func", None)
+    return True

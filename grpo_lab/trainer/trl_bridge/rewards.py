@@ -44,6 +44,5 @@ def measures_correctness(reward: Any) -> bool:
     holds."""
     while isinstance(reward, functools.partial):
         reward = reward.func
-    return bool(
-        getattr(reward, "measures_correctness", False) or reward_name(reward) in ("accuracy_reward", "AccuracyReward")
-    )
+    own = getattr(reward, "measures_correctness", False)
+    return bool(own or reward_name(reward) in ("accuracy_reward", "AccuracyReward"))

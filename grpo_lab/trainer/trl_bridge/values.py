@@ -79,11 +79,8 @@ def give_critic(model: Any, critic: nn.Module) -> None:
         def keep(_module: Any, _args: Any, output: Any) -> None:
             seen.append(output.last_hidden_state)
 
-        hook = self.base_model.register_forward_hook(keep, prepend=True)  # before any that picks places of it
-        try:
+        with self.base_model.register_forward_hook(keep, prepend=True):  # before any that picks places of it
             output = fused(*args, **kwargs)
-        finally:
-            hook.remove()
         states = seen[0].detach() if state_values == "detached" else seen[0]
         inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
         made = {field.name: getattr(output, field.name) for field in fields(FusedCausalLMOutput)}
@@ -112,9 +109,7 @@ def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> I
     """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each.
 
     They are read off the outermost wrapper's output, as log-probs are, so that its hooks for the backward see them.
-
-    Args:
-        trunk_learns: False: the policy's hidden states are detached first.
+    Unless ``trunk_learns`` the policy's hidden states are detached first.
     """
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
@@ -125,23 +120,9 @@ def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> I
     def listen(_module: Any, _args: Any, output: Any) -> None:
         heard.append(output.state_values)
 
-    hooks = [
-        trainer.accelerator.unwrap_model(model).register_forward_pre_hook(ask, with_kwargs=True),
-        model.register_forward_hook(listen),
-    ]
-    try:
+    policy = trainer.accelerator.unwrap_model(model)
+    with policy.register_forward_pre_hook(ask, with_kwargs=True), model.register_forward_hook(listen):
         yield heard
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _PolicyOnly:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return policy_parameters(self._model)
 
 
 def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
@@ -151,6 +132,7 @@ def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
             plain = type(callback).sync_target_model
 
             def sync(model: Any, target: Any, alpha: float, plain: Any = plain) -> None:
-                plain(_PolicyOnly(model), target, alpha)
+                policy = types.SimpleNamespace(parameters=functools.partial(policy_parameters, model))
+                plain(policy, target, alpha)
 
             vars(callback)["sync_target_model"] = sync

@@ -1,0 +1,295 @@
+"""The critic: made and put into the policy's module before anybody wraps it, in the optimizer, and on disk.
+
+On disk it is ``critic/`` beside the policy's files, which stay those of a plain causal model:
+
+    critic.json         format, whether it has a network of its own, width of the hidden states
+    critic.safetensors  its tensors
+    config.json         of its own network, where it has one
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, TrainerCallback
+from trl.trainer.utils import disable_dropout_in_model
+
+from grpo_lab.io import write_whole, write_whole_text
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.resume.going_on import mismatch
+from grpo_lab.trainer.settings.inputs import check_model
+from grpo_lab.trainer.settings.parse import ValueSettings
+
+FOLDER, MANIFEST, TENSORS = "critic", "critic.json", "critic.safetensors"
+FORMAT = 1
+
+
+class ValueHead(nn.Linear):
+    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no
+    random number."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``[…, H]`` → ``[…]`` in units of the reward."""
+        with torch.autocast(states.device.type, enabled=False):
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            return functional.linear(states.to(weight.device, wide), weight, bias).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """Values of the states in which tokens are chosen.
+
+    Args:
+        hidden: width of the hidden states.
+        trunk: a network without LM head, called with the policy's inputs; ``None``: the policy's own states are read.
+    """
+
+    def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(hidden, 1, dtype=dtype)
+
+    def forward(self, states: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """``[B, L - 1]``: place t holds the value before token t + 1, as log-probs have it."""
+        if self.trunk is not None:
+            states = self.trunk(**{**inputs, "use_cache": False}).last_hidden_state
+        values: Tensor = self.head(states)[:, :-1]
+        return values
+
+
+def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
+    """Build the critic that ``value.model`` names into the trainer's policy; what walks over the policy's parameters
+    goes on seeing the policy alone.
+
+    Raises:
+        ValueError: it is none, or does not fit the policy.
+    """
+    if value is None:
+        return None
+    model = trainer.model
+    # the trainable weights' own type: FSDP2 wants one in a group. Frozen ones may be packed in any
+    floats = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
+    critic = _made(trainer, value.model, next(floats, torch.float32))
+    if critic.trunk is not None and value.model != "copy":
+        theirs, ours = (_text(one).vocab_size for one in (critic.trunk, trl_bridge.inside(model)))
+        if theirs < ours:
+            raise ValueError(
+                f"`value.model` is {value.model!r} with {theirs} token ids, and the policy has {ours}: the critic "
+                "reads the policy's token ids, so both need one tokenizer"
+            )
+        if trainer.args.disable_dropout:
+            disable_dropout_in_model(critic.trunk)
+    critic.to(next(trl_bridge.policy_parameters(model)).device)
+    critic.train(model.training)
+    critic.requires_grad_(True)
+    trl_bridge.give_critic(model, critic)
+    trl_bridge.followed_by_policy_only(trainer.callback_handler.callbacks)
+    return critic
+
+
+def _made(trainer: Any, name: str, dtype: torch.dtype) -> Critic:
+    hidden = _text(trl_bridge.inside(trainer.model)).hidden_size
+    if name == "head":
+        return Critic(hidden, dtype=dtype)
+    if name == "copy":
+        return Critic(hidden, _copied_trunk(trainer.model), dtype)
+    if is_critic_folder(name):
+        critic = load_critic(name)
+        if critic.trunk is None and critic.head.in_features != hidden:
+            raise ValueError(
+                f"`value.model` is {name!r}, a head for hidden states of width {critic.head.in_features}, and the "
+                f"policy's have {hidden}: name the critic of a policy of this size, or 'head' or 'copy'"
+            )
+        return critic.to(dtype)
+    try:
+        check_model(name)
+    except ValueError as error:
+        raise ValueError(f"{str(error).replace('`model`', '`value.model`')} (or 'head' or 'copy')") from error
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"`value.model` is the folder {name!r}, an adapter; merge it into its base model first")
+    trunk = AutoModel.from_pretrained(name, dtype=dtype)
+    return Critic(_text(trunk).hidden_size, trunk, dtype)
+
+
+def _text(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def _copied_trunk(model: Any) -> nn.Module:
+    """The policy's trunk with adapters merged, trained in full.
+
+    Raises:
+        ValueError: its weights are packed, or on other ranks.
+    """
+    policy = trl_bridge.inside(model)
+    if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
+        why = "are quantized" if getattr(policy, "is_quantized", False) else "lie on several ranks (DeepSpeed ZeRO-3)"
+        raise ValueError(
+            f"`value.model` is 'copy', and the policy's weights {why}, so that they cannot be copied: name a folder "
+            "or hub name, or 'head'"
+        )
+    if policy is not model:  # PEFT
+        policy = copy.deepcopy(model).merge_and_unload()
+    trunk: nn.Module = copy.deepcopy(policy.base_model)
+    return trunk
+
+
+def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) -> Any:
+    """The optimizer that HF made; the critic's parameters stand in groups of their own, which differ in the learning
+    rate. Each call of HF's may find them made already.
+
+    Raises:
+        ValueError: the optimizer's groups do not hold the critic's parameters (an optimizer that makes its own).
+    """
+    ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, where a second training begins
+    if critic is None or getattr(ours, "grpo_lab_split", False):
+        return optimizer
+    learning_rate = trainer.algorithm.value.learning_rate
+    own = {id(parameter) for parameter in critic.parameters()}
+    moved = 0
+    for group in list(ours.param_groups):
+        critics = [p for p in group["params"] if id(p) in own]
+        if critics:
+            moved += len(critics)
+            settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+            group["params"] = [p for p in group["params"] if id(p) not in own]
+            rate = group["lr"] if learning_rate is None else learning_rate
+            ours.add_param_group({**settings, "params": critics, "lr": rate})
+    ours.param_groups[:] = [group for group in ours.param_groups if group["params"]]
+    if moved != len(own):
+        raise ValueError(
+            f"`optim`: {type(ours).__name__} holds {moved} of the critic's {len(own)} parameters; choose one that "
+            "takes parameter groups (e.g. adamw_torch)"
+        )
+    ours.grpo_lab_split = True
+    return optimizer
+
+
+def is_warming_up(trainer: Any) -> bool:
+    """Whether the critic alone learns in the step at hand (``value.warmup_steps``)."""
+    value = trainer.algorithm.value
+    return value is not None and bool(trainer.model.training) and trainer.state.global_step < value.warmup_steps
+
+
+class CriticAlone(TrainerCallback):  # type: ignore[misc]
+    """In the warm-up the policy's zero gradients are taken away: its moments count no steps that it did not make.
+
+    AdamW's bias correction would else divide the policy's first real gradients by a second moment that has forgotten to
+    be one.
+    """
+
+    def __init__(self, trainer: Any, value: ValueSettings) -> None:
+        self.trainer, self.steps = trainer, value.warmup_steps
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step < self.steps:
+            for parameter in trl_bridge.policy_parameters(self.trainer.model):
+                parameter.grad = None
+
+
+def is_critic_folder(folder: str | Path) -> bool:
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
+    """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are
+    sharded).
+
+    Raises:
+        ValueError: the state does not hold all of them.
+    """
+    found = {n.split(f"{trl_bridge.CRITIC}.", 1)[1]: one for n, one in state.items() if trl_bridge.is_critics(n)}
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
+    if missing := sorted(set(critic.state_dict()) - set(tensors)):
+        raise ValueError(f"the critic cannot be saved: the model's state lacks {missing[:3]} of it")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / TENSORS, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
+    if critic.trunk is not None:
+        critic.trunk.config.save_pretrained(folder)
+    told = {"format": FORMAT, "own_network": critic.trunk is not None, "hidden_size": critic.head.in_features}
+    write_whole_text(folder / MANIFEST, json.dumps(told))
+
+
+def load_critic(folder: str | Path) -> Critic:
+    """A critic that ``save_critic`` wrote.
+
+    Raises:
+        ValueError: a file is missing or damaged, or of another format.
+    """
+    place = Path(folder)
+    try:
+        told = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        if told["format"] != FORMAT:
+            raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
+        tensors, trunk = load_file(place / TENSORS), None
+        if told["own_network"]:
+            config = AutoConfig.from_pretrained(place)
+            # `AutoModel.from_config` under ZeRO-3 gives a rank empty parameters, which take no tensors
+            trunk = MODEL_MAPPING[type(config)](config)
+        critic = Critic(int(told["hidden_size"]), trunk)
+        critic.load_state_dict(tensors)
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error
+    return critic
+
+
+def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
+    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
+    nothing. From transformers 5.20 on every rank comes here.
+
+    Args:
+        state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
+    """
+    if critic is not None and state != {} and trainer.args.should_save:
+        whole = trainer.model.state_dict() if state is None else state
+        save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
+
+
+@torch.no_grad()
+def take_up(
+    trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
+) -> None:
+    """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states,
+    and loaded.
+
+    Raises:
+        ValueError: the checkpoint holds none, or another kind.
+    """
+    if checkpoint is None or critic is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    folder = Path(checkpoint) / FOLDER
+    if not is_critic_folder(folder):
+        raise ValueError(
+            f"`{setting}`: {checkpoint} holds no critic ({FOLDER}/{MANIFEST}), and this run has one (`value`): resume "
+            "a checkpoint of a run with a critic, or start from the model in it"
+        )
+    try:
+        critic.load_state_dict(load_file(folder / TENSORS))
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        why = mismatch(error) if isinstance(error, RuntimeError) else error
+        raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {why}") from error
+
+
+class WithTheBest(TrainerCallback):  # type: ignore[misc]
+    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody
+    saves."""
+
+    def __init__(self, trainer: Any, critic: Critic) -> None:
+        self.trainer, self.critic = trainer, critic
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end:
+            take_up(self.trainer, self.critic, state.best_model_checkpoint, "load_best_model_at_end")

@@ -1,0 +1,308 @@
+"""Where each rank is, who is missing when the others wait in vain, and whose weights are not finite.
+
+``at`` names the places of the thread that trains. With several processes a thread on each rank (``RankWatch``) writes
+where the rank is, every few seconds, into the store through which the ranks found each other; that is read when
+something is wrong, and a step sends nothing:
+
+    half of ``ddp_timeout`` at one place, and nine tenths    each rank that has been there so long warns
+    the end, where torch raises (gloo; NCCL with             ``RankLost``, which names the missing rank
+    ``TORCH_NCCL_BLOCKING_WAIT=1``)                          (else NCCL's own watchdog ends the process)
+
+``ddp_timeout`` holds on CPU ranks, too: transformers 5.17 hands it to torch only where there is an accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import distributed
+from torch.distributed import distributed_c10d
+from trl import GRPOTrainer
+
+from grpo_lab.finite import NumbersError, in_words, is_bad, not_finite_scores
+
+logger = logging.getLogger("grpo_lab")
+
+#: what gloo, NCCL and torch's stores say when a limit has passed
+LATE = ("Timed out waiting", "Application timeout caused pair closure", "collective operation timeout")
+#: and when the other end is no more
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+#: one of these stands in each such message: other errors say "Broken pipe", too
+OF_TORCH = ("gloo", "NCCL", "ProcessGroup", "TCPStore", "c10d")
+#: files in which nobody's own work stands: the innermost line outside of them is where a process is
+MACHINERY = re.compile(r"/(torch|accelerate|concurrent/futures|asyncio)/|/(threading|contextlib|selectors)\.py")
+#: seconds to connect, and for an answer: the machine of the store may be what was lost
+ANSWERS_WITHIN = 5.0
+#: shares of the limit at which a rank that is still at the same place warns
+NOTICES = (0.5, 0.9)
+#: beats without a word after which a rank counts as gone or stopped
+SILENT = 4
+
+TO_START_FROM = "that the training starts from hold"
+TRAINED = "that the training has left hold"
+
+_places: list[str] = []
+_changed = time.monotonic()
+_watches: list[RankWatch] = []
+
+
+class RankLost(RuntimeError):
+    """A collective ended without the others: one of them did not come within the time limit, or has ended."""
+
+
+@contextmanager
+def at(name: str) -> Iterator[None]:
+    """This process is at ``name`` (within the place where it was); also a decorator.
+
+    Raises:
+        RankLost: for torch's error of a collective that passed its time limit or lost its other end.
+    """
+    global _changed
+    _places.append(name)
+    _changed = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        kind = how_it_broke(error)
+        if kind is None:
+            raise
+        if _watches:
+            raise RankLost(_watches[-1].describe(kind, str(error))) from error
+        what = "waited in vain for another rank" if kind == "late" else "lost the connection to another rank"
+        said = f"this rank {what} at «{place()}» (time limit: `ddp_timeout`). torch says: {error}"
+        raise RankLost(said) from error
+    finally:
+        _places.pop()
+        _changed = time.monotonic()
+
+
+def how_it_broke(error: RuntimeError) -> str | None:
+    """``late``: the time limit passed; ``gone``: the other end closed; None for any other error, and for a
+    ``RankLost``."""
+    text = str(error)
+    if isinstance(error, RankLost) or not any(word in text for word in OF_TORCH):
+        return None
+    if any(said in text for said in LATE):
+        return "late"
+    return "gone" if any(said in text for said in GONE) else None
+
+
+def is_of_lost_rank(error: Exception) -> bool:
+    """Whether it says that a collective ended without the others, told or not."""
+    return isinstance(error, RankLost) or (isinstance(error, RuntimeError) and how_it_broke(error) is not None)
+
+
+def place() -> str:
+    """Outermost first; empty outside of all places."""
+    return " › ".join(_places)
+
+
+def line_of(thread: int) -> tuple[str, bool]:
+    """The innermost line of a thread that is somebody's own work, and whether it waits inside of
+    ``torch.distributed``."""
+    frame: FrameType | None = sys._current_frames().get(thread)
+    waits = False
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        waits |= "/torch/distributed/" in file
+        if not MACHINERY.search(file):
+            return f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}", waits
+        frame = frame.f_back
+    return "an unknown line", waits
+
+
+class RankWatch:
+    """From ``__enter__`` to ``__exit__``, in the thread that trains. With one process: nothing."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.rank, self.ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        self.limit = float(trainer.args.ddp_timeout)
+        self.beat = min(10.0, max(0.5, self.limit / 8))
+        self._end = threading.Event()
+        self._store: Any = None
+        self._why_no_store = "the launcher set no MASTER_ADDR and MASTER_PORT"
+
+    def __enter__(self) -> RankWatch:
+        if self.ranks == 1:
+            return self
+        self._thread_that_trains = threading.get_ident()
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if host and port:
+            try:  # a client of its own: torch's may be held by whoever waits in it
+                self._store = distributed.TCPStore(
+                    host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWERS_WITHIN)
+                )
+            except (OSError, RuntimeError, ValueError) as failure:
+                self._why_no_store = str(failure)
+        _watches.append(self)
+        self._thread = threading.Thread(target=self._watch, name="grpo_lab rank watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ranks > 1:
+            self._end.set()
+            self._thread.join(timeout=2 * self.beat)
+            _watches.remove(self)
+
+    def describe(self, kind: str, said: str) -> str:
+        """The message of an error that ended a collective of this rank."""
+        here, where = f"rank {self.rank} of {self.ranks}", f"at «{place()}», step {self._step()}"
+        if kind == "late":
+            what = f"{here} waited {self.limit:.0f} s {where}, and not all ranks came (`ddp_timeout`)"
+            then = "Look at what the missing rank does (`py-spy dump --pid …`); is it only slow, raise `ddp_timeout`"
+        else:
+            what = f"{here} lost the connection to another rank {where}"
+            then = "A rank that ended has its own error in its log, and it comes first"
+        self._write()
+        again = "The run goes on from its last checkpoint with --resume"
+        return f"{what}. {self.others()}. {then}. {again}. torch says: {said}"
+
+    def others(self) -> str:
+        """Where the other ranks are: those that do not wait first, since one of them is missing."""
+        try:
+            if self._store is None:
+                raise OSError(self._why_no_store)
+            found = [(rank, self._read(rank)) for rank in range(self.ranks) if rank != self.rank]
+        except (OSError, RuntimeError, ValueError) as failure:
+            return f"Where the other ranks are is not known ({failure})"
+        said = []
+        for rank, entry in sorted(found, key=lambda one: one[1] is not None and one[1]["waits"]):
+            if entry is None:
+                silent = "has said nothing: it has not begun to train, or not as grpo_lab.LabTrainer"
+                said.append(f"Rank {rank} {silent}")
+                continue
+            verb, quiet = "waits" if entry["waits"] else "is", time.time() - entry["written"]
+            if quiet > SILENT * self.beat:
+                verb = f"was last heard of {quiet:.0f} s ago (ended, or stopped), then"
+            said.append(f"Rank {rank} {verb} {entry['where']}")
+        return ". ".join(said)
+
+    def _watch(self) -> None:
+        warned = 0.0  # the share of the limit at the last warning of this place
+        while not self._end.wait(self.beat):
+            self._write()
+            here = time.monotonic() - _changed
+            due = max((share for share in NOTICES if here >= share * self.limit), default=0.0)
+            if due > warned:
+                logger.warning(
+                    "rank %d of %d is %s. %s. Ranks wait %.0f s for each other (`ddp_timeout`)",
+                    *(self.rank, self.ranks, self._entry()["where"], self.others(), self.limit),
+                )
+            warned = due
+
+    def _entry(self) -> dict[str, Any]:
+        line, waits = line_of(self._thread_that_trains)
+        where = f"at «{place()}», step {self._step()}, for {time.monotonic() - _changed:.0f} s: {line}"
+        where += f" (pid {os.getpid()} on {socket.gethostname()})"
+        return {"where": where, "waits": waits, "written": time.time()}
+
+    def _write(self) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(key_of(self.rank), json.dumps(self._entry()))
+            except (OSError, RuntimeError) as failure:  # the store's machine is gone: the others' entries, too
+                self._store, self._why_no_store = None, str(failure)
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        key = key_of(rank)
+        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _step(self) -> int:
+        return int(self._trainer.state.global_step) + 1
+
+
+def key_of(rank: int) -> str:
+    """Where a rank of this start (of torchrun, which may start them again) writes."""
+    return f"grpo_lab/place/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
+
+
+def hold_time_limit(args: Any) -> None:
+    """Let ``args.ddp_timeout`` be the limit of gloo's collectives; accelerators' have it from transformers.
+
+    Raises:
+        ValueError: a limit that is no positive number of seconds.
+    """
+    limit = args.ddp_timeout
+    if not isinstance(limit, int | float) or limit <= 0:
+        must = "it must be a positive number of seconds (how long ranks wait for each other)"
+        raise ValueError(f"`ddp_timeout` is {limit!r}; {must}")
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
+
+
+class RankAwareTrainer(GRPOTrainer):
+    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that
+    are not finite."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with RankWatch(self), at("training"):
+            return super().train(*args, **kwargs)
+
+    @at("step")
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+    @at("generation")
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._generate(*args, **kwargs)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise NumbersError(not_finite_scores(self.model)) from error
+
+    @at("rewards")
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._calculate_rewards(*args, **kwargs)
+
+    @at("evaluation")
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate(*args, **kwargs)
+
+
+def refuse_bad_weights(trainer: Any, which: str) -> None:
+    """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
+
+    Raises:
+        NumbersError: on every rank, naming tensors.
+    """
+    if bad := names_of_bad(trainer):
+        blame = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`); nothing is saved"
+        if which == TO_START_FROM:
+            blame = "how the model or the checkpoint was made, saved or converted (bf16, fp16)"
+        raise NumbersError(f"the weights {which} NaN or infinities, {bad}: look at {blame}")
+
+
+def names_of_bad(trainer: Any) -> str | None:
+    """Which tensors hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank, in
+    words; None where none does. One number is read, and sent."""
+    model, device = trainer.model, trainer.accelerator.device
+    with at("whether the weights are finite"):
+        flags = {name: is_bad(_here(one)) for name, one in model.named_parameters()}
+        flags |= {name: is_bad(_here(one), infinite=False) for name, one in model.named_buffers()}
+        bad = torch.stack([torch.zeros((), dtype=torch.bool, device=device), *(f.to(device) for f in flags.values())])
+        if not bool(trainer.accelerator.gather(bad.any().reshape(1)).any()):
+            return None
+        here = [name for name, one in zip(flags, bad[1:].tolist(), strict=True) if one]
+        names = sorted({name for of_rank in gather_object([here]) for name in of_rank})
+    return in_words(names, len(flags))
+
+
+def _here(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

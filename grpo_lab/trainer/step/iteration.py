@@ -1,0 +1,165 @@
+"""What an iteration begins with: the policy as the reference, an empty optimizer.
+
+    reference_every: 30            reference := policy after every 30th optimizer step, GRPO's outer loop (DeepSeekMath,
+                                   arXiv 2402.03300, algorithm 1; R1-Zero: 400)
+    reference_every: generation    before every generation batch: the loss's KL is then to the policy that generated
+    reset_optimizer                after every generation batch, Kimi k1.5's iteration (arXiv 2501.12599, §2.3.2): its
+                                   data come from another policy than the moments before it
+
+A batch's reference log-probs are made with the batch and stay, also where the reference moves while it is trained on.
+TRL's ``sync_ref_model`` moves the reference by a callback of its own; it is carried through a resume here, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.resume.state import SavedState, load_reference, save_reference
+
+#: group entries that a schedule moves; anything else that changes is state which clearing ``state`` would not reach
+SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
+
+
+class MovingReference(TrainerCallback):  # type: ignore[misc]
+    """Moves the reference, and takes one that has moved through checkpoints.
+
+    Raises:
+        ValueError: the reference cannot move: a new adapter, ZeRO-3, FSDP 1.
+    """
+
+    def __init__(self, trainer: StepPort, every: int | str | None) -> None:
+        self.trainer, self.every = trainer, every
+        self._moved = False
+        if every is None:
+            return
+        unreachable = trl_bridge.whole_by_names(trainer)
+        if unreachable is not None:
+            raise ValueError(
+                f"`reference_every` is {every!r} with {unreachable}: a moved reference could not be saved; use DDP, "
+                "ZeRO-2 or FSDP2 (recipes/accelerate), or leave `reference_every` out"
+            )
+        trl_bridge.reference_tensors(trainer)  # whether there is one that can move
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self.every, int) and state.global_step % self.every == 0:
+            self._move()
+
+    def before_generation(self) -> None:
+        if self.every == "generation":
+            self._move()
+
+    def _move(self) -> None:
+        trl_bridge.copy_to_reference(self.trainer)
+        self._moved = True
+
+    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on
+        every rank."""
+        if not (self._moves() or self._moved):
+            return None
+        args = self.trainer.args
+        by_trl = args.sync_ref_model and self.trainer.state.global_step >= args.ref_model_sync_steps
+        return save_reference(folder, self._tensors() if self._moved or by_trl else None, bool(args.should_save))
+
+    def load(self, saved: SavedState | None) -> None:
+        """The reference as it was when the checkpoint was written; called on every rank."""
+        if saved is None:
+            return
+        trl_bridge.load_policy_adapter(self.trainer, str(saved.checkpoint))
+        moved = load_reference(saved, self._tensors)
+        self._moved = bool(moved)
+        if moved is None and self._moves():
+            self.trainer.recorder.say(
+                f"`resume_from_checkpoint`: {saved.checkpoint} does not hold the reference (stock TRL, an earlier "
+                "version, or a run whose reference stood still): the reference is the start model",
+                level=logging.WARNING,
+            )
+
+    def _tensors(self) -> dict[str, Tensor] | None:
+        if self.trainer.beta == 0.0 or (self.trainer.ref_model is None and not self._moves()):
+            return None
+        return {name: ours for name, (ours, _) in trl_bridge.reference_tensors(self.trainer).items()}
+
+    def _moves(self) -> bool:
+        """Whether this run's reference can move, in a way that can be saved."""
+        by_trl = self.trainer.args.sync_ref_model and trl_bridge.whole_by_names(self.trainer) is None
+        return self.every is not None or bool(by_trl)
+
+
+def empty_optimizer(optimizer: Any) -> None:
+    """Drop all moments and step counts; they are made anew at the next step. Sees through accelerate's wrapper."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    optimizer.state.clear()
+
+
+class OptimizerReset(TrainerCallback):  # type: ignore[misc]
+    """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either, and
+    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched.
+
+    A run resumed inside a batch goes on with that batch and with the moments of its updates so far
+    (``generation_buffer``); where the checkpoint holds no batch it is generated anew, and that is a new iteration.
+
+    Raises:
+        ValueError: DeepSpeed, whose engine keeps the optimizer's state where this does not reach, or an optimizer with
+            state in its parameter groups (schedule-free, Prodigy).
+    """
+
+    def __init__(self, trainer: StepPort) -> None:
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "`reset_optimizer` is on with DeepSpeed, whose engine keeps the optimizer's state in partitions of its "
+                "own: use DDP or FSDP2 (recipes/accelerate), or leave `reset_optimizer` out"
+            )
+        self.trainer = trainer
+        self._groups: list[dict[str, str]] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self._groups = _group_settings(optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        if not self.trainer.phase.at_end:
+            return
+        now = _group_settings(optimizer)
+        for before, after in zip(self._groups or now, now, strict=True):
+            moved = [name for name in after if after[name] != before.get(name)]
+            if moved:
+                raise ValueError(
+                    f"`reset_optimizer` is on, but this optimizer (`optim`={self.trainer.args.optim!r}) keeps state in "
+                    f"its parameter groups ({moved[0]!r}), which a reset would not reach: use AdamW or SGD"
+                )
+        empty_optimizer(optimizer)
+
+    def before_generation(self) -> None:
+        if self.trainer.optimizer is not None:
+            empty_optimizer(self.trainer.optimizer)
+
+
+def _group_settings(optimizer: Any) -> list[dict[str, str]]:
+    return [
+        {name: repr(value) for name, value in group.items() if name != "params" and name not in SCHEDULED}
+        for group in optimizer.param_groups
+    ]
+
+
+def idle_pull(trainer: StepPort) -> str | None:
+    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were
+    made."""
+    objective, args, phase = trainer.algorithm.objective, trainer.args, trainer.phase
+    push = None if objective is None else objective.surrogate
+    idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
+    if not idle or phase.every > phase.accumulation:
+        return None
+    return (
+        f"`objective.{idle[0]}` has no effect: each generation batch gets a single update (steps_per_generation="
+        f"{args.steps_per_generation}, num_iterations={trainer.num_iterations}, gradient_accumulation_steps="
+        f"{args.gradient_accumulation_steps}), so the policy is the reference; raise `steps_per_generation` or "
+        "`num_iterations`"
+    )
