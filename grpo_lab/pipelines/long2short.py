@@ -43,14 +43,7 @@ from grpo_lab.runs.stage import At, Facts, Stage, Words, carry_out, console, pla
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
 from grpo_lab.stages.evaluate import EVALUATION, Evaluate
-from grpo_lab.stages.sample import (
-    SAMPLES,
-    ModelSampler,
-    judged_samples,
-    plan_of_samples,
-    refuse_other_count,
-    with_room,
-)
+from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
 from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train
 from grpo_lab.trainer.supervised.preference import check_training
@@ -177,9 +170,8 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
 
     def select(at: At) -> Facts:
         sampler, said = ModelSampler(path, sampling), {"reward": told(recipe.reward)}
-        rows = [dict(row) for row in asked.rows]
-        problems = [rows[place] for place in with_room(rows, sampler)]
-        rates = judged_samples(problems, sampler, asked.reward, recipe.samples_file, at.stop, said, "samples")
+        problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, sampler).values()]
+        rates = sampler.judged(problems, asked.reward, recipe.samples_file, at.stop, said, "samples")
         samples = sampled(problems, rates, sampler.tokens)
         return choose(samples, recipe.way, at.folder, f"`method: {recipe.method}`: ")
 

@@ -50,18 +50,10 @@ SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved prob
 """Columns of the page's table that fit on a terminal."""
 
 
-@dataclass(frozen=True)
-class RoundsDone:
-    """The folder with the last model, and one line for the start (round 0) and each round, as in `rounds.jsonl`."""
-
-    folder: Path
-    lines: list[Line]
-
-
-def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
-    """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew.
-    ValueError: another run or something else there, a setting that does not fit, a round without rows; Interrupted:
-    asked to stop."""
+def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
+    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: one line for the start (round 0)
+    and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. ValueError: another run or something else there, a
+    setting that does not fit, a round without rows; Interrupted: asked to stop."""
     asked, cold_rows = resolve(recipe, overwrite)
     folder, count = recipe.output_dir, recipe.rounds.count
     about = {"pipeline": ROUNDS, "method": recipe.method, "count": count, "recipe": settings_of(recipe)}
@@ -79,11 +71,11 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> RoundsDone:
             )
             if not (folder / "report.html").is_file():  # killed before it
                 write_report(folder)
-            return RoundsDone(folder, _lines(folder, count))
+            return _lines(folder, count)
         return _carried_out(recipe, RoundStages(recipe, asked, cold_rows), run)
 
 
-def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> RoundsDone:
+def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> list[Line]:
     folder, first = run.folder, str(recipe.model.path or "")
     start = Round(folder=round_folder(folder, 0), stop=run.stop, number=0, current=first, start=first)
     carry_out(work.of_start(), start, run.report)
@@ -107,7 +99,7 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> Rou
         table.add_row(*map(str, row))
     console.print(table)
     console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
-    return RoundsDone(folder, lines)
+    return lines
 
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
@@ -255,7 +247,8 @@ class RoundStages:
         drawn = replace(sampling, seed=seed_of(sampling.seed, at.number, "sample"))
         said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
         label = f"round {at.number}: samples"
-        return sample_facts(sample(at, self.rows, asked, at.current, drawn, self.asked.reward, said, label), len(asked))
+        problems = {row: self.rows[row] for row in asked}
+        return sample_facts(sample(at, problems, at.current, drawn, self.asked.reward, said, label), len(asked))
 
     def select(self, at: Round) -> Facts:
         """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""

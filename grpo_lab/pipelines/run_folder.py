@@ -91,8 +91,14 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
     changed = refuse_folder(recipe, overwrite)
     measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
     folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        _remove_earlier(recipe)
+    if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
+        value = recipe.arguments.get("value")
+        critic = value.get("model") if isinstance(value, Mapping) else value
+        needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
+        earlier = [*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"), folder / SAVING]
+        for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic"):
+            if not any(one.is_relative_to(stale.resolve()) for one in needed):
+                shutil.rmtree(stale, ignore_errors=True)
     if not begun:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
@@ -136,17 +142,6 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
         changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
     return changed
-
-
-def _remove_earlier(recipe: Recipe) -> None:
-    """What a resumed run, or a report of it, would take for its own. What this very run starts from stays."""
-    folder, value = recipe.output_dir, recipe.arguments.get("value")
-    critic = value.get("model") if isinstance(value, Mapping) else value
-    needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
-    earlier = (*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"))
-    for stale in (*earlier, folder / SAVING, folder / "cold_start", folder / "evaluation", folder / "critic"):
-        if not any(one.is_relative_to(stale.resolve()) for one in needed):
-            shutil.rmtree(stale, ignore_errors=True)
 
 
 def may_differ(found: Difference) -> bool:

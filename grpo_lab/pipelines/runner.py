@@ -45,47 +45,31 @@ from grpo_lab.stages.train import ColdStart, Dpo, Merge, Simpo, Train
 PIPELINE = "pipeline"
 
 
-@settings(rest="recipe")
-class WholeCommand:
-    """``rl``, ``filter``, ``rounds``, ``long2short``: the recipe of a command, which goes on by itself in the stage's
-    folder where it was killed."""
+def whole_command(read_recipe: Any, do: Any, **left: str) -> Any:
+    """A kind that is a command: its recipe is the entry, and it goes on by itself in the stage's folder where it was
+    killed."""
 
-    leaves: ClassVar[Mapping[str, str]] = {"model": "."}
-    read_recipe: ClassVar[Any] = staticmethod(recipe_from)
-    do: ClassVar[Any] = staticmethod(train)
-    recipe: Mapping[str, Any]
+    @settings(rest="recipe")
+    class WholeCommand:
+        """``rl``, ``filter``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
 
-    def plan(self) -> str:
-        self.read_recipe({**self.recipe, "output_dir": "."})
-        plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
-        return ", ".join(f"{name} {value}" for name, value in plain.items())
+        leaves: ClassVar[Mapping[str, str]] = left
+        recipe: Mapping[str, Any]
 
-    def run(self, at: At) -> Facts:
-        try:
-            self.do(self.read_recipe({"name": at.folder.name, **self.recipe, "output_dir": str(at.folder)}))
-        except Interrupted:  # who asked may have asked the pipeline
-            at.stop.check()
-            raise
-        return {}
+        def plan(self) -> str:
+            read_recipe({**self.recipe, "output_dir": "."})
+            plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
+            return ", ".join(f"{name} {value}" for name, value in plain.items())
 
+        def run(self, at: At) -> Facts:
+            try:
+                do(read_recipe({"name": at.folder.name, **self.recipe, "output_dir": str(at.folder)}))
+            except Interrupted:  # who asked may have asked the pipeline
+                at.stop.check()
+                raise
+            return {}
 
-@settings(rest="recipe")
-class Filter(WholeCommand):
-    leaves: ClassVar[Mapping[str, str]] = {"rows": "curated.jsonl"}
-    read_recipe: ClassVar[Any] = staticmethod(curation_recipe_from)
-    do: ClassVar[Any] = staticmethod(curate)
-
-
-@settings(rest="recipe")
-class Rounds(WholeCommand):
-    read_recipe: ClassVar[Any] = staticmethod(rounds_recipe_from)
-    do: ClassVar[Any] = staticmethod(run_rounds)
-
-
-@settings(rest="recipe")
-class Long2Short(WholeCommand):
-    read_recipe: ClassVar[Any] = staticmethod(long2short_recipe_from)
-    do: ClassVar[Any] = staticmethod(long2short)
+    return WholeCommand
 
 
 KINDS: dict[str, Any] = {
@@ -97,10 +81,10 @@ KINDS: dict[str, Any] = {
     "simpo": Simpo,
     "merge": Merge,
     "evaluate": Evaluate,
-    "rl": WholeCommand,
-    "filter": Filter,
-    "rounds": Rounds,
-    "long2short": Long2Short,
+    "rl": whole_command(recipe_from, train, model="."),
+    "filter": whole_command(curation_recipe_from, curate, rows="curated.jsonl"),
+    "rounds": whole_command(rounds_recipe_from, run_rounds, model="."),
+    "long2short": whole_command(long2short_recipe_from, long2short, model="."),
 }
 
 

@@ -15,14 +15,7 @@ from accelerate.utils import gather_object
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
-from grpo_lab.pipelines.run_folder import (
-    claim,
-    fingerprint,
-    going_on,
-    is_begun,
-    refuse_another_run,
-    refuse_folder,
-)
+from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import Recipe, RewardSection
@@ -140,6 +133,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     from grpo_lab.trainer.ranks import at
     from grpo_lab.trainer.resume.checkpoint import save_final
     from grpo_lab.trainer.resume.which import WasRead
+    from grpo_lab.trainer.trl_bridge import policy_parameters
 
     folder = job.folder
     console.rule(f"reinforcement: {job.trainer.__name__}")
@@ -155,7 +149,20 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     )
     with at("start: the main process measures the start model alone, the others wait"):
         trainer.accelerator.wait_for_everyone()
-    record = {**_summary(job, trainer, seconds), "finished": False}
+    record = {
+        **job.facts,
+        "parameters": sum(p.numel() for p in policy_parameters(trainer.accelerator.unwrap_model(trainer.model))),
+        "data": f"{job.facts['data']} ({len(job.rows)} rows)",
+        "objective": trainer.algorithm.with_hooks(trainer).names,
+        "rewards": [asdict(reward) for reward in rewards_in_force(job.reward_sections, trainer)],
+        "rows": rows_fingerprint(job.rows),
+        "processes": trainer.accelerator.num_processes,
+        "seed": trainer.args.seed,
+        "exact_update": trainer.exact_update.described(),
+        "versions": versions(),
+        "seconds": seconds,
+        "finished": False,
+    }
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
@@ -214,24 +221,6 @@ def _timed(job: Job, seconds: dict[str, float], stage: str) -> Iterator[None]:
     seconds[stage] = round(time.perf_counter() - began, 1)
     if PartialState().is_main_process:
         write_run(job.folder, {**read_marker(job.folder / RUN), "seconds": seconds})
-
-
-def _summary(job: Job, trainer: Any, seconds: dict[str, float]) -> dict[str, Any]:
-    from grpo_lab.trainer.trl_bridge import policy_parameters
-
-    return {
-        **job.facts,
-        "parameters": sum(p.numel() for p in policy_parameters(trainer.accelerator.unwrap_model(trainer.model))),
-        "data": f"{job.facts['data']} ({len(job.rows)} rows)",
-        "objective": trainer.algorithm.with_hooks(trainer).names,
-        "rewards": [asdict(reward) for reward in rewards_in_force(job.reward_sections, trainer)],
-        "rows": rows_fingerprint(job.rows),
-        "processes": trainer.accelerator.num_processes,
-        "seed": trainer.args.seed,
-        "exact_update": trainer.exact_update.described(),
-        "versions": versions(),
-        "seconds": seconds,
-    }
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:

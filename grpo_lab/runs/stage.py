@@ -82,16 +82,11 @@ def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage
                 found = json.loads(json.dumps(dict(stage.run(at) or {}), default=str))
                 if stage.remembered:
                     write_json(marker, found)
-            _free()
+            gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             report(at, stage.name, time.perf_counter() - began)
         at.facts[stage.name] = found
-
-
-def _free() -> None:
-    """The accelerator's memory, after models that nobody holds any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def plan_of(stages: Iterable[Stage]) -> Words:

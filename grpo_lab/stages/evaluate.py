@@ -42,10 +42,8 @@ class Evaluate:
 
     def measured(self, target: Path) -> Facts:
         """The answers in ``target``, without their seconds, which no two runs share."""
-        limit = self.max_completion_length
-        result = evaluate_saved_model(
-            self.model, self.section, None, use_cpu=self.use_cpu, max_new_tokens=limit, seed=self.seed
-        )
+        how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
+        result = evaluate_saved_model(self.model, self.section, None, **how)
         replace(result, seconds=None).write(target)
         return {
             "accuracy": result.accuracy.to_dict() if result.accuracy else None,
@@ -73,19 +71,10 @@ def evaluate_saved_model(
     loaded, words = load_saved_model(model, use_cpu, tokenizer)
     limit = section.max_new_tokens or max_new_tokens
     assert limit is not None, "neither the section nor the caller says how long completions may be"
+    how: Any = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
     stopped = False
     try:
-        result = evaluate(
-            loaded,
-            words,
-            rows,
-            reward=reward,
-            max_new_tokens=limit,
-            batch_size=section.batch_size,
-            n_samples=section.n_samples,
-            temperature=section.temperature,
-            seed=seed,
-        )
+        result = evaluate(loaded, words, rows, reward=reward, max_new_tokens=limit, seed=seed, **how)
     except EvaluationStopped as stop:
         result, stopped = stop.result, True
     result = replace(result, settings={**about(model, section), **result.settings})
@@ -98,12 +87,11 @@ def evaluate_saved_model(
 
 def about(model: str, section: EvaluationSection) -> dict[str, Any]:
     """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
-    arguments = every_argument(section.data)
     mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     return {
         "model": model,
-        "data": {"loader": section.data.loader, **arguments},
+        "data": {"loader": section.data.loader, **every_argument(section.data)},
         "template": section.data.template,
         "limit": section.data.limit,
         "mode": mode,

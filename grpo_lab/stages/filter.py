@@ -27,7 +27,7 @@ from grpo_lab.curation.selection import is_missing
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.runs.stage import At
 from grpo_lab.settings import Count, Number, Positive, must_be, settings
-from grpo_lab.stages.sample import ModelSampler, judged_samples
+from grpo_lab.stages.sample import ModelSampler
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 SCORES = (
@@ -171,16 +171,11 @@ class GuessFilter:
         def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
             return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
 
-        rates = guess_rates(
-            [at.rows[i] for i in at.left],
-            at.stop.before_each(briefly),
-            at.reward,
-            self.tries,
-            path=at.folder / GUESSES,
-            settings={**sampler.identity(), "max_new_tokens": limit, "reward": at.judge},
-            batch_size=at.sampling.problems_per_save,
-            rendered=lambda prompt: sampler.rendered(prompt, NO_THINKING),
-        )
+        how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
+        how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
+        how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
+        problems = [at.rows[i] for i in at.left]
+        rates = guess_rates(problems, at.stop.before_each(briefly), at.reward, self.tries, **how)
         right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
         at.score("guesses_right", right)
         at.keep(
@@ -256,7 +251,7 @@ def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
     sampler, left = at.model, at.left
     problems, said = [at.rows[i] for i in left], {"reward": at.judge}
-    measured = judged_samples(problems, sampler, at.reward, at.folder / PASS_RATES, at.stop, said)
+    measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
     found = dict(zip(left, measured, strict=True))
     tokens = {i: [sampler.tokens(completion) for completion in rate.completions] for i, rate in found.items()}
     right = {

@@ -35,6 +35,7 @@ from grpo_lab.settings import settings
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
+Problem = Mapping[str, Any]
 SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
 """All samples; those made so far (gone when the former is there)."""
 
@@ -56,9 +57,8 @@ class Sample:
     def run(self, at: At) -> Facts:
         asked = questions(self.data, self.reward)
         check_model(asked, ModelSection(path=self.model), self.sampling)
-        rows = [dict(row) for row in asked.rows]
-        said = {"reward": told(self.reward)}
-        lines = sample(at, rows, range(len(rows)), self.model, self.sampling, asked.reward, said, at.folder.name)
+        rows, said = {number: dict(row) for number, row in enumerate(asked.rows)}, {"reward": told(self.reward)}
+        lines = sample(at, rows, self.model, self.sampling, asked.reward, said, at.folder.name)
         write_json_lines(at.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines])
         return sample_facts(lines, len(rows))
 
@@ -112,13 +112,9 @@ class ModelSampler:
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
-        groups: list[list[Completion]] = self.sampler(
-            ids,
-            n=n,
-            temperature=self.settings.temperature,
-            max_new_tokens=max_new_tokens or self.settings.max_completion_length,
-            seed=int.from_bytes(digest[:4], "big") >> 1,
-        )
+        limit, seed = max_new_tokens or self.settings.max_completion_length, int.from_bytes(digest[:4], "big") >> 1
+        heat = self.settings.temperature
+        groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
             [Written(in_form_of(prompt, self._text(completion.ids)), not completion.ended) for completion in group]
@@ -137,6 +133,21 @@ class ModelSampler:
         text = completion if isinstance(completion, str) else str(completion[-1]["content"])
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def judged(
+        self,
+        problems: Sequence[Problem],
+        reward: Any,
+        file: Path,
+        stop: StopRequests,
+        said: Mapping[str, Any],
+        label: str = "pass rates",
+    ) -> list[PassRate]:
+        """Completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file of other
+        samples is refused; ``said``: what they follow from beside the sampler."""
+        how: Any = {"path": file, "batch_size": self.settings.problems_per_save, "label": label}
+        how |= {"settings": {**self.identity(), **said}, "rendered": self.rendered}
+        return pass_rates(problems, stop.before_each(self.written), reward, self.settings.n_samples, **how)
+
     def identity(self) -> dict[str, Any]:
         """What the samples depend on, for the header of their file: the model's files, all that shape its completions,
         and the settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
@@ -152,52 +163,26 @@ class ModelSampler:
         }
 
 
-def with_room(problems: Sequence[Mapping[str, Any]], sampler: ModelSampler) -> list[int]:
-    """Places of those whose prompt leaves room for a completion in the model's context; the others are counted and
-    said."""
+def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[int, Problem]:
+    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
     context, completion = sampler.context, sampler.settings.max_completion_length
     if context is None:
-        return list(range(len(problems)))
+        return dict(problems)
     room = context - completion
-    fitting = [place for place, one in enumerate(problems) if len(sampler.rendered(one["prompt"])) <= room]
+    fitting = {number: one for number, one in problems.items() if len(sampler.rendered(one["prompt"])) <= room}
     if not fitting:
         raise no_room(completion, context)
     if len(fitting) < len(problems):
         console.print(
             f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
-            f"max_completion_length={completion} tokens in the model's context of {context}",
+            f"max_completion_length={completion} tokens in the model's context of {context}"
         )
     return fitting
 
 
-def judged_samples(
-    problems: Sequence[Mapping[str, Any]],
-    sampler: ModelSampler,
-    reward: Any,
-    file: Path,
-    stop: StopRequests,
-    said: Mapping[str, Any],
-    label: str = "pass rates",
-) -> list[PassRate]:
-    """``sampler``'s completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file
-    of other samples is refused; ``said``: what they follow from beside the sampler."""
-    return pass_rates(
-        problems,
-        stop.before_each(sampler.written),
-        reward,
-        sampler.settings.n_samples,
-        path=file,
-        settings={**sampler.identity(), **said},
-        batch_size=sampler.settings.problems_per_save,
-        label=label,
-        rendered=sampler.rendered,
-    )
-
-
 def sample(
     at: At,
-    rows: Sequence[Mapping[str, Any]],
-    asked: Sequence[int],
+    problems: Mapping[int, Problem],
     model: str,
     settings: SamplingSettings,
     reward: Any,
@@ -205,14 +190,13 @@ def sample(
     label: str,
 ) -> list[dict[str, Any]]:
     """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
-    lengths in tokens, of the rows numbered ``asked``. The model is loaded where the file is not there. ``said``: as in
-    `judged_samples`."""
+    lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelSampler.judged`."""
     file, progress = at.folder / SAMPLES, at.folder / SAMPLING
     if not file.is_file():
         sampler = ModelSampler(model, settings)
-        numbers = [asked[place] for place in with_room([rows[row] for row in asked], sampler)]
+        fitting = with_room(problems, sampler)
         trim_to_whole_batches(progress, settings.problems_per_save)
-        rates = judged_samples([rows[row] for row in numbers], sampler, reward, progress, at.stop, said, label)
+        rates = sampler.judged([*fitting.values()], reward, progress, at.stop, said, label)
         lines = [
             {
                 "row": row,
@@ -221,7 +205,7 @@ def sample(
                 "cut": rate.cut,
                 "completions": [encodable(one) for one in rate.completions],
             }
-            for row, rate in zip(numbers, rates, strict=True)
+            for row, rate in zip(fitting, rates, strict=True)
         ]
         write_json_lines(file, lines)
     progress.unlink(missing_ok=True)

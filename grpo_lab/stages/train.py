@@ -50,10 +50,7 @@ class Train:
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
     def run(self, at: At, reference: Any = None) -> Facts:
-        """
-        Args:
-            reference: DPO's; default: the model as it begins.
-        """
+        """``reference``: DPO's; default: the model as it begins."""
         from datasets import Dataset
 
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
@@ -108,10 +105,7 @@ class ColdStart:
         )
 
     def run(self, at: At, rows: Any = None) -> Facts:
-        """
-        Args:
-            rows: of ``data``, where they are loaded already.
-        """
+        """``rows``: of ``data``, where they are loaded already."""
         from grpo_lab.trainer.supervised.cold_start import cold_start
 
         model, tokenizer = load_model(self.model, self.seed)
