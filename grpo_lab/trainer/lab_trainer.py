@@ -28,7 +28,6 @@ from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
-from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
@@ -40,6 +39,7 @@ from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
+from grpo_lab.trainer.rows import Carried
 from grpo_lab.trainer.scoring.advantages import (
     add_value_estimates,
     row_advantages,

@@ -135,13 +135,8 @@ def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
 
 
 class Recorder:
-    """Metrics of training and evaluation, and what is said once.
-
-    Args:
-        book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
-        mode: ``train`` or ``eval``, as it is now.
-        speaks: whether this process may speak.
-    """
+    """Metrics of training and evaluation (``book``: which definition of a mean; ``mode``: ``train`` or ``eval``, as it
+    is now), and what is said once, where this process ``speaks``."""
 
     #: what was not finite, where a guard is in force (``guard``); None: it is an error at once
     faults: Faults | None = None

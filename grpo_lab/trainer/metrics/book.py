@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 

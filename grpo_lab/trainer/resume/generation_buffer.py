@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.io import write_whole
-from grpo_lab.trainer.carried import EARLIER, Carried
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
+from grpo_lab.trainer.rows import EARLIER, Carried
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

@@ -35,9 +35,8 @@ from grpo_lab.advantages.group import sample_std
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.ports import Faults, StepPort
-from grpo_lab.trainer.rows import Bin
+from grpo_lab.trainer.rows import Bin, Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 from grpo_lab.trainer.step.log_probs import forwards_in_bins
@@ -133,11 +132,8 @@ def last_own(mask: Tensor) -> Tensor:
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
-    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
-
-    TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch
-    together anew: then ``[B]``.
-    """
+    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``. TRL's own stay,
+    ``[B]``, where neither a rule nor a hook is in force, nor selection has put the batch together anew."""
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return made.scored.batch["advantages"]  # type: ignore[no-any-return]
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)

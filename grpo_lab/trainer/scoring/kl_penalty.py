@@ -24,10 +24,10 @@ from grpo_lab.advantages import reward_to_go
 from grpo_lab.batch import masked_sum
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.resume.state import SavedState
+from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut, with_local_rows
 from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_in_bins, trl_log_probs
 

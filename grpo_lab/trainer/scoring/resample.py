@@ -25,9 +25,8 @@ from grpo_lab.advantages import outcome_of
 from grpo_lab.advantages.group import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import RowTable
+from grpo_lab.trainer.rows import POSITION_OFFSET, Carried, RowTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 
@@ -92,12 +91,9 @@ class Resampler:
         return self._assembled(rounds, chosen)
 
     def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
-        """Groups of the last round that the rule in force has something to teach from, counted over all rounds (every
-        round has as many). A collective.
-
-        The rule (or a team's hook) is asked for advantages of what is kept, followed by that round: never on a group
-        that was thrown away before.
-        """
+        """Groups of the last round that the rule (or a team's hook) has something to teach from, counted over all
+        rounds. It is asked for advantages of what is kept, followed by that round: never on a group that was thrown
+        away before. A collective."""
         trainer, last, size = self.trainer, rounds[-1], self.group_size
         kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
         table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table

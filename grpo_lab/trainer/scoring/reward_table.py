@@ -308,11 +308,8 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
 
 
 class WeightSchedules:
-    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force.
-
-    Raises:
-        ValueError: a schedule of no reward or of several, or a second weight for one.
-    """
+    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force. ``ValueError``:
+    a schedule of no reward or of several, or a second weight for one."""
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
         names, written = list(trainer.reward_func_names), trainer.args.reward_weights

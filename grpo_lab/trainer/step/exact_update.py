@@ -21,8 +21,8 @@ from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
-from grpo_lab.trainer.step.exchange import Exchange
-from grpo_lab.trainer.step.log_probs import Collected, OldPolicy, with_same_fields
+from grpo_lab.trainer.step.exchange import Collected, Exchange
+from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import denominators_of, hears_values, token_batch, token_denominator, token_loss
 from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
@@ -78,7 +78,7 @@ class ExactUpdate:
         keeps = any(place is not None for place in again)
         budget, plan, rows = self._exchanged(with_same_fields(window), found)
         size = float(sum(batch["prompt_ids"].size(0) for batch in window))
-        denominators = denominators_of(self.trainer, window[0], "train", size, len(window))
+        denominators = denominators_of(self.trainer, window[0], size, len(window))
         if any(batch["num_items_in_batch"] is not window[0]["num_items_in_batch"] for batch in window):
             # several generation batches made the step: each row has its own count
             denominators = replace(denominators, tokens=float("nan"))
@@ -111,7 +111,7 @@ class ExactUpdate:
         accelerator, local = self.trainer.accelerator, RowTable.of(window)
         sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
         slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
-        counts = torch.stack([token_denominator(self.trainer, batch, mode="train").float() for batch in window])
+        counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
         counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
         numbers = RowNumbers.of(local, slots, counts, largest, accelerator)
         budget = self.trainer.lab_settings.update.max_tokens or numbers.footprint

@@ -20,6 +20,8 @@ from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, fitted, is_of
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
+#: for each of a rank's bins its rows and numbers of their tokens ``[rows, t]``, 0 beyond a completion
+Collected = list[tuple[list[int], Tensor]]
 #: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
 _ON_THE_WAY = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
@@ -124,16 +126,10 @@ class Exchange:
                 came[name] = _laid_out(name, came[name], lengths, value.shape[2:])
         return came
 
-    def home(
-        self, made: list[tuple[list[int], Tensor]], on_the_way: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
+    def home(self, made: Collected, on_the_way: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Numbers per token of the rows that were computed, to the ranks that generated the rows: ``[n, T]``, 0 where
-        no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved.
-
-        Args:
-            made: for each of this rank's bins its rows and ``[rows, t]``, 0 beyond a completion.
-            on_the_way: their type between several ranks, the same on all (a rank may have made none).
-        """
+        no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved; ``on_the_way`` is their type
+        between several ranks, the same on all (a rank may have made none)."""
         dtype = made[0][1].dtype if made and self._ranks == 1 else on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)

@@ -80,11 +80,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             self._refuse_broken_weights()
 
     def _refuse_broken_weights(self) -> None:
-        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there).
-
-        Raises:
-            NumbersError: on every rank.
-        """
+        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there)."""
         done = self.trainer.state.global_step
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
@@ -102,11 +98,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         faults.found("log_prob", str(fault))
 
     def judged(self, norm: Any) -> Any:
-        """The gradient norm of the step that is about to be taken, or is left out now. Every rank.
-
-        Raises:
-            NumbersError: on every rank, after ``max_bad_steps`` in a row.
-        """
+        """The gradient norm of the step that is about to be taken, or is left out now; ``NumbersError`` after
+        ``max_bad_steps`` in a row. Every rank."""
         if self.faults is None:
             return norm
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

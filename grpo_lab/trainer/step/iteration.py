@@ -28,11 +28,8 @@ SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 
 class MovingReference(TrainerCallback):  # type: ignore[misc]
-    """Moves the reference, and takes one that has moved through checkpoints.
-
-    Raises:
-        ValueError: the reference cannot move: a new adapter, ZeRO-3, FSDP 1.
-    """
+    """Moves the reference, and takes one that has moved through checkpoints. ``ValueError`` where it cannot move (a new
+    adapter, ZeRO-3, FSDP 1)."""
 
     def __init__(self, trainer: StepPort, every: int | str | None) -> None:
         self.trainer, self.every = trainer, every

@@ -31,19 +31,16 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, has_hole
 from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_positions
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Bin, RowTable, positions_at_generation
-from grpo_lab.trainer.step.exchange import Exchange
+from grpo_lab.trainer.rows import POSITION_OFFSET, Bin, Carried, RowTable, has_hole, positions_at_generation
+from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 #: what a forward of a generation batch, or of some of its rows, needs of them
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
-#: log-probs ``[n, T]`` of some rows of an optimizer step, collected bin by bin
-Collected = list[tuple[list[int], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -182,12 +179,8 @@ def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class OldPolicy:
-    """What is left of the current generation batch after the step at hand, and its old log-probs.
-
-    Args:
-        log_probs_of: the policy's log-probs of an optimizer step to come (its micro-batches, the verdict), in the bins
-            that it will have.
-    """
+    """What is left of the current generation batch after the step at hand, and its old log-probs; ``log_probs_of``
+    (micro-batches, verdict) makes the policy's of an optimizer step to come, in the bins that it will have."""
 
     def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
         self._trainer, self._log_probs_of = trainer, log_probs_of

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, safe
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
-from grpo_lab.trainer.carried import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import RowNumbers
+from grpo_lab.trainer.rows import Carried, RowNumbers, loss_mask, row_lengths
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 
@@ -158,12 +157,10 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(batch.extras)
     if batch.sampler_weights is not None and carried.behaviour_logps is not None and carried.sampler_weights is None:
-        _record_sampler(trainer, book, batch, batch.sampler_weights, origin)
+        _sampling(trainer, book, batch, batch.sampler_weights, origin)
 
 
-def _record_sampler(
-    trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None
-) -> None:
+def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
     """TRL's ``sampling/*`` metrics, where the correction was made in the loss and not by TRL, at generation."""
     mask, carried, how = batch.mask, Carried(batch.extras), trainer.correction
     assert how is not None
