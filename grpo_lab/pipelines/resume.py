@@ -16,8 +16,8 @@ from grpo_lab.recipe.yaml import parsed
 from grpo_lab.runs.differences import Difference, refuse_other_rows
 from grpo_lab.runs.folder import read_marker
 from grpo_lab.runs.metrics_file import cut_metrics
+from grpo_lab.trainer.resume.going_on import newest_read
 from grpo_lab.trainer.resume.state import read_state
-from grpo_lab.trainer.resume.which import newest_read
 from grpo_lab.trainer.resume.whole import SAVING, step_of
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from grpo_lab.curation import Sampled, contrast_pairs, preference_pairs, right_answers, shortest_correct
 from grpo_lab.curation.rejection import normalised
-from grpo_lab.rewards.arithmetic.steps import calculates_right, equation_list
+from grpo_lab.rewards.arithmetic import calculates_right, equation_list
 from grpo_lab.settings import Number, Positive, Switch, settings
 
 GOLD = "worked_solution"

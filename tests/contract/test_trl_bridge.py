@@ -29,7 +29,7 @@ from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
 from grpo_lab.objectives import sampler_correction
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.trainer.trl_bridge.names import WHILE_TRAINING

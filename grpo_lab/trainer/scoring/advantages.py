@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
-from grpo_lab.advantages.groups import sample_std
+from grpo_lab.advantages.group import sample_std
 from grpo_lab.batch import LocalRows, RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge

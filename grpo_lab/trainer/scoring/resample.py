@@ -26,7 +26,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from grpo_lab.advantages import outcome_of
-from grpo_lab.advantages.groups import is_dead
+from grpo_lab.advantages.group import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
