@@ -68,8 +68,8 @@ def prefer(
 
 
 def check_training(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``checked`` for the trainer of ``method`` (dpo, simpo, shortest_sft); trains nothing."""
-    config: Any = SFTConfig if method == "shortest_sft" else _trl("dpo" if method == "dpo" else "simpo")[0]
+    """``checked`` for the trainer of ``method`` (dpo, simpo; others are SFT's); trains nothing."""
+    config: Any = _trl(method)[0] if method in ("dpo", "simpo") else SFTConfig  # type: ignore[arg-type]
     found = checked(config, arguments, "training")
     if method == "simpo" and found.get("loss_type", "simpo") != "simpo":
         raise ValueError(f"`training.loss_type` is {found['loss_type']!r}; `method: simpo` means 'simpo'")
