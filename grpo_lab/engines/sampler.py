@@ -57,9 +57,8 @@ class GenerationStopped(KeyboardInterrupt):
 class Sampler(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
-    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution (no top-k, top-p, penalty). The same
-    arguments give the same completions, and the process-wide random state is left as it was; ``seed=None`` goes on with
-    it instead. Errors are the caller's to see.
+    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution. The same arguments give the same
+    completions, and the process-wide random state is left as it was; ``seed=None`` goes on with it instead.
     """
 
     def __call__(
@@ -256,11 +255,9 @@ def context_of_config(config: PretrainedConfig) -> int | None:
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
-    helps = (
-        f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
-        if tokens < context
-        else "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
-    )
+    helps = f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
+    if tokens >= context:
+        helps = "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
     return (
         f"the {which} prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}: together "
         f"{tokens + max_new_tokens}, but the model's context (max_position_embeddings) is {context}. {helps}"

@@ -98,8 +98,6 @@ METHODS: dict[str, type[Nothing]] = {
 
 
 class RemoteCall(Nothing):
-    """The body of `/collective_rpc`."""
-
     method: str
     kwargs: dict[str, Any] = {}
 
@@ -111,9 +109,7 @@ class RemoteCall(Nothing):
         return self
 
 
-class Rendezvous(Nothing):
-    """Where the trainer waits with NCCL."""
-
+class Rendezvous(Nothing):  # where the trainer waits with NCCL
     master_address: Text
     master_port: Whole
     rank_offset: Whole
@@ -121,9 +117,7 @@ class Rendezvous(Nothing):
     packed: bool | None = None
 
 
-class Announced(Nothing):
-    """The tensors that come over NCCL."""
-
+class Announced(Nothing):  # the tensors that come over NCCL
     names: list[Text]
     dtype_names: list[Text]
     shapes: list[list[Whole]]
@@ -150,8 +144,7 @@ BODIES: dict[str, type[Nothing]] = {
 class Guard:
     """ASGI middleware around `app`. Without arguments (as vLLM makes it) they are taken from the environment.
 
-    `hosts`: names and addresses of this server beside those of the machine itself, without a port. Raises ValueError
-    without a token: nothing is served then.
+    `hosts`: names of this server beside the machine's own, without a port. ValueError without a token.
     """
 
     def __init__(

@@ -20,11 +20,7 @@ WHERE = {
     "transformers": "transformers' GenerationConfig",
 }
 #: keys that say what a setting of TRL says; equal is fine, another value is refused
-SAME_AS = {
-    "temperature": "temperature",
-    "max_tokens": "max_completion_length",
-    "max_new_tokens": "max_completion_length",
-}
+ALIAS = {"temperature": "temperature", "max_tokens": "max_completion_length", "max_new_tokens": "max_completion_length"}
 
 #: why a key is refused, and the values with which it does nothing
 Refused = tuple[str, tuple[Any, ...]]
@@ -120,7 +116,7 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
     `settings`: the setting's name -> its value; one that is None or left out decides nothing.
     """
-    for key, setting in SAME_AS.items():
+    for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
             meaning = (

@@ -32,8 +32,7 @@ HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-#: not for the server: a second token, unpickling what is sent, a size of the cache beside the options', and what is of
-#: the trainer that starts it
+#: not for the server: a second token, unpickling, a cache size beside the options', what is of the trainer's own run
 HIDDEN = (
     *("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -132,7 +131,6 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
     """This process's environment with the server's development endpoints on, and what `Guard` reads.
 
     `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect.
-
     Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
     """
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
@@ -148,11 +146,7 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
 
 
 class Server:
-    """A server process that lives as long as the `with` block, its output in `log` (None: where this process writes).
-
-    with Server(ServerOptions(model="…", port=8123), log=Path("server.log")) as server:
-        ... server.options.base_url ...
-    """
+    """A server process that lives as long as the `with` block, its output in `log` (None: where this one writes)."""
 
     def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options

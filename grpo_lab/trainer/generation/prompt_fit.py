@@ -1,8 +1,7 @@
 """Prompts that do not fit the engine: found in the data before the first step where that can be, else when they come.
 
-vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for
-``max_completion_length`` tokens; an engine in the process takes one that leaves room for any, and ends completions at
-its context.
+vLLM refuses such a request, with the whole batch in it. A server's prompt must leave room for ``max_completion_length``
+tokens; an engine in the process takes one that leaves room for any, and ends completions at its context.
 """
 
 from __future__ import annotations

@@ -76,12 +76,8 @@ class PromptOrder:
         settings = self.settings
         if settings is None:
             return None
-        shape = {
-            "mini_repeat_count": self._group_size,
-            "batch_size": self._args.generation_batch_size // self._group_size,
-            "repeat_count": self._every,
-            "seed": self._args.seed,
-        }
+        shape = {"mini_repeat_count": self._group_size, "repeat_count": self._every, "seed": self._args.seed}
+        shape["batch_size"] = self._args.generation_batch_size // self._group_size
         rates = list(dataset[settings.column]) if settings.column else None
         how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:

@@ -282,8 +282,7 @@ class ServerReturn:
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
     """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server.
 
-    A prompt that is too long for engines in the processes is one rank's own: with several ranks it ends the run without
-    a checkpoint, which would take all of them.
+    A prompt too long for a rank's own engine ends a run of several ranks without one, which would take all of them.
     """
     try:
         yield

@@ -37,10 +37,7 @@ GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completion
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
-    """``nccl`` or ``shared_memory``. ``server``: its ``vllm_config`` (``/server_info``).
-
-    Raises ``ValueError`` where the way that is due cannot be gone, naming what the server lacks.
-    """
+    """``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     way = ("nccl" if gpus else "shared_memory") if chosen == "auto" else chosen
@@ -114,18 +111,13 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         if not url.endswith(GENERATIONS):
             return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
-        def ask() -> Any:
-            return self.session.post(url, timeout=(talk.CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
-
-        body = arguments["json"]
+        body, limits = arguments["json"], (talk.CONNECT_TIMEOUT, self.settings.request_timeout)
+        ask = functools.partial(self.session.post, url, timeout=limits, **arguments)
         rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
-        answer = talk.watched(
-            lambda: talk.answer_of(self.session, self.base_url, url, ask),
-            self.base_url,
-            silence=self.settings.silence_timeout,
-            what=f"{rows * body.get('n', 1)} completions of {rows} prompts",
-            token=token_of(self.session),
-        )
+        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
+        call = functools.partial(talk.answer_of, self.session, self.base_url, url, ask)
+        silence, token = self.settings.silence_timeout, token_of(self.session)
+        answer = talk.watched(call, self.base_url, silence=silence, what=what, token=token)
         with talk.read_as_vllms(self.base_url):
             talk.refuse_other_completions(body, answer, self.base_url)
         return dict(answer)
@@ -258,8 +250,7 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     if client.has_worker:
         theirs = worker_reports(client.post, "grpo_lab_describe")[0]
         told = {  # of the tokenizer, the first that differs
-            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's "
-            f"{ours['vocabulary_size']}",
+            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, not {ours['vocabulary_size']}",
             "vocabulary": "its vocabulary has other tokens behind the same ids",
             "encoding": "its tokenizer cuts the same text into other tokens",
         }
@@ -294,9 +285,8 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
     with torch.device("meta"):
         models = model_class(ours), model_class(type(ours).from_dict(dict(theirs)))
     mine, other = ({name: list(one.shape) for name, one in model.named_parameters()} for model in models)
-    wrong = [f"{n}: {other[n]}, the trainer's {mine[n]}" for n in mine if n in other and mine[n] != other[n]]
-    wrong += [f"{n}: not there, the trainer's {mine[n]}" for n in mine if n not in other]
-    wrong += [f"{n}: {other[n]}, the trainer has none" for n in other if n not in mine]
+    names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
+    wrong = [f"{name}: {other.get(name, 'not there')}, the trainer's {mine.get(name, 'not there')}" for name in names]
     more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"] if wrong else []
 

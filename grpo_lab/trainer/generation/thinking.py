@@ -38,14 +38,9 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
         if value:
             own = "which makes completions in a way of its own; leave one of them out"
             raise ValueError(f"`rollout.thinking_budget` does not combine with `{name}`, {own}")
-    budget = ThinkingBudget.for_tokenizer(
-        trainer._tokenizer,
-        settings.thinking_budget,
-        max_completion_length=trainer.max_completion_length,
-        eos_ids=trainer.eos_token_ids,
-        text=settings.budget_text,
-    )
-    return ThinkingRollout(budget)
+    ends: dict[str, Any] = {"max_completion_length": trainer.max_completion_length, "eos_ids": trainer.eos_token_ids}
+    asked = settings.thinking_budget
+    return ThinkingRollout(ThinkingBudget.for_tokenizer(trainer._tokenizer, asked, text=settings.budget_text, **ends))
 
 
 class ThinkingRollout:
@@ -87,12 +82,8 @@ class ThinkingRollout:
             if not rows:
                 return []
             group = trainer._group_size() if self.budget.budget > 0 and prompt_ids == batch else 1
-            place, limit = (
-                (trainer.vllm_generation, "max_completion_length")
-                if trainer.use_vllm
-                else (trainer.generation_config, "max_new_tokens")
-            )
-            with replaced(place, limit, max_new_tokens):
+            engine = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+            with replaced(engine, "max_completion_length" if trainer.use_vllm else "max_new_tokens", max_new_tokens):
                 ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
             ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
             scored = [None] * len(ids) if logprobs is None else logprobs
