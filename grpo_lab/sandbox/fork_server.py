@@ -30,6 +30,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.sandbox.wire import HEADER, frame
 
@@ -46,15 +48,6 @@ def take_frame(buffer: bytearray) -> Any | None:
     body = bytes(buffer[HEADER.size : end])
     del buffer[:end]
     return json.loads(body)
-
-
-def _resident_bytes() -> int:
-    """Memory held now. Not ``ru_maxrss``, which survives exec: a child of a large trainer starts at its peak."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # no /proc (macOS, which reports bytes)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
@@ -75,7 +68,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     channel.sendall(frame({"ready": os.getpid()}))
-    buffer, healthy = bytearray(), True
+    own, buffer, healthy = psutil.Process(), bytearray(), True
     while healthy:
         message = take_frame(buffer)
         if message is None:
@@ -91,7 +84,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
         reply, healthy = _answer(handler, message["job"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.sendall(frame({**reply, "rss": _resident_bytes()}, most=None))
+        channel.sendall(frame({**reply, "rss": own.memory_info().rss}, most=None))
 
 
 class ForkServer:
