@@ -236,7 +236,7 @@ class _Draft:
             value = _result(left, operation[0], right)
             if value is None:
                 return lines, None
-            lines.append(move.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
+            lines.append(self.family.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
         return lines, value
 
 

@@ -29,6 +29,7 @@ from grpo_lab.rewards.completion import completion_text
 from grpo_lab.verifiers.verdict import as_number
 
 StepScores = list[tuple[int, float | None]]
+TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
@@ -96,28 +97,18 @@ class StepReward(ABC):
 
     @abstractmethod
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Sequence[Sequence[tuple[int, float | None]]]:
         """``[[(end_token, score), …], …]``, one list a completion."""
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[StepScores]:
         """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
         scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
         return self.checked(scored, completion_ids)
 
-    def checked(
-        self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
-    ) -> list[StepScores]:
+    def checked(self, scored: Any, completion_ids: TokenIds, keep_infinite: bool = False) -> list[StepScores]:
         """What ``score_steps`` gave, checked; NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ stays."""
         count = len(completion_ids)
         rows = [
@@ -148,11 +139,7 @@ class _FunctionStepReward(StepReward):
             setattr(self, name, getattr(named, name))
 
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Any:
         return self._score(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
 
@@ -224,7 +211,7 @@ def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
         )
 
     def outcome(
-        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
+        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[float | None]:
         return [mean_score(steps) for steps in reward(prompts, completions, completion_ids=completion_ids, **columns)]
 
@@ -266,11 +253,7 @@ class SplitStepReward(StepReward):
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[StepScores]:
         if self.tokenizer is None:
             raise ValueError(
