@@ -7,8 +7,7 @@ difficulty of the problem. A completion that could not be scored (`None`) is cou
 
 The file has a header with the settings, then one line a problem, on the disk before the next batch begins: a run that
 was killed goes on with the problems that have no line yet. Problems are recognised by their content and by what the
-model is given for them (`rendered`): their order may change, equal ones are sampled once, and another chat template
-makes other problems of them.
+model is given for them (`rendered`): their order may change, and equal ones are sampled once.
 
 Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
 The wording of the request is ours.
@@ -90,8 +89,7 @@ def pass_rates(
     Args:
         problems: rows with the column `prompt`; every other column goes to `score`.
         generate: `(prompts, n)` -> for every prompt a list of n completions (strings, message lists or `Written`).
-        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or
-            more.
+        score: a reward `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or more.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
         settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
@@ -243,8 +241,7 @@ def _append(file: IO[bytes], *rows: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
-    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file; `done` of
-    `total` were there before."""
+    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES

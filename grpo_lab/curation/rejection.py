@@ -1,5 +1,4 @@
-"""Rows built from a model's own samples: the right ones to imitate, right ones to prefer to wrong ones, short ones to
-long ones.
+"""Rows built from a model's own samples: right ones to imitate, or to prefer to wrong ones, short ones to long ones.
 
     right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
     contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
@@ -179,8 +178,7 @@ def contrast_pairs(
     `right_answers`.
 
     With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod
-    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on
-    neither side.
+    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again.
     """
     _check_limit(per_problem)
     built: Rows = []

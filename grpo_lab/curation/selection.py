@@ -109,8 +109,7 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for
-        the report."""
+        """Apply a filter: `mask` over *all* rows, True keeps one; `setting` (the rule) and `reasons` are reported."""
         why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)

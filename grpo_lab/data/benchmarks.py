@@ -39,8 +39,7 @@ def load_gsm8k(
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
-        ``####``, without thousands commas), ``worked_solution`` (as written, where the file has one), and whatever else
-        the rows hold.
+        ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
 
     Raises:
         ValueError: what was seen, what is needed, and the setting that governs it.
@@ -103,8 +102,7 @@ def _answered(
     final: Callable[[str], str | None],
     wanted: str,
 ) -> list[Row]:
-    """Rows with ``question``, ``solution``, the gold column or what ``final`` finds in the worked one, and that one as
-    ``worked_solution``."""
+    """Rows with ``question``, ``worked_solution``, and as ``solution`` the gold column or what ``final`` finds."""
     question, gold = required_column(rows, questions, source), first_present(rows, golds)
     worked = first_present(rows, workeds) if gold else required_column(rows, (*workeds, *golds), source)
     examples = []

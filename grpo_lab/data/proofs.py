@@ -51,8 +51,7 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
-    steps``.
+    """``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 

@@ -32,8 +32,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of story: the things counted, the line of a solution, how it may begin and go on, what is asked at its
-    end."""
+    """A kind of story: things counted, the line of a solution, how it may begin and go on, what is asked at its end."""
 
     name: str
     items: tuple[str, ...]

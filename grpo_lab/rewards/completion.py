@@ -107,8 +107,7 @@ def reasoning_in(completion: Any) -> str:
 
 
 def program_text(completion: str) -> str:
-    """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last
-    ``<answer>``; else all.
+    """The last block fenced as Python, else without a language, else any; else the last ``<answer>``; else all.
 
     Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a
     line that ends with the closing fence. A byte order mark is no part of a program.
@@ -125,8 +124,7 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is
-    moved left.
+    """(language in lower case, inside) of every fenced block, in order; one indented with its fence is moved left.
 
     In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside
     of one begins a new block, whose forerunner was not closed.

@@ -59,8 +59,7 @@ class LanguageConsistencyReward:
             two languages in equal parts) makes the row unscorable: ``None``.
         empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of
             mixed-language reasoning would be no reasoning.
-        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in
-            another language.
+        prompt_column: with ``target="prompt"``, the column to read instead, where the prompt has other text around.
     """
 
     __name__ = "language_consistency_reward"

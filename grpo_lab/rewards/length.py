@@ -1,5 +1,4 @@
-"""Kimi k1.5's length reward: among the samples of one problem, short ones over long ones, and never a wrong one
-praised.
+"""Kimi k1.5's length reward: of the samples of one problem, short ones over long ones, and never a wrong one praised.
 
     λ_i = 0.5 − (len_i − min_len) / (max_len − min_len)          ∈ [−0.5, 0.5]
     reward_i = λ_i           if sample i is correct
@@ -56,8 +55,7 @@ class KimiLengthReward(GroupReward):
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
         warmup_steps: weight 0 for this many optimizer steps, then ``weight``; 0 where ``weight`` is a schedule.
-        correctness: the completion reward that says what is correct: its name, or the callable itself (needed in stock
-            TRL).
+        correctness: the completion reward that says what is correct: its name, or (in stock TRL) the callable.
         correct_from: a sample is correct if its value is at least this.
         truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they
             are. ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock

@@ -106,13 +106,12 @@ class Group:
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no
-            reward).
+        truncated: stopped by the token budget, not by an end token; ``None`` = not known (in stock TRL).
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
-        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout (calls and
-            results; ``completions`` holds the last answer's text); ``None`` where a group is made without them.
+        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout
+            (``completions`` holds the last answer's text); ``None`` where a group is made without them.
         environments: one a sample, where the run has them and the reward asks (``reads_environments``).
     """
 
@@ -244,11 +243,8 @@ class GroupReward(ABC):
 
 
 def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bool = False) -> Values:
-    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN
-    (unscorable).
-
-    ``keep_infinite``: an infinite one is handed on; whoever asks deals with it.
-    """
+    """``score_group`` on every group, checked: G values, each finite, or ``None`` or NaN (unscorable).
+    ``keep_infinite``: an infinite one is handed on."""
     who = f"group reward {reward.name!r} (`reward_funcs`)"
     return [
         score
@@ -317,8 +313,8 @@ def group_reward(
 ) -> Any:
     """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
 
-    With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
-    the function reads from ``group.rewards``; ``reads_environments`` gives it ``group.environments``. ValueError for an
+    ``requires`` names the completion rewards whose values the function reads from ``group.rewards``;
+    ``reads_environments`` gives it ``group.environments``; the others are those of ``GroupReward``. ValueError for an
     ``async def``, and for what is no function with a name.
     """
     check_requires(requires)

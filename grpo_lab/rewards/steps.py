@@ -33,8 +33,7 @@ TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """The steps of one completion, checked: ends within its ``tokens`` and ascending, scores finite or NaN
-    (``infinite``: or ±∞)."""
+    """One completion's steps, checked: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``."""
     steps: StepScores = []
     for step in row:
         end, score = _pair(step, place, name)
@@ -149,8 +148,7 @@ class _FunctionStepReward(StepReward):
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:
-    """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step
-    reward."""
+    """Decorator: a function ``-> [[(end_token, score), …], …]`` becomes a step reward."""
     if not callable(score):
         raise ValueError(f"@step_reward decorates a function, got {score!r}")
     return _FunctionStepReward(score)
@@ -184,8 +182,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
     ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
 
     Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever
-    its offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly
-    ascending.
+    its offsets; special tokens count no character.
     """
     if not character_ends or not ids:
         return []
@@ -225,8 +222,7 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all completions at
-    once).
+    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all at once).
 
     Args:
         split: ``text -> ends`` in characters, or ``"line"`` (default: every line that is not blank) or ``"paragraph"``.

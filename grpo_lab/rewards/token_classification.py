@@ -1,7 +1,6 @@
 """``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
 
-As in TRL's ``PRMTrainer``: the prompt, then each step followed by a separator, tokenized part by part; a step's label
-is on its last token.
+As in TRL's ``PRMTrainer``: the prompt, then each step and a separator, tokenized part by part, the label on its last.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class TokenClassificationSteps(SplitStepReward):
     nothing after it.
 
     Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond
-    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (arXiv 2312.08935), DeepSeekMath
-    (2402.03300, §4.1.3).
+    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (2312.08935), DeepSeekMath §4.1.3.
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.
@@ -30,16 +28,14 @@ class TokenClassificationSteps(SplitStepReward):
         separator: what follows every step, as in the model's training (TRL's default: a newline).
         split: ``text -> ends`` of the steps in characters, or ``"line"``, ``"paragraph"``.
         good: index or name of the label that means a right step.
-        column: data column that the model reads in place of the prompt (``"question"``), where the prompt has a
-            template around it.
+        column: data column that the model reads in place of the prompt, where that has a template around it.
         batch_size: completions a forward.
         max_length: most tokens that the model reads; ``None``: its own number of positions.
         device: ``None``: the run's own.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
 
     Raises:
-        ValueError: no model there, one that does not classify tokens, a label that it does not have, settings out of
-            range.
+        ValueError: no model there that classifies tokens, a label that it does not have, settings out of range.
     """
 
     def __init__(
