@@ -69,8 +69,7 @@ def load_math(
     ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
 
     Args:
-        source: hub name, local folder with ``<split>.jsonl`` (``math500.jsonl`` also serves as ``test``), or one
-            ``.jsonl`` file (then ``split`` is not looked at).
+        source: as ``load_gsm8k``'s; in a folder ``math500.jsonl`` also serves as ``test``.
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
         levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
             ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.

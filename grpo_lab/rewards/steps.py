@@ -33,10 +33,23 @@ TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """One completion's steps, checked: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``."""
+    """One completion's steps, checked: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``.
+
+    Ends and scores become Python's own numbers (numpy's and torch's are taken, too).
+    """
     steps: StepScores = []
     for step in row:
-        end, score = _pair(step, place, name)
+        try:
+            end, score = step
+            score = as_number(score)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), "
+                "the score a finite number or None"
+            ) from error
+        if not isinstance(end, bool):
+            with suppress(TypeError):  # what is no whole number is named below
+                end = operator.index(end)
         last = steps[-1][0] if steps else -1
         if type(end) is not int or not last < end < tokens:
             raise ValueError(
@@ -59,22 +72,6 @@ def _listed(value: Any, count: int, name: str, where: str = "") -> list[Any]:
             f"list for each of the {count} completions (an empty one where no step is scored)"
         )
     return list(value)
-
-
-def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
-    """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too)."""
-    try:
-        end, score = step
-        value = as_number(score)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the "
-            "score a finite number or None"
-        ) from error
-    if not isinstance(end, bool):
-        with suppress(TypeError):  # what is no whole number is named where its place is checked
-            end = operator.index(end)
-    return end, value
 
 
 Splitter = Callable[[str], Sequence[int]]

@@ -147,7 +147,11 @@ class TokenClassificationSteps(SplitStepReward):
         ids = torch.tensor([row + [pad] * (width - len(row)) for row in batch])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch])
         if self._model is None:
-            self._model = _weights(self.source)
+            from transformers import AutoModelForTokenClassification as Kind
+
+            self._model, loading = Kind.from_pretrained(self.source, output_loading_info=True)
+            if lacking := sorted(loading["missing_keys"]):
+                raise ValueError(f"the weights of {self.source!r} lack {lacking}: its scores would be random")
         if self.device is None:
             from accelerate import PartialState
 
@@ -199,15 +203,6 @@ def _tokenizer(source: str) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
     raise ValueError(f"`model` {source!r} has no tokenizer beside it ({reason}): give `model_tokenizer`")
-
-
-def _weights(source: str) -> Any:
-    from transformers import AutoModelForTokenClassification
-
-    model, loading = AutoModelForTokenClassification.from_pretrained(source, output_loading_info=True)
-    if loading["missing_keys"]:
-        raise ValueError(f"the weights of {source!r} lack {sorted(loading['missing_keys'])}: scores would be random")
-    return model
 
 
 def _label(good: int | str, config: Any, source: str) -> int:
