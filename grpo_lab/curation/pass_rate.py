@@ -62,10 +62,6 @@ class PassRate:
         return sum(score is not None for score in self.scores)
 
     @property
-    def unscorable(self) -> int:
-        return len(self.scores) - self.trials
-
-    @property
     def rate(self) -> float | None:
         """p̂, or None if no completion could be scored."""
         return self.successes / self.trials if self.trials else None
@@ -141,9 +137,7 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
             f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
             f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
         )
-    cuts = [
-        sum(one.cut for one in group) if all(isinstance(one, Written) for one in group) else None for group in groups
-    ]
+    cuts = [sum(one.cut for one in group) if isinstance(group[0], Written) else None for group in groups]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
     names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
     given = score(
@@ -152,9 +146,8 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
         **{name: [problem.get(name) for problem in problems for _ in range(n)] for name in names},
     )
     scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
-    return [
-        PassRate(tuple(scores[row * n : (row + 1) * n]), tuple(group), cuts[row]) for row, group in enumerate(groups)
-    ]
+    places = range(0, len(scores), n)
+    return [PassRate(tuple(scores[at : at + n]), tuple(group), cut) for at, group, cut in zip(places, groups, cuts)]
 
 
 @contextmanager

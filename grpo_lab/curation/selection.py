@@ -136,9 +136,8 @@ class Selection:
 
     def scored_rows(self) -> list[dict[str, Any]]:
         """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it)."""
-        return [
-            {**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in enumerate(self._dropped_by)
-        ]
+        by_row = enumerate(self._dropped_by)
+        return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
 
     def _scored(self, index: int) -> dict[str, Any]:
         return {**self._rows[index], **{name: values[index] for name, values in self._scores.items()}}
@@ -148,9 +147,7 @@ class Selection:
 
     def _check_length(self, name: str, values: Sequence[Any]) -> None:
         if len(values) != len(self._rows):
-            raise ValueError(
-                f"{name}: {len(values)} values for {len(self._rows)} rows; filters and scores see all rows"
-            )
+            raise ValueError(f"{name}: {len(values)} values for {len(self._rows)} rows; every row has one")
 
     def _text(self, index: int) -> str:
         shown = self._rows[index][self._shown]

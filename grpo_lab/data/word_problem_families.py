@@ -197,7 +197,6 @@ def all_phrases() -> list[str]:
     phrases: list[str] = [*NAMES]
     for family in FAMILIES.values():
         phrases += [*family.items, family.question]
-        phrases += [
-            text for move in family.openings + family.moves for text in (move.text, family.line, move.side_line)
-        ]
+        for move in family.openings + family.moves:
+            phrases += [move.text, family.line, move.side_line]
     return phrases

@@ -118,9 +118,9 @@ def word_problems(
     problems = take(rows, n, "problems", "Raise largest or steps", **limits)
     names = ("question", "solution", "worked_solution", "family", "steps")
     told = [{name: getattr(problem, name) for name in names} for problem in problems]
-    return to_dataset(
-        (row | {"worked_solution": style.write(row["worked_solution"], writer, hurry)} for row in told), form
-    )
+    for row in told:
+        row["worked_solution"] = style.write(row["worked_solution"], writer, hurry)
+    return to_dataset(told, form)
 
 
 def iter_word_problems(

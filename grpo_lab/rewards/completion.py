@@ -79,7 +79,7 @@ def _content_text(content: Any) -> str:
         texts = (part.get("text") for part in parts if part.get("type", "text") == "text")
         return "".join(text for text in texts if isinstance(text, str))
     raise ValueError(
-        f"a message's content must be a string, None or a list of parts; got {type(content).__name__}: {content!r:.200}"
+        f"a message's content is text, None or a list of parts; got {type(content).__name__} {content!r:.200}"
     )
 
 
@@ -141,10 +141,8 @@ class _Blocks:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
         # no backtick may follow a fence in its line: in the pattern that would cost the square of a line of spaces
-        found = [_FENCE.match(line) for line in lines]
-        self.fences = [
-            None if one is None or "`" in line[one.end() :] else one for one, line in zip(found, lines, strict=True)
-        ]
+        found = ((line, _FENCE.match(line)) for line in lines)
+        self.fences = [None if one is None or "`" in line[one.end() :] else one for line, one in found]
         self.found: list[tuple[str, str]] = []
         self.opened: re.Match[str] | None = None
         self.inside: list[str] = []

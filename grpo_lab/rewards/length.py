@@ -42,9 +42,8 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
     if shortest == longest:
         return [0.0] * len(lengths)
     by_length = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
-    return [
-        0.0 if verdict is None else value if verdict else min(0.0, value) for value, verdict in zip(by_length, correct)
-    ]
+    judged = zip(by_length, correct)
+    return [0.0 if verdict is None else value if verdict else min(0.0, value) for value, verdict in judged]
 
 
 class KimiLengthReward(GroupReward):

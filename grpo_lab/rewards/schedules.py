@@ -100,9 +100,7 @@ class Linear(Schedule):
 
     def __post_init__(self) -> None:
         if self.end <= self.start:
-            raise ValueError(
-                f"`end` must be after `start`, got start={self.start}, end={self.end}; for a jump use kind 'warmup'"
-            )
+            raise ValueError(f"`end` {self.end} must be after `start` {self.start}; for a jump use kind 'warmup'")
 
     def weight(self, step: int) -> float:
         if step <= self.start:  # both ends exactly, not up to rounding

@@ -58,7 +58,7 @@ def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: 
             )
         if score is not None and math.isinf(score) and not infinite:
             raise ValueError(
-                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers or None"
+                f"step reward {name!r} gave {score} to a step of completion {place}; finite or None is allowed"
             )
         steps.append((end, score))
     return steps
@@ -229,9 +229,7 @@ class SplitStepReward(StepReward):
     def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
         if isinstance(split, str):
             if split not in _SPLITTERS:
-                raise ValueError(
-                    f"`split` is {split!r}; it must be one of {sorted(_SPLITTERS)}, or a function `text -> ends`"
-                )
+                raise ValueError(f"`split` is {split!r}; it must be one of {sorted(_SPLITTERS)} or a function")
             split = _SPLITTERS[split]
         self.split, self.tokenizer = split, tokenizer
 
@@ -260,7 +258,7 @@ class SplitStepReward(StepReward):
         for own, found in zip(steps, scores, strict=True):
             if len(found) != len(own):
                 raise ValueError(
-                    f"{self.name} scored {len(found)} of a completion's {len(own)} steps; None is for one not scored"
+                    f"{self.name} scored {len(found)} of a completion's {len(own)} steps; None: not scored"
                 )
         return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 

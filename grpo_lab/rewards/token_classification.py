@@ -71,9 +71,7 @@ class TokenClassificationSteps(SplitStepReward):
         self.max_length: int | None = max_length or own
         self._separator_ids = self._ids(separator)
         if not self._separator_ids:
-            raise ValueError(
-                f"`separator` {separator!r} is no token of {self.source}'s tokenizer: nothing could be scored there"
-            )
+            raise ValueError(f"`separator` {separator!r} is no token of {self.source}'s tokenizer: nothing to score")
 
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
         if self.column is not None:
@@ -84,9 +82,7 @@ class TokenClassificationSteps(SplitStepReward):
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
-            raise ValueError(
-                f"{self.name} reads the column {self.column!r} (`column`), and the rows have {sorted(columns)}"
-            )
+            raise ValueError(f"{self.name} reads the column {self.column!r} (`column`); rows have {sorted(columns)}")
         heads = prompts if self.column is None else columns[self.column]
         begun: dict[str, list[int]] = {}  # the completions of a group have one prompt
         read = []
@@ -163,9 +159,7 @@ class TokenClassificationSteps(SplitStepReward):
         with torch.inference_mode():
             logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         if logits.dim() != 3 or logits.size(1) != width or logits.size(2) <= self.good:
-            raise ValueError(
-                f"{self.source} answered with logits {tuple(logits.shape)}; [{len(batch)}, {width}, labels] is needed"
-            )
+            raise ValueError(f"{self.source} gave logits {tuple(logits.shape)}, not [{len(batch)}, {width}, labels]")
         good = logits.float().softmax(-1)[..., self.good].cpu()
         return [row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)]
 
