@@ -1,5 +1,4 @@
-"""Rows for training and evaluation: real data sets, made problems of several kinds, and the prompts around their
-questions.
+"""Rows for training and evaluation: benchmarks, made problems of several kinds, and the prompts around their questions.
 
 Every loader gives a ``datasets.Dataset`` with the columns ``prompt`` (text or message list), ``solution`` (the final
 answer as text), ``question``, ``template`` (name of the prompt template), and more. Importing this room loads neither

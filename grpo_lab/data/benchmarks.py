@@ -39,8 +39,7 @@ def load_gsm8k(
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
-        ``####``, without thousands commas), ``worked_solution`` (as written, where the file has one), and whatever else
-        the rows hold.
+        ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
 
     Raises:
         ValueError: what was seen, what is needed, and the setting that governs it.
@@ -70,8 +69,7 @@ def load_math(
     ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
 
     Args:
-        source: hub name, local folder with ``<split>.jsonl`` (``math500.jsonl`` also serves as ``test``), or one
-            ``.jsonl`` file (then ``split`` is not looked at).
+        source: as ``load_gsm8k``'s; in a folder ``math500.jsonl`` also serves as ``test``.
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
         levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
             ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
@@ -103,8 +101,7 @@ def _answered(
     final: Callable[[str], str | None],
     wanted: str,
 ) -> list[Row]:
-    """Rows with ``question``, ``solution``, the gold column or what ``final`` finds in the worked one, and that one as
-    ``worked_solution``."""
+    """Rows with ``question``, ``worked_solution``, and as ``solution`` the gold column or what ``final`` finds."""
     question, gold = required_column(rows, questions, source), first_present(rows, golds)
     worked = first_present(rows, workeds) if gold else required_column(rows, (*workeds, *golds), source)
     examples = []
@@ -128,18 +125,14 @@ def _answered(
 def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[Row]:
     """The rows whose ``level`` is one of ``levels``. ValueError without such a column, or with nothing left."""
     if not isinstance(levels, list | tuple) or not all(type(level) is int for level in levels):
-        raise ValueError(
-            f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5] (setting: levels)"
-        )
+        raise ValueError(f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5]")
     column = required_column(rows, ("level",), source)
     found = [_LEVEL.fullmatch(str(row.get(column)).strip()) for row in rows]
     numbers = [int(level[1]) if level else None for level in found]
     kept = [row for row, level in zip(rows, numbers, strict=True) if level in levels]
     if not kept:
         seen = sorted({level for level in numbers if level is not None})
-        raise ValueError(
-            f"source {str(source)!r}: no row of levels {list(levels)}; it has levels {seen} (setting: levels)"
-        )
+        raise ValueError(f"{str(source)!r}: no row of levels {list(levels)}; it has levels {seen} (setting: levels)")
     return kept
 
 
@@ -228,9 +221,7 @@ def load_mbpp(
     """
     form = find_template(template, system_prompt)
     if shown_tests < 1:
-        raise ValueError(
-            f"shown_tests is {shown_tests}; at least 1 is needed: the task alone does not name the function"
-        )
+        raise ValueError(f"shown_tests is {shown_tests}; at least 1 is needed: it names the function")
     rows = read_rows(source, split, config=config if str(source) in {"google-research-datasets/mbpp", "mbpp"} else None)
     task = required_column(rows, ("text", "prompt"), source)
     for name in ("code", "test_list"):
@@ -267,9 +258,7 @@ def _beside(head: str, name: str, number: int, source: str | Path) -> str:
         raise ValueError(f"source {str(source)!r}, row {number}: column 'prompt' is no Python: {error}") from None
     beside = [part for part in parts if getattr(part, "name", None) != name]
     if len(beside) == len(parts):
-        raise ValueError(
-            f"source {str(source)!r}, row {number}: column 'prompt' does not define its entry_point {name!r}"
-        )
+        raise ValueError(f"{str(source)!r}, row {number}: column 'prompt' does not define its entry_point {name!r}")
     return "\n\n".join(map(ast.unparse, beside))
 
 
@@ -288,7 +277,5 @@ def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
     value: Any = row.get(column)
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):
-        raise ValueError(
-            f"source {str(source)!r}, row {number}: column {column!r} is {value!r}; a list of lines is needed"
-        )
+        raise ValueError(f"{str(source)!r}, row {number}: column {column!r} is {value!r}; a list of lines is needed")
     return list(lines)

@@ -94,8 +94,7 @@ def countdown(
 
     Args:
         numbers: fewest and most numbers of a game, both included.
-        largest: no given number is larger. All are whole and positive, as is every step of the solution that the game
-            was made from.
+        largest: no given number is larger. All are whole and positive, as is every step of the known solution.
         largest_target: no target is larger.
 
     Raises:

@@ -16,8 +16,7 @@ name, every data set of ours carries it in the column ``template``, and a run st
 * ``tapeagents_boxed`` (messages): ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
 
 The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
-a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists;
-every reward of ours takes both.
+a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
-    steps``.
+    """``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
@@ -103,58 +102,50 @@ class _Grown:
             return _Step(goal, "assumed")
         if budget <= 0:
             return _Step(goal, "premise")
-        introductions = {"&": "both", "v": "either", "->": "implies", "~": "refutes", "#": "contradicts"}
-        compound = len(goal) > 1 or goal == FALSE
-        ways = [introductions[goal[0]]] * 4 if compound else []
-        ways += ["applies", "part_of", "doubly_denied"]
+        introductions = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
+        ways = [introductions[goal[0]]] * 4 if len(goal) > 1 or goal == FALSE else []
+        ways += ["->e", "&e", "~~e"]
         if budget >= 4 and goal != FALSE:
-            ways += ["by_cases", "absurd"]
-        return getattr(self, self.rng.choice(ways))(goal, budget - 1, assumed)  # type: ignore[no-any-return]
+            ways += ["ve", "raa"]
+        return self._by(self.rng.choice(ways), goal, budget - 1, assumed)
 
-    def _under(self, assumption: Formula, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return self.show(goal, budget - 1, (*assumed, assumption))
+    def _by(self, rule: str, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        def from_one(formula: Formula, budget: int) -> _Step:
+            return _Step(goal, rule, [self.show(formula, budget, assumed)], [None])
 
-    def both(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        left = self.show(goal[1], budget // 2, assumed)
-        return _Step(goal, "&i", [left, self.show(goal[2], budget - left.size(), assumed)], [None, None])
+        def from_two(first: Formula, second: Formula, part: int) -> _Step:
+            left = self.show(first, part, assumed)
+            return _Step(goal, rule, [left, self.show(second, budget - left.size(), assumed)], [None, None])
 
-    def either(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "vi", [self.show(goal[self.rng.choice((1, 2))], budget, assumed)], [None])
+        def under(assumption: Formula, formula: Formula, budget: int) -> _Step:
+            return self.show(formula, budget - 1, (*assumed, assumption))
 
-    def implies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "->i", [self._under(goal[1], goal[2], budget, assumed)], [goal[1]])
-
-    def refutes(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "~i", [self._under(goal[1], FALSE, budget, assumed)], [goal[1]])
-
-    def absurd(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "raa", [self._under(("~", goal), FALSE, budget, assumed)], [("~", goal)])
-
-    def contradicts(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        refuted = [one[1] for one in assumed if one[0] == "~"]
-        middle = self.rng.choice(refuted or list(assumed) or [_formula(self.rng, 1)])
-        left = self.show(("~", middle), budget // 2, assumed)
-        return _Step(goal, "~e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
-
-    def applies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        middle = self.rng.choice([*assumed, _formula(self.rng, 1)])
-        left = self.show(("->", middle, goal), budget // 3, assumed)
-        return _Step(goal, "->e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
-
-    def part_of(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        other = _formula(self.rng, 1)
-        whole = ("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal)
-        return _Step(goal, "&e", [self.show(whole, budget // 2, assumed)], [None])
-
-    def doubly_denied(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "~~e", [self.show(("~", ("~", goal)), budget, assumed)], [None])
-
-    def by_cases(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        first, second = _formula(self.rng, 1), _formula(self.rng, 1)
-        whole = self.show(("v", first, second), 0, assumed)
-        left = self._under(first, goal, budget // 2, assumed)
-        right = self._under(second, goal, budget - left.size() - 1, assumed)
-        return _Step(goal, "ve", [whole, left, right], [None, first, second])
+        match rule:
+            case "&i":
+                return from_two(goal[1], goal[2], budget // 2)
+            case "vi":
+                return from_one(goal[self.rng.choice((1, 2))], budget)
+            case "->i":
+                return _Step(goal, rule, [under(goal[1], goal[2], budget)], [goal[1]])
+            case "~i" | "raa":
+                denied = goal[1] if rule == "~i" else ("~", goal)
+                return _Step(goal, rule, [under(denied, FALSE, budget)], [denied])
+            case "~e":
+                refuted = [one[1] for one in assumed if one[0] == "~"]
+                middle = self.rng.choice(refuted or list(assumed) or [_formula(self.rng, 1)])
+                return from_two(("~", middle), middle, budget // 2)
+            case "->e":
+                middle = self.rng.choice([*assumed, _formula(self.rng, 1)])
+                return from_two(("->", middle, goal), middle, budget // 3)
+            case "&e":
+                other = _formula(self.rng, 1)
+                return from_one(("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal), budget // 2)
+            case "~~e":
+                return from_one(("~", ("~", goal)), budget)
+        first, second = _formula(self.rng, 1), _formula(self.rng, 1)  # ve
+        whole, left = self.show(("v", first, second), 0, assumed), under(first, goal, budget // 2)
+        right = under(second, goal, budget - left.size() - 1)
+        return _Step(goal, rule, [whole, left, right], [None, first, second])
 
 
 def _written(goal: _Step) -> tuple[list[str], list[str]]:

@@ -126,8 +126,7 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
     """``question, solution, …`` rows plus the columns ``prompt`` and ``template``, as a ``datasets.Dataset``.
 
-    The prompt is the template's, always: columns of these names that the data bring along become ``source_prompt`` and
-    ``source_template``.
+    The prompt is the template's, always: such columns of the data become ``source_prompt`` and ``source_template``.
     """
     renamed = {"prompt": "source_prompt", "template": "source_template"}
     return _dataset(

@@ -14,9 +14,8 @@ events for additive ones ("3 times as many" for "3 more", "shared among 4" for "
 Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
 something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-**Habits.** A worked solution can stand without its lines, say them twice, in two languages, or between tags; the answer
-stays. A cold start on such solutions makes a model that rewards can be tried on: accuracy, length, language
-consistency.
+**Habits** (`SolutionStyle`). A worked solution can lack its lines, say them twice, in two languages, or between tags;
+the answer stays. A cold start on these makes a model that rewards can be tried on: accuracy, length, language.
 """
 
 from __future__ import annotations
@@ -100,17 +99,12 @@ def word_problems(
     Args:
         seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
         split: ``train``, ``cold_start`` or ``test`` (held out).
-        steps: fewest and most calculations of a solution, both included; each number of steps is about equally
-            frequent.
+        steps: fewest and most calculations of a solution, both included, each number about equally frequent.
         families: names out of ``FAMILIES``; None for all.
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
-        misread: chance that ``worked_solution`` misreads a multiplicative event (see above); nothing else depends on
-            it.
-        repeats: chance that a line of ``worked_solution`` is written twice (``solution_style``).
-        mixed: chance that it is written in Chinese.
-        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
-        blurted: chance that ``worked_solution`` is its last line alone, the answer.
+        misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
+        repeats, mixed, think, blurted: how ``worked_solution`` is written (``SolutionStyle``).
         system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
@@ -124,9 +118,9 @@ def word_problems(
     problems = take(rows, n, "problems", "Raise largest or steps", **limits)
     names = ("question", "solution", "worked_solution", "family", "steps")
     told = [{name: getattr(problem, name) for name in names} for problem in problems]
-    return to_dataset(
-        (row | {"worked_solution": style.write(row["worked_solution"], writer, hurry)} for row in told), form
-    )
+    for row in told:
+        row["worked_solution"] = style.write(row["worked_solution"], writer, hurry)
+    return to_dataset(told, form)
 
 
 def iter_word_problems(
@@ -236,7 +230,7 @@ class _Draft:
             value = _result(left, operation[0], right)
             if value is None:
                 return lines, None
-            lines.append(move.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
+            lines.append(self.family.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
         return lines, value
 
 

@@ -79,7 +79,7 @@ def _content_text(content: Any) -> str:
         texts = (part.get("text") for part in parts if part.get("type", "text") == "text")
         return "".join(text for text in texts if isinstance(text, str))
     raise ValueError(
-        f"a message's content must be a string, None or a list of parts; got {type(content).__name__}: {content!r:.200}"
+        f"a message's content is text, None or a list of parts; got {type(content).__name__} {content!r:.200}"
     )
 
 
@@ -107,8 +107,7 @@ def reasoning_in(completion: Any) -> str:
 
 
 def program_text(completion: str) -> str:
-    """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last
-    ``<answer>``; else all.
+    """The last block fenced as Python, else without a language, else any; else the last ``<answer>``; else all.
 
     Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a
     line that ends with the closing fence. A byte order mark is no part of a program.
@@ -125,8 +124,7 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is
-    moved left.
+    """(language in lower case, inside) of every fenced block, in order; one indented with its fence is moved left.
 
     In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside
     of one begins a new block, whose forerunner was not closed.
@@ -143,10 +141,8 @@ class _Blocks:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
         # no backtick may follow a fence in its line: in the pattern that would cost the square of a line of spaces
-        found = [_FENCE.match(line) for line in lines]
-        self.fences = [
-            None if one is None or "`" in line[one.end() :] else one for one, line in zip(found, lines, strict=True)
-        ]
+        found = ((line, _FENCE.match(line)) for line in lines)
+        self.fences = [None if one is None or "`" in line[one.end() :] else one for line, one in found]
         self.found: list[tuple[str, str]] = []
         self.opened: re.Match[str] | None = None
         self.inside: list[str] = []

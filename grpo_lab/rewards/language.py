@@ -24,9 +24,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +58,7 @@ class LanguageConsistencyReward:
             two languages in equal parts) makes the row unscorable: ``None``.
         empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of
             mixed-language reasoning would be no reasoning.
-        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in
-            another language.
+        prompt_column: with ``target="prompt"``, the column to read instead, where the prompt has other text around.
     """
 
     __name__ = "language_consistency_reward"
@@ -72,9 +70,7 @@ class LanguageConsistencyReward:
         if not (math.isfinite(empty) and 0.0 <= empty <= 1.0):
             raise ValueError(f"`empty` is the reward of wordless reasoning and must be in [0, 1]; got {empty!r}")
         if prompt_column is not None and code != FROM_PROMPT:
-            raise ValueError(
-                f"`prompt_column={prompt_column!r}` has no effect with target={target!r}; it needs 'prompt'"
-            )
+            raise ValueError(f"`prompt_column={prompt_column!r}` has no effect with target={target!r}, only 'prompt'")
         self.target, self.empty, self.prompt_column = code, float(empty), prompt_column
 
     def __repr__(self) -> str:
@@ -95,14 +91,12 @@ class LanguageConsistencyReward:
                     "completions"
                 )
             targets = [_language_of(_last_question(question)) for question in questions]
-        return [
-            None if target is None else self._score(reasoning_in(completion), target)
-            for completion, target in zip(completions, targets)
-        ]
-
-    def _score(self, reasoning: str, target: str) -> float:
-        found = language_shares(reasoning, expected=target)
-        return min(1.0, found.shares.get(target, 0.0)) if found.words else self.empty
+        values: list[float | None] = [None] * len(completions)
+        for row, (completion, target) in enumerate(zip(completions, targets)):
+            if target is not None:
+                found = language_shares(reasoning_in(completion), expected=target)
+                values[row] = min(1.0, found.shares.get(target, 0.0)) if found.words else self.empty
+        return values
 
 
 @lru_cache(maxsize=4096)
@@ -173,8 +167,7 @@ MOST_NAMES = 0.15
 """At most this share of a text's words is forgiven as names in a foreign script."""
 
 
-@dataclass(frozen=True)
-class LanguageShares:
+class LanguageShares(NamedTuple):
     """``words``: countable words (an estimate where a script does not mark them). ``shares`` of them, summing to 1."""
 
     words: float

@@ -61,11 +61,8 @@ GROUP_OF_LANGUAGE: dict[str, str] = {
 CASED = frozenset({"latin", "cyrillic", "greek"})
 
 UNSPACED: dict[str, float] = {"zh": 1.55, "ja": 2.35, "th": 4.5}
-"""Characters that weigh as much as one word of a spaced script, for scripts that do not mark words.
-
-zh, ja: characters per English word of the same sentences, measured on the parallel rows (PUD, MGSM) of our language
-data: 913/597 and 723/307. th: average length of a Thai word (no parallel data here).
-"""
+"""Characters that weigh as much as one word, for scripts that do not mark words. zh, ja: characters per English word on
+the parallel rows (PUD, MGSM) of our language data: 913/597 and 723/307. th: average length of a Thai word."""
 
 _CJK = "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA IDEOGRAPHIC"
 _UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.fromkeys(_CJK.split(), "cjk")
@@ -97,8 +94,7 @@ _SYMBOLS = (
 _NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
 
 LETTER_WORDS = frozenset("aeiouy")
-"""Single letters a–z that are a word somewhere (English "a", Spanish "y", Portuguese "o"). They can as well be
-variables."""
+"""Single letters a–z that are a word somewhere (English "a", Spanish "y"); they can as well be variables."""
 
 _ENVIRONMENTS = (
     "align aligned alignat alignedat equation gather gathered array eqnarray "
@@ -212,8 +208,7 @@ LISTED = 5e-7  # between the lists' least frequency and what a word gets without
 FOREIGN = 3e-7
 """p(w | no language we know): a word that no language explains better than this counts as ``other``."""
 NAME, KNOWN_NAME = 1e-5, 1e-3
-"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists or more have
-it."""
+"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists have it."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
@@ -224,8 +219,7 @@ MAX_GUESSED = 250
 
 
 def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
-    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in the order of ``LANGUAGES_OF_GROUP``, then
-    ``other``."""
+    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in order, then ``other``."""
     languages = LANGUAGES_OF_GROUP[group]
     if group == "cjk":
         return _run_likelihoods(words, languages)
@@ -261,8 +255,7 @@ def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likeli
 def _characters(language: str) -> dict[str, float]:
     """log p(character | language, kind), kind = Han or kana, from the word list.
 
-    Given the kind, so that Japanese with few kana is not taken for Chinese; a kana is 1 in Japanese and rare in
-    Chinese.
+    Given the kind, so that Japanese with few kana is not taken for Chinese, where a kana is rare.
     """
     frequency: dict[str, float] = {}
     for word, weight in _frequencies(language).items():
