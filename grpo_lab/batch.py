@@ -12,9 +12,8 @@ T      completion tokens, left-aligned: token 0 is the first token of the comple
 
 Log-probabilities are in nats, lengths in tokens, shares are fractions of 1. A mask is bool ``[B, T]``.
 
-Masking selects, it does not multiply: ``nan * 0`` is ``nan``, so a masked position must be replaced before it is
-summed, and its gradient must be an exact zero. ``torch.where`` gives both, provided that the unselected branch was
-finite when its gradient was formed; callers therefore make inputs safe first (``safe``), compute, then select.
+Masking selects, it does not multiply: ``nan * 0`` is ``nan``, and a masked position's gradient must be an exact zero,
+which it is where the unselected branch was finite: make inputs safe first (``safe``), compute, then select.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class TokenBatch:
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
         sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
-        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one
-            (``value``).
+        values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one.
     """
 
     logps: Tensor
@@ -64,11 +62,10 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What a sum over tokens is divided by. Counted by the trainer over the whole optimizer step and all ranks.
+    """What a sum over tokens is divided by: counts of the whole optimizer step over all ranks, made by the trainer.
 
-    Data-parallel training averages gradients over ranks, so each global count is divided by the number of ranks:
-    ``rows = rows of the optimizer step over all ranks / ranks``, and likewise ``tokens``. Counted *before* any row is
-    left out, hence independent of how rows are cut into micro-batches.
+    Data-parallel training averages gradients over ranks, so each count is divided by the number of ranks. Counted
+    *before* any row is left out, hence independent of how rows are cut into micro-batches.
 
     Args:
         rows: completions.
@@ -89,11 +86,9 @@ class LocalRows:
 
     Args:
         rows: their place among the N of the table, B of them. Not always ``rank * B``: ask, don't compute.
-        mask: bool ``[B, T]``, True where a token carries loss. T is this rank's longest completion, as TRL pads it:
-            ranks differ.
+        mask: bool ``[B, T]``, True where a token carries loss. T: this rank's longest completion, so ranks differ.
         lengths: long ``[B]``, tokens of each completion, tool output included; what lies behind is padding.
-        rewards: float64 ``[B, T]`` with a critic: −β·k of each token, and a completion's rewards on its last one; else
-            ``None``.
+        rewards: float64 ``[B, T]``, only with a critic: −β·k of each token, a completion's rewards on its last one.
         values: float64 ``[B, T]``, the critic's at generation; ``None`` without one.
     """
 
@@ -109,14 +104,13 @@ class RewardTable:
     """Rewards of one generation batch, the same on every rank but for ``local``.
 
     Args:
-        values: float64 ``[N, F]``; NaN where a component could not score a completion. Given in any float type; the
-            table is small, and advantages are differences of nearly equal numbers, divided by small ones.
+        values: float64 ``[N, F]`` (given in any float type: advantages are differences of nearly equal numbers,
+            divided by small ones); NaN where a component could not score a completion.
         names: F component names.
         weights: float64 ``[F]``.
         group_size: G; ``N % G == 0``, groups are contiguous.
         penalties: how many of the last columns were computed here (KL) and are no rewards.
-        steps: column of a step reward → its steps over all ranks (``advantages.StepTable``). The column itself holds
-            means.
+        steps: column of a step reward (which holds means) → its steps over all ranks (``advantages.StepTable``).
         local: this rank's rows, for rules that make an advantage per token; ``None`` outside a trainer.
     """
 
@@ -146,8 +140,8 @@ class RewardTable:
     def total(self) -> Tensor:
         """Weighted sum ``[N]``, float64; NaN where *no* component could score the row.
 
-        Rewards have the resolution of float32 (TRL gathers them so), hence the sum of them has, too: 0.1 + 0.2 and 0.3
-        are the same reward, and a group of such is dead. Penalties are added in float64.
+        Rewards, as TRL gathers them, and so their sum, have float32's resolution: 0.1 + 0.2 and 0.3 are the same, and a
+        group of such is dead. Penalties are added in float64.
         """
         weighted = self.values * self.weights.to(self.values.device)
         rewards = weighted.size(1) - self.penalties
@@ -156,8 +150,7 @@ class RewardTable:
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` with masked-out positions replaced by ``fill``; shape ``[B, T]``. Use on *inputs*, before exp or
-    log."""
+    """``values`` with ``fill`` at masked-out positions, ``[B, T]``. Use on *inputs*, before exp or log."""
     return values.expand(mask.shape).masked_fill(~mask, fill)
 
 
@@ -167,11 +160,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return selected.sum() if dim is None else selected.sum(dim)
 
 
-def token_counts(mask: Tensor) -> Tensor:
-    """Selected tokens per row, float ``[B]``, at least 1 so that an all-masked row divides to a differentiable zero."""
-    return mask.sum(-1).clamp(min=1).float()
-
-
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the selected tokens of each row, ``[B]``."""
-    return masked_sum(values, mask, dim=-1) / token_counts(mask)
+    """Mean over the selected tokens of each row, ``[B]``; a differentiable zero of an all-masked one."""
+    return masked_sum(values, mask, dim=-1) / mask.sum(-1).clamp(min=1).float()

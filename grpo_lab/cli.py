@@ -36,11 +36,9 @@ class Command:
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
         options: gets the parser of a command that reads no recipe.
-        read: of a pipeline: what is written, and a name where it has none → the recipe; plan: what ``--dry-run`` shows
-            of it.
+        read, plan: of a pipeline: what is written, and a name where it has none → the recipe; what ``--dry-run`` shows.
         recipes: where its recipes lie; empty: it has one of its own.
-        resumes: whether it takes ``--resume``.
-        verbose: whether it takes ``--verbose``, and is quiet without.
+        resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
     """
 
     help: str
@@ -51,6 +49,10 @@ class Command:
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
+
+
+def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
+    return {"run": f"pipelines.{module}:{run}", "plan": f"pipelines.{module}:{plan}", "read": f"pipelines.{read}"}
 
 
 _TRAINING: Any = {
@@ -66,30 +68,22 @@ COMMANDS = {
     ),
     "curate": Command(
         "choose training rows: pass rates and filters; goes on where it was killed",
-        run="pipelines.curate:curate",
-        read="pipelines.curate:curation_recipe_from",
-        plan="pipelines.curate:plan_of_curation",
+        **_pipeline("curate", "curate", "plan_of_curation", "curate:curation_recipe_from"),
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
-        run="pipelines.long2short:long2short",
-        read="pipelines.long2short:long2short_recipe_from",
-        plan="pipelines.long2short:plan_of_long2short",
+        **_pipeline("long2short", "long2short", "plan_of_long2short", "long2short:long2short_recipe_from"),
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        run="pipelines.rounds:run_rounds",
-        read="pipelines.rounds_recipe:rounds_recipe_from",
-        plan="pipelines.rounds:plan_of_rounds",
+        **_pipeline("rounds", "run_rounds", "plan_of_rounds", "rounds_recipe:rounds_recipe_from"),
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "pipeline": Command(
         "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
-        run="pipelines.runner:run_pipeline",
-        read="pipelines.runner:pipeline_from",
-        plan="pipelines.runner:plan_of_pipeline",
+        **_pipeline("runner", "run_pipeline", "plan_of_pipeline", "runner:pipeline_from"),
         recipes="docs/recipes.md",
     ),
     "evaluate": Command(
@@ -112,7 +106,7 @@ COMMANDS = {
     "serve": Command(
         "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
         run="cli:_serve",
-        options="engines.vllm.serve:add_arguments",
+        options="engines.vllm.server:add_arguments",
         verbose=False,
     ),
 }
@@ -126,6 +120,7 @@ def main(words: Sequence[str] | None = None) -> int:
     checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
     working_folder_on_path()
+    first = int(os.environ.get("RANK", "0")) == 0
     parser = _parser(sys.argv[1:] if words is None else words)
     known, rest = parser.parse_known_args(words)
     if words is None and getattr(known, "dry_run", False):
@@ -148,12 +143,15 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         if known.traceback:
             raise
-        return _stopped(stop)
+        if first:
+            print(file=sys.stderr)
+            _say(f"stopped; kept: {getattr(stop, 'what', NOTHING)}")
+        return 130  # as shells give for it
     except Exception as error:
         code, said = _code_of(error)
         if code == 0 or (known.traceback and code != EXIT_INTERRUPTED):
             raise
-        if code != EXIT_INTERRUPTED or int(os.environ.get("RANK", "0")) == 0:  # every process is asked to stop
+        if code != EXIT_INTERRUPTED or first:  # every process is asked to stop
             _say(said)
         return code
 
@@ -181,57 +179,39 @@ def _say(words: str) -> None:
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 
-def _stopped(stop: KeyboardInterrupt) -> int:
-    """Ctrl-C: one line with what was kept, of the first process only. 130 is what shells give for it."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(file=sys.stderr)
-        _say(f"stopped; kept: {getattr(stop, 'what', NOTHING)}")
-    return 130
-
-
 def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """The parser of all commands; with ``words`` only a command that stands among them has its options."""
     from grpo_lab import __version__
 
-    parser = argparse.ArgumentParser(
-        prog="grpo-lab", description="Reinforcement learning from verifiable rewards, on TRL."
-    )
+    said = "Reinforcement learning from verifiable rewards, on TRL."
+    parser = argparse.ArgumentParser(prog="grpo-lab", description=said)
     parser.add_argument("--version", action="version", version=f"grpo-lab {__version__}")
     parser.add_argument("--traceback", action="store_true", help=TRACEBACK)
     parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.help, **_pipeline_words(name, command))
+        shape: dict[str, Any] = {"allow_abbrev": name != "evaluate"}
+        if command.read:
+            asks = "--config RECIPE " if command.recipes else ""
+            shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
+            shape["description"] = f"{command.help}. {OVERRIDES}"
+        own = commands.add_parser(name, help=command.help, **shape)
         if words is not None and name not in words:
             continue
-        if command.read:
-            _add_pipeline(own, command)
-        else:
+        if not command.read:
             _load(command.options)(own)
+        elif command.recipes:
+            own.add_argument("--config", required=True, metavar="RECIPE", help=f"a recipe, see {command.recipes}")
+        if command.read:
+            own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+            own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
+        if command.resumes:
+            own.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
         # after the command, too; SUPPRESS: its default is the one above
         own.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help=TRACEBACK)
         if command.verbose:
             own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
-
-
-def _pipeline_words(name: str, command: Command) -> dict[str, Any]:
-    if not command.read:
-        return {"allow_abbrev": name != "evaluate"}
-    asks = "--config RECIPE " if command.recipes else ""
-    return {
-        "usage": f"grpo-lab {name} {asks}[options] [--key value …]",
-        "description": f"{command.help}. {OVERRIDES}",
-    }
-
-
-def _add_pipeline(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.recipes:
-        parser.add_argument("--config", required=True, metavar="RECIPE", help=f"a recipe, see {command.recipes}")
-    parser.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    parser.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
-    if command.resumes:
-        parser.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -266,25 +246,21 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         except KeyboardInterrupt as stop:
             if hasattr(stop, "what"):
                 raise
-            raise _with_words(recipe) from stop
+            from grpo_lab.runs.folder import kept
+            from grpo_lab.runs.stop import StoppedByUser
+
+            try:
+                said = kept(recipe)
+            except (ValueError, OSError):
+                said = NOTHING
+            raise StoppedByUser(said) from stop
     return 0
 
 
-def _with_words(recipe: Any) -> KeyboardInterrupt:
-    """Ctrl-C, with what is on disk."""
-    from grpo_lab.runs.folder import kept
-    from grpo_lab.runs.stop import StoppedByUser
-
-    try:
-        return StoppedByUser(kept(recipe))
-    except (ValueError, OSError):
-        return StoppedByUser(NOTHING)
-
-
 def _serve(known: argparse.Namespace) -> int:
-    from grpo_lab.engines.vllm import serve
+    from grpo_lab.engines.vllm.server import options_from, serve
 
-    return serve.serve(serve.options_from(known), start_timeout=known.start_timeout, log=known.log)
+    return serve(options_from(known), start_timeout=known.start_timeout, log=known.log)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -299,9 +275,8 @@ def _report(known: argparse.Namespace) -> None:
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folders; the first is the baseline")
-    parser.add_argument(
-        "--output", type=Path, default=Path("comparison.html"), help="the page (default: comparison.html)"
-    )
+    place = Path("comparison.html")
+    parser.add_argument("--output", type=Path, default=place, help="the page (default: comparison.html)")
 
 
 def _compare(known: argparse.Namespace) -> None:
@@ -311,7 +286,3 @@ def _compare(known: argparse.Namespace) -> None:
     page = write_comparison(found, known.output)
     print_comparison(found)
     print(f"comparison: {page}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

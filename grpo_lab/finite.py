@@ -1,5 +1,4 @@
-"""NaN and infinities: among tensors, in what a model says of the next token, and in the files of a saved model or
-checkpoint."""
+"""NaN and infinities: among tensors, in what a model says of the next token, in the files of a model or checkpoint."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ ROWS = "grpo_lab_generation_"
 
 
 class NumbersError(FloatingPointError):
-    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; ``grpo-lab`` exits with
-    4."""
+    """Optimizer steps could not be taken (``guard.max_bad_steps``), or weights are not finite; exit code 4."""
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
@@ -35,11 +33,9 @@ def in_words(bad: list[str], of: int) -> str:
 
 
 class FiniteScores:
-    """A logits processor for ``model.generate``: with NaN torch says no more than "probability tensor", and greedy
-    takes any token.
+    """A logits processor for ``model.generate``; NumbersError where a row has NaN, +∞ or no finite score at all.
 
-    Raises:
-        NumbersError: a row has NaN, +∞ or no finite score at all.
+    With NaN torch says no more than "probability tensor", and greedy takes any token.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -58,13 +54,8 @@ def not_finite_scores(model: torch.nn.Module | None = None) -> str:
     if bad:
         return f"{said}: its weights hold NaN or infinities, {in_words(bad, len(tensors))}"
     largest, name = max(((float(one.detach().abs().max()), name) for name, one in tensors), default=(0.0, "none"))
-    return (
-        f"{said}, though its weights are: the largest is {largest:.3g}, in {name}; look at it, and at the model's "
-        "buffers"
-    )
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
+    largest_one = f"the largest is {largest:.3g}, in {name}"
+    return f"{said}, though its weights are: {largest_one}; look at it, and at the model's buffers"
 
 
 def not_finite(folder: Path) -> str | None:
@@ -102,12 +93,9 @@ def _walk(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, float):
         yield name, torch.tensor(value)
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _walk(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _walk(item, f"{name}.{place}".lstrip("."))
 
 
 def _shards(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,4 @@
-"""Files that are there whole or not at all: a reader never meets half of one, wherever the writer was killed or the
-power cut.
+"""Files that are there whole or not at all, wherever the writer was killed or the power cut.
 
 Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the
 first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
@@ -21,13 +20,9 @@ from typing import Any
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
-    """``path`` as ``write(partial)`` makes it, or as it was.
+    """``path`` as ``write(partial)`` makes it, or as it was; ``partial`` lies beside ``path`` as ``<name>.part``.
 
-    Args:
-        write: writes the file that it is given, which lies beside ``path`` as ``<name>.part``.
-
-    Raises:
-        OSError: the file, or its folder, cannot be written. What ``write`` raises comes through.
+    OSError: the file, or its folder, cannot be written. What ``write`` raises comes through.
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
@@ -55,8 +50,7 @@ def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, A
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line number from 1, its object) of a file of JSON lines, or why the line holds none; blank lines are passed
-    over."""
+    """(line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -74,8 +68,7 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
 def no_link(path: str, flags: int) -> int:
     """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to.
 
-    Raises:
-        ValueError: a link, a folder, a pipe or a device stands there.
+    ValueError: a link, a folder, a pipe or a device stands there.
     """
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -93,8 +86,7 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     """``with whole_folder(place) as partial``: what the block writes into ``partial`` becomes ``place`` when it ends.
 
     ``partial`` is an empty folder beside ``place``, ``<name>.part``; what a killed run left there, and an earlier
-    ``place``, go. Between these two moves there may be no ``place`` at all, never half of one. Where the block raises,
-    ``place`` stays as it was.
+    ``place``, go: between two moves there may be no ``place``, never half of one. It stays where the block raises.
     """
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
@@ -133,9 +125,6 @@ def own_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-MODEL_FILES = ("config.json", "adapter_config.json")
-
-
 def is_local(path: str | None) -> bool:
     """Whether a model or data set is a folder here rather than a hub name."""
     return bool(path) and Path(str(path)).is_dir()
@@ -147,13 +136,11 @@ def looks_local(path: str) -> bool:
 
 
 def check_place(path: str, where: str = "model.path") -> str:
-    """``path`` of a saved model or a hub name, looked at where it is local.
-
-    ValueError for a folder that is not there, or holds no model.
-    """
+    """``path`` of a saved model or a hub name; ValueError for a local folder that is not there, or holds no model."""
     if not is_local(path):
         if not path or looks_local(path):
             raise ValueError(f"`{where}` is {path!r}: no such folder (a saved model, or a hub name such as org/model)")
-    elif not any((Path(path) / name).is_file() for name in MODEL_FILES):
-        raise ValueError(f"`{where}` is {path!r}: the folder holds no model (neither {' nor '.join(MODEL_FILES)})")
+    elif not any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json")):
+        said = "the folder holds no model (neither config.json nor adapter_config.json)"
+        raise ValueError(f"`{where}` is {path!r}: {said}")
     return path

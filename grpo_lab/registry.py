@@ -17,11 +17,7 @@ from grpo_lab.settings import did_you_mean
 
 
 def knobs_of(part: Any) -> dict[str, Any]:
-    """Name → default of what can be set of a dataclass (or its instance), in order; ``MISSING`` where there is no
-    default.
-
-    Anything else has no knobs.
-    """
+    """Name → default (``MISSING`` without one) of a dataclass's or its instance's fields, in order; else nothing."""
     if not dataclasses.is_dataclass(part):
         return {}
     fields = [field for field in dataclasses.fields(part) if field.init]
@@ -29,12 +25,9 @@ def knobs_of(part: Any) -> dict[str, Any]:
 
 
 def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> None:
-    """ValueError where ``name`` cannot stand for ``part``: no name, or one that is taken by another object
-    (``redefined`` is none)."""
+    """``ValueError`` for no name, or for one that is another object's already (``redefined`` is none)."""
     if not isinstance(name, str) or not name or ":" in name or name != name.strip():
-        raise ValueError(
-            f"{what} is registered as {name!r}; it must be a name without ':' (that is 'module:attribute')"
-        )
+        raise ValueError(f"{what} is registered as {name!r}; it must be a name without ':' ('module:attribute')")
     if name in table and table[name] is not part and not redefined(table[name], part):
         raise ValueError(
             f"{what} {name!r} is registered already ({address(table[name])}), and {address(part)} is another object: "
@@ -43,31 +36,23 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Whether ``part`` is the same definition run again: a notebook's cell, a reloaded module. It then takes the place
-    of the old one."""
+    """Whether ``part`` is the same definition run again (a notebook's cell, a reloaded module) and takes its place."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 
 
-def check_part(part: Any, reserved: Iterable[str], what: str) -> None:
-    """ValueError for a part that cannot be called, or has a knob that settings mean something else by."""
+def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
+    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
+
+    Raises:
+        ValueError: as ``check_name``; the part cannot be called, or has a knob that settings mean something else by.
+    """
     if not callable(part) or (isinstance(part, type) and "__call__" not in dir(part)):
         raise ValueError(f"{what} is {part!r}; it must be a class with `__call__`, a function or a callable object")
     taken = sorted(set(knobs_of(part)) & set(reserved))
     if taken:
-        raise ValueError(
-            f"{what} {address(part)} has a field {taken[0]!r}, which cannot be a knob: choose another name"
-        )
-
-
-def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
-    """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once;
-    the same definition run again (``redefined``) takes the place of the old one.
-
-    Raises:
-        ValueError: as ``check_name`` and ``check_part``.
-    """
-    check_part(part, reserved, what)
+        said = "which cannot be a knob: choose another name"
+        raise ValueError(f"{what} {address(part)} has a field {taken[0]!r}, {said}")
     check_name(table, name, part, what)
     table[name] = part
     return part
@@ -76,15 +61,13 @@ def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterabl
 def found(table: Mapping[str, Any], name: str, what: str) -> Any:
     """The part called ``name``. ValueError with the nearest match and all names for one that is not there."""
     if name not in table:
-        raise ValueError(
-            f"`{what}` is {name!r}; it must be one of {sorted(table)}, or a callable{did_you_mean(name, table)}"
-        )
+        near = did_you_mean(name, table)
+        raise ValueError(f"`{what}` is {name!r}; it must be one of {sorted(table)}, or a callable{near}")
     return table[name]
 
 
 def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
-    """A class with its ``knobs``; a function or a ready object as it is. ValueError for knobs that it does not have or
-    need."""
+    """A class with its ``knobs``; a function or object as it is. ``ValueError`` for knobs it does not have or need."""
     if not isinstance(part, type):
         if knobs:
             raise ValueError(f"`{what}` {address(part)} takes no settings, got {sorted(knobs)}")
@@ -114,11 +97,7 @@ def working_folder_on_path() -> str:
 
 
 def load_named(reference: str, where: str) -> Any:
-    """The object at ``"package.module:attribute"``.
-
-    Raises:
-        ValueError: another form, no such module or attribute; says where it was looked for.
-    """
+    """The object at ``"package.module:attribute"``. ``ValueError`` for another form, or where nothing is there."""
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ValueError(f"`{where}` is {reference!r}; it must be 'module:attribute'")

@@ -1,12 +1,8 @@
-"""What a person wrote → settings with checked types (by pydantic); what is wrong with it in one sentence that names the
-setting.
+"""What a person wrote → settings with checked types (by pydantic), and one sentence for what is wrong with it.
 
 ``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
 recipe, a configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each
-with its words. ``typed`` reads numbers and switches for classes and functions that are not ours: a part's knobs, a
-reward's arguments, TRL's fields.
-
-The nearest known name for a misspelt one, and the refusal of names that nobody knows: one wording for every room.
+with its words. ``typed`` reads numbers and switches for classes and functions that are not ours.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import field
 from enum import Enum
@@ -38,9 +34,6 @@ from pydantic import (
 from pydantic_core import ArgsKwargs, PydanticCustomError, PydanticUseDefault
 from typing_extensions import dataclass_transform
 
-SHORT = 20
-"""Names up to which all that are allowed are listed."""
-
 
 class UnknownSettingError(ValueError, TypeError):
     """A key that no setting has. Both kinds of error, since Python calls a wrong keyword a ``TypeError``."""
@@ -58,56 +51,42 @@ def one_of(name: object, known: Iterable[str]) -> str:
 
 
 def no_such_setting(key: object, allowed: Iterable[str]) -> str:
-    """What is said of an unknown key, without the place: the key, the nearest known one, what is allowed."""
+    """What is said of an unknown key, without the place: the key, the nearest known one, up to 20 that are allowed."""
     known = sorted(allowed)
-    return f"has no setting {key!r}{one_of(key, known) if len(known) <= SHORT else did_you_mean(key, known)}"
+    return f"has no setting {key!r}{one_of(key, known) if len(known) <= 20 else did_you_mean(key, known)}"
 
 
 def refuse_unknown(
     given: Iterable[str], allowed: Iterable[str], where: str, instead: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise ``UnknownSettingError`` for the first of ``given`` that is not ``allowed``.
-
-    Args:
-        where: names the place.
-        instead: of names that once were allowed: what to do.
-    """
+    """``UnknownSettingError`` for the first of ``given`` that is not ``allowed``. ``where`` names the place,
+    ``instead`` says what to do of names that once were allowed."""
     known = set(allowed)
-    for key in given:
-        if key not in known:
-            said = f"has no setting {key!r} any more: {instead[key]}" if key in instead else no_such_setting(key, known)
-            raise UnknownSettingError(f"{where} {said}")
+    for key in (key for key in given if key not in known):
+        said = f"has no setting {key!r} any more: {instead[key]}" if key in instead else no_such_setting(key, known)
+        raise UnknownSettingError(f"{where} {said}")
 
 
 def refuse_unknown_arguments(
-    called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()
-) -> None:
-    """``refuse_unknown`` by the signature of what will be called; nothing where it takes any keyword, or has none.
-
-    Args:
-        beside: what may stand in the same place, besides.
-    """
-    found = _parameters(called)
-    if not any(p.kind is p.VAR_KEYWORD for p in found):
-        named = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        refuse_unknown(given, [*named, *beside], where)
-
-
-def refuse_misfit(called: Callable[..., Any], given: Iterable[str], where: str, beside: Iterable[str] = ()) -> None:
-    """The same, for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
-    given, beside = list(given), list(beside)
-    refuse_unknown_arguments(called, given, where, beside)
-    for one in _parameters(called):
-        needed = one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if needed and one.name not in (*given, *beside):
-            raise ValueError(f"{where} needs `{one.name}`, and has none")
-
-
-def _parameters(called: Callable[..., Any]) -> list[inspect.Parameter]:
+    called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()
+) -> list[inspect.Parameter]:
+    """``refuse_unknown`` by the signature of what will be called (nothing where it takes any keyword, or has none),
+    where ``beside`` may stand, too. Returns what can be given by name."""
     try:
-        return list(inspect.signature(called).parameters.values())
+        found = list(inspect.signature(called).parameters.values())
     except (TypeError, ValueError):  # some built-ins have none
         return []
+    named = [one for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if not any(one.kind is one.VAR_KEYWORD for one in found):
+        refuse_unknown(given, [*(one.name for one in named), *beside], where)
+    return named
+
+
+def refuse_misfit(called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()) -> None:
+    """The same, for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
+    for one in refuse_unknown_arguments(called, given, where, beside):
+        if one.default is one.empty and one.name not in (*given, *beside):
+            raise ValueError(f"{where} needs `{one.name}`, and has none")
 
 
 T = TypeVar("T")
@@ -125,13 +104,10 @@ def must_be(words: str) -> WrapValidator:
 
 
 def _as_number(value: Any) -> Any:
-    """A switch is no number, though Python counts it as one, nor is NaN; ``"1e3"`` is one, though ``int`` does not read
-    it."""
-    if isinstance(value, bool):
-        raise ValueError
+    """A switch is no number, nor is NaN; ``"1e3"`` is one, though ``int`` does not read it."""
     if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
         value = float(value)
-    if value != value:
+    if isinstance(value, bool) or value != value:
         raise ValueError
     return value
 
@@ -162,8 +138,8 @@ Seconds = Annotated[int | float, Field(gt=0, allow_inf_nan=False), _READ, must_b
 Named = Annotated[str, Field(pattern=":"), must_be("'module:attribute', or a mapping with that as `name`")]
 NULL_IS_DEFAULT = BeforeValidator(_or_default)
 
+#: fields that collect keys: nobody writes their names, and no message says them
 _COLLECTED: set[str] = set()
-"""Fields that collect keys: nobody writes their names, and no message says them."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -182,7 +158,14 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
             return value
         if bare and not isinstance(value, Mapping):
             value = {bare: value}
-        return _sorted_keys(value, set(cls.__dataclass_fields__), rest) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        known = set(cls.__dataclass_fields__) - {rest}
+        others = {key: one for key, one in value.items() if key not in known}
+        given = {key: one for key, one in value.items() if key in known}
+        if others and not rest:
+            raise PydanticCustomError("unknown", "{said}", {"said": no_such_setting(next(iter(others)), known)})
+        return {**given, rest: others} if rest else given
 
     def decorate(kind: type[T]) -> type[T]:
         kind._as_written = model_validator(mode="before")(before)  # type: ignore[attr-defined]
@@ -196,53 +179,34 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
                 plain(self, *args, **kwargs)
 
         made.__init__ = init
-        return made  # type: ignore[no-any-return]
+        return made
 
     return decorate
 
 
 def read(kind: type[T], written: Any, where: str = "") -> T:
-    """``written`` as ``kind``, a class of ``@settings()``.
-
-    Args:
-        where: where it stands (``"evaluation.data"``; empty at the top of a recipe), for messages.
-
-    Raises:
-        ValueError: what was seen, what is allowed, which setting.
-    """
+    """``written`` as ``kind``, a class of ``@settings()``; ``where`` it stands (``"evaluation.data"``; empty at the top
+    of a recipe) is for messages. ``ValueError``: what was seen, what is allowed, which setting."""
     with _in_our_words(where, "the recipe"):
-        found: T = TypeAdapter(kind).validate_python(written)
-    return found
+        return TypeAdapter(kind).validate_python(written)
 
 
 def from_json(value: Any, where: str) -> Any:
-    """A mapping written as JSON, as command lines have it; anything else as it was. ValueError: half a mapping, a key
-    twice."""
+    """A mapping written as JSON, as command lines have it; anything else as is. ``ValueError``: half of one."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"`{where}` has the key {name!r} twice; leave one out")
+        return dict(pairs)
+
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return value
     try:
-        return json.loads(value, object_pairs_hook=lambda pairs: _once(pairs, where))
+        return json.loads(value, object_pairs_hook=once)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"`{where}` is {value[:200]!r}, which is no JSON: {error}") from error
-
-
-def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"`{where}` has the key {twice[0]!r} twice; leave one out")
-    return dict(pairs)
-
-
-def _sorted_keys(written: Mapping[str, Any], fields: set[str], rest: str | None) -> dict[str, Any]:
-    known = fields - {rest}
-    given = {key: value for key, value in written.items() if key in known}
-    others = {key: value for key, value in written.items() if key not in known}
-    if rest:
-        return {**given, rest: others}
-    if others:
-        raise PydanticCustomError("unknown", "{said}", {"said": no_such_setting(next(iter(others)), known)})
-    return given
 
 
 @contextmanager
@@ -257,19 +221,14 @@ def _in_our_words(where: str, root: str) -> Iterator[None]:
         raise _sentence(found, path, root) from None
 
 
-_FORMS = {
-    "dataclass_type": "a mapping of settings",
-    "mapping_type": "a mapping",
-    "dict_type": "a mapping",
-    "tuple_type": "a list",
-}
+_FORMS = dict.fromkeys(("mapping_type", "dict_type"), "a mapping")
+_FORMS |= {"dataclass_type": "a mapping of settings", "tuple_type": "a list"}
 
 
 def _sentence(found: Any, path: list[str], root: str) -> Exception:
     kind, place = found["type"], f"`{'.'.join(path)}`" if path else root
     if kind == "value_error":
-        said: Exception = found["ctx"]["error"]  # a check of the class itself, which says all
-        return said
+        return found["ctx"]["error"]  # a check of the class itself, which says all
     if kind == "unknown":
         return UnknownSettingError(f"{place} {found['msg']}")
     if kind == "unexpected_keyword_argument":  # in Python
@@ -281,24 +240,19 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
     return ValueError(f"{place} is {found['input']!r}; {allowed}")
 
 
-_READERS: dict[type, TypeAdapter[Any]] = {
-    int: TypeAdapter(Whole),
-    float: TypeAdapter(Annotated[int | float, _READ, must_be("a number")]),
-    bool: TypeAdapter(Switch),
+_READERS: dict[type, tuple[TypeAdapter[Any], str]] = {
+    int: (TypeAdapter(Whole), "a whole number"),
+    float: (TypeAdapter(Annotated[int | float, _READ, must_be("a number")]), "a number"),
+    bool: (TypeAdapter(Switch), "true or false"),
 }
 
 
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
     """``values`` with numbers and switches as ``kind`` (a dataclass, a class or a function) declares them.
 
-    Text that is a number becomes one (``"1e-3"``), a float without a fraction becomes whole where a whole number is
-    asked for (``1e3``). Names that ``kind`` does not declare, and types that are no numbers, are left as they are.
-
-    Args:
-        where: section, for messages (``"objective"``; empty for a flat setting).
-
-    Raises:
-        ValueError: text, a switch, a list where a number is asked for; a fraction where a whole number is asked for.
+    Text that is a number becomes one (``"1e-3"``), a float whole where a whole number is asked for (``1e3``). Names
+    that ``kind`` does not declare, and types that are no numbers, are left as they are. ``where``: the section, for
+    messages. ``ValueError``: text, a switch, a list where a number is asked for; a fraction where a whole one is.
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""
@@ -306,22 +260,18 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
 
 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Name → declared type of a dataclass's fields or a callable's parameters; empty where Python cannot resolve
-    them."""
+    """Name → declared type of a dataclass's fields or a callable's parameters, as far as Python can resolve them."""
     plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
     told: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
-    try:
+    unresolved = (NameError, TypeError, AttributeError)
+    with suppress(*unresolved):
         return get_type_hints(told)
-    except (NameError, TypeError, AttributeError):  # one of them is a name that only the type checker knows
-        names = getattr(told, "__globals__", {})
-        return dict(_resolved(getattr(told, "__annotations__", {}), names))
-
-
-def _resolved(annotations: Mapping[str, Any], names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, annotation in annotations.items():
-        with suppress(NameError, TypeError, AttributeError):
+    found: dict[str, Any] = {}
+    for name, annotation in getattr(told, "__annotations__", {}).items():
+        with suppress(*unresolved):  # a name that only the type checker knows
             one = types.SimpleNamespace(__annotations__={name: annotation})
-            yield name, get_type_hints(one, globalns=names)[name]
+            found |= get_type_hints(one, globalns=getattr(told, "__globals__", {}))
+    return found
 
 
 def _converted(value: Any, declared: Any, name: str) -> Any:
@@ -333,24 +283,25 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
-    if isinstance(value, bool) and str in kinds and not numbers and all(_is_text(kind) for kind in kinds):
+    hint = " (a setting without its value on the command line is read as true)" if value is True else ""
+    texts = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
+    if isinstance(value, bool) and str in kinds and texts == kinds:
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
-        raise ValueError(f"`{name}` is {value!r}; it must be text{_hint(value)}{bare}")
-    if not numbers or value is None or (numbers == [bool] and str in kinds):
+        raise ValueError(f"`{name}` is {value!r}; it must be text{hint}{bare}")
+    no_number = not numbers or (numbers == [bool] and str in kinds)
+    if value is None or no_number or (type(value) in kinds and value == value):
         return value
-    if type(value) in kinds and value == value:
+    for kind in numbers:
+        with suppress(ValidationError):
+            return _READERS[kind][0].validate_python(value)
+    if any(kind not in (*_READERS, types.NoneType) for kind in kinds):
         return value
-    other = [kind for kind in kinds if kind not in (*_READERS, types.NoneType)]
-    found = _number(value, numbers)
-    if found is None and not other:
-        raise ValueError(f"`{name}` is {value!r}; it must be {_in_words(numbers)}{_hint(value)}")
-    return value if found is None else found
+    words = ", ".join(_READERS[kind][1] for kind in numbers if not (kind is int and float in numbers))
+    raise ValueError(f"`{name}` is {value!r}; it must be {words}{hint}")
 
 
-def _is_text(kind: Any) -> bool:
-    """Or none, or one of an enumeration's texts, or several of them."""
-    of_enum = isinstance(kind, type) and issubclass(kind, Enum)
-    return of_enum or kind in (str, types.NoneType) or get_origin(kind) is list
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _members(declared: Any) -> list[Any]:
@@ -358,22 +309,3 @@ def _members(declared: Any) -> list[Any]:
     if get_origin(declared) in (Union, types.UnionType):
         return [inner for member in get_args(declared) for inner in _members(member)]
     return [] if declared is None else [declared]
-
-
-def _number(value: Any, kinds: list[type]) -> Any:
-    """``value`` as one of ``kinds``; None if it is none of them."""
-    for kind in kinds:
-        with suppress(ValidationError):
-            return _READERS[kind].validate_python(value)
-    return None
-
-
-def _in_words(kinds: list[type]) -> str:
-    if kinds == [bool]:
-        return "true or false"
-    number = "a number" if float in kinds else "a whole number"
-    return f"{number}, true or false" if bool in kinds else number
-
-
-def _hint(value: Any) -> str:
-    return " (a setting without its value on the command line is read as true)" if value is True else ""

@@ -11,8 +11,7 @@ Handlers = dict[int, Any]
 
 
 def handle(handler: Callable[[int, Any], None], *numbers: int) -> Handlers:
-    """``handler`` for ``numbers``; gives those that were there before. Beside the main thread nothing is touched, and
-    `{}` given."""
+    """``handler`` for ``numbers``; gives those that were there before. Beside the main thread nothing is touched."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -1,5 +1,4 @@
-"""Text of models, data and files, made fit to be shown on a page, a terminal or in a log: nothing in it acts, hides, or
-turns other text around."""
+"""Text of models, data and files, made fit to be shown: nothing in it acts, hides, or turns other text around."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def visible(text: str) -> str:
 
 
 def encodable(value: Any) -> Any:
-    """``value`` with half surrogate pairs (which no UTF-8 file can hold) replaced by U+FFFD, in its lists and mappings
-    too."""
+    """``value``, its lists and mappings too, with half surrogate pairs (no UTF-8 file can hold them) as U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

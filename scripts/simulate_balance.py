@@ -56,17 +56,8 @@ BEFORE = {"prompt token": 16, "completion token": 24, "row": 12}
 #: now: ids of 4, a mask of 1, log-probs of 4; offset and advantage; and eight numbers of 8 bytes of every row of others
 NOW = {"prompt token": 4, "completion token": 13, "row": 12, "row of others": 64}
 EXCHANGE_COLUMNS = (
-    *("ranks", "rows/rank", "dead", "MB a rank before", "MB now", "(most)", "MB kept home", "(most)"),
-    *(
-        "rows moved now",
-        "kept home",
-        "live max/mean now",
-        "kept home",
-        "step tokens now",
-        "kept home",
-        "plan, ms",
-        "kept home",
-    ),
+    *("ranks", "rows/rank", "dead", "MB a rank before", "MB now", "(most)"),
+    *("rows moved now", "live max/mean now", "step tokens now", "plan, ms"),
 )
 LONGER = 32
 
@@ -141,7 +132,7 @@ def table_row(
         plans.append(plan)
         others.append((*stock(rows, num_ranks), max(1.0, longest * num_ranks / plan.tokens_live), seconds))
     stock_even, stock_step, bound, seconds = np.mean(others, axis=0)
-    even = [plan.max_over_mean for plan in plans]
+    even = [over_mean(plan.live_per_rank) for plan in plans]
     step = np.mean([plan.step_tokens for plan in plans])
     live_rows = np.mean([sum(len(one) for bins in plan.bins for one in bins) for plan in plans]) / num_ranks
     return [
@@ -153,14 +144,20 @@ def table_row(
         f"{np.mean(even):.3f}",
         f"{max(even):.3f}",
         f"{bound:.3f}",
-        f"{np.mean([plan.computed_max_over_mean for plan in plans]):.3f}",
+        f"{np.mean([over_mean(plan.computed_per_rank) for plan in plans]):.3f}",
         f"{np.mean([plan.padding_share for plan in plans]):.1%}",
-        f"{np.mean([plan.num_bins for plan in plans]):.1f}",
+        f"{np.mean([len(plan.bins[0]) for plan in plans]):.1f}",
         f"{stock_step:,.0f}",
         f"{step:,.0f}",
         f"{stock_step / step:.1f}×",
         f"{1000 * seconds:.0f}",
     ]
+
+
+def over_mean(per_rank: tuple[int, ...]) -> float:
+    """The fullest rank over the mean of all ranks; 1 where there is nothing."""
+    total = sum(per_rank)
+    return max(per_rank) * len(per_rank) / total if total else 1.0
 
 
 def received(plan: Plan, rows: Rows, num_ranks: int) -> tuple[Lengths, float]:
@@ -184,19 +181,17 @@ def exchange_row(groups: Groups, num_ranks: int, rows: int, dead: float, seeds: 
         budget = default_max_tokens(min(micro_batch, rows // num_ranks), *longest)
         before = BEFORE["prompt token"] * longest[0] + BEFORE["completion token"] * longest[1] + BEFORE["row"]
         numbers = [before * rows * (num_ranks - 1) / num_ranks / 1e6]
-        for keep_home in (False, True):
-            start = time.process_time()
-            plan = plan_update(table, num_ranks, budget, keep_home=keep_home)
-            seconds = time.process_time() - start
-            size, moved = received(plan, table, num_ranks)
-            numbers += [size.mean() / 1e6, size.max() / 1e6, moved, plan.max_over_mean, plan.step_tokens, 1e3 * seconds]
+        start = time.process_time()
+        plan = plan_update(table, num_ranks, budget)
+        seconds = time.process_time() - start
+        size, moved = received(plan, table, num_ranks)
+        numbers += [size.mean() / 1e6, size.max() / 1e6, moved, over_mean(plan.live_per_rank)]
+        numbers += [plan.step_tokens, 1e3 * seconds]
         found.append(numbers)
-    was, *both = np.mean(found, axis=0)
-    now, home = both[:6], both[6:]
+    was, *now = np.mean(found, axis=0)
     return [
-        *(f"{num_ranks}", f"{rows // num_ranks}", f"{dead:.0%}", f"{was:,.0f}"),
-        *(f"{now[0]:.2f}", f"{now[1]:.2f}", f"{home[0]:.2f}", f"{home[1]:.2f}", f"{now[2]:.0%}", f"{home[2]:.0%}"),
-        *(f"{now[3]:.3f}", f"{home[3]:.3f}", f"{now[4]:,.0f}", f"{home[4]:,.0f}", f"{now[5]:.0f}", f"{home[5]:.0f}"),
+        *(f"{num_ranks}", f"{rows // num_ranks}", f"{dead:.0%}", f"{was:,.0f}", f"{now[0]:.2f}", f"{now[1]:.2f}"),
+        *(f"{now[2]:.0%}", f"{now[3]:.3f}", f"{now[4]:,.0f}", f"{now[5]:.0f}"),
     ]
 
 

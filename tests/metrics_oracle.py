@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM
 
 from grpo_lab import LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 
 Row = dict[str, Any]
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout, tiny_model
 from grpo_lab.trainer.critic import Critic, save_critic
 from grpo_lab.trainer.trl_bridge import CRITIC
 

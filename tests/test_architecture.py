@@ -60,8 +60,6 @@ HEAVY = {"trl", "transformers", "vllm", "math_verify", "deepspeed", "peft"}
 """Never at the top of a module outside the trainer, pipelines, evaluation and command line: loaded where they are
 needed."""
 MAY_LOAD_HEAVY = {"trainer", "recipe", "runs", "pipelines", "evaluation", "cli"}
-OWN_PROCESS = {"verifiers/math_worker.py"}
-"""Run by ``python -m`` in a worker process and imported by nobody: may load what it needs at its top."""
 HANDLERS = {"signals.py", "sandbox/fork_server.py", "sandbox/jail.py"}
 """The files that install a handler of signals: everybody else asks ``grpo_lab.signals``."""
 LIGHT = (
@@ -136,8 +134,7 @@ def wrong_arrow(found: Import) -> str | None:
         return "only grpo_lab/trainer/ knows TRL"
     if top == "vllm" and (found.at_load or found.room not in ("engines", "trainer")):
         return "vllm is imported lazily, by engines"
-    apart = found.path.relative_to(PACKAGE).as_posix() in OWN_PROCESS
-    if top in HEAVY and found.at_load and found.room not in MAY_LOAD_HEAVY and not apart:
+    if top in HEAVY and found.at_load and found.room not in MAY_LOAD_HEAVY:
         return f"{top} must be imported inside the function that needs it"
     known = top in sys.stdlib_module_names or top in PURE_THIRD_PARTY
     if found.room in PURE and not known:

@@ -8,26 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from grpo_lab import registry
-from grpo_lab.advantages.gae import GAE, gae, reads_values
-from grpo_lab.advantages.group import BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
+from grpo_lab.advantages.group import RULES, BatchZScore, GroupMax, GroupMean, GroupZScore, LeaveOneOut, Raw
 from grpo_lab.advantages.process import Process, StepTable, outcome_of, spread
-from grpo_lab.advantages.returns import Returns, reward_to_go
+from grpo_lab.advantages.returns import GAE, Returns, gae, reads_values, reward_to_go
 from grpo_lab.advantages.whiten import Moments, level_of, masked_moments, reads_steps, token_rule, whiten
 
 AdvantageRule = Callable[[Tensor, int], Tensor]
 """``rule(rewards [N], group_size) -> advantages [N]``; groups contiguous; NaN rewards (unscorable) get 0.
 
-A class attribute ``level`` says what it makes: ``"row"`` (also where nothing is said), or ``"token"``: in two stages,
-as ``process``."""
+A class attribute ``level`` says what it makes: ``"row"`` (the default) or, in two stages, ``"token"``."""
 
-RULES: dict[str, Callable[..., AdvantageRule]] = {
-    "raw": Raw,
-    "group_mean": GroupMean,
-    "group_zscore": GroupZScore,
-    "batch_zscore": BatchZScore,
-    "leave_one_out": LeaveOneOut,
-    "group_max": GroupMax,
-}
 RESERVED = ("name",)
 """Keys of ``advantage: {…}`` that cannot be knobs."""
 
@@ -65,17 +55,14 @@ __all__ = [
 
 
 def advantage_rule(name: str, **parameters: Any) -> Any:
-    """The rule called ``name`` with its parameters, the fields of its dataclass. ``ValueError`` for an unknown name or
-    parameter."""
+    """The rule called ``name`` with the fields of its dataclass. ``ValueError`` for an unknown name or parameter."""
     return registry.built(registry.found({**RULES, **TOKEN_RULES}, name, "advantage"), parameters, "advantage")
 
 
 def register_advantage(name: str, part: Any = None) -> Any:
     """Make ``advantage: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a decorator.
 
-    Raises:
-        ValueError: the name is another object's already, or the part cannot be called, or its ``level`` is neither
-            "row" nor "token".
+    ValueError: the name is another object's already, the part cannot be called, or its ``level`` is unknown.
     """
     if part is None:
         return lambda later: register_advantage(name, later)

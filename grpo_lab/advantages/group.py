@@ -1,24 +1,78 @@
-"""Group mean as baseline: Dr.GRPO's advantage.
+"""Row rules: group mean (Dr.GRPO), raw, best of the group, leave-one-out (RLOO), z-score (GRPO), batch z-score.
 
-Raw reward: REINFORCE without a baseline.
-
-Only the best of the group is reinforced.
-
-Leave-one-out baseline: RLOO.
-
-Group-normalised reward: GRPO's advantage.
-
-Group mean, batch standard deviation.
+And the arithmetic that they share: the check at the door, NaN-aware mean and standard deviation, dead groups.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.groups import DEVIATIONS, by_group, check_epsilon, check_std, group_average, scorable
+
+def by_group(rewards: Tensor, group_size: int) -> Tensor:
+    """``[N] -> [N/G, G]`` in float64 (in float32 rewards of 1 keep three digits of a KL penalty of 1e-4), checked."""
+    if rewards.dim() != 1 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be a float tensor [N], got {tuple(rewards.shape)} {rewards.dtype}")
+    if group_size < 1 or rewards.numel() % group_size:
+        raise ValueError(f"{rewards.numel()} rewards are not whole groups of num_generations={group_size}")
+    if rewards.isinf().any():
+        raise ValueError("a reward is infinite; a reward function must return finite numbers, or None for unscorable")
+    return rewards.reshape(rewards.numel() // group_size, group_size).double()
+
+
+def group_average(grouped: Tensor) -> Tensor:
+    """NaN-aware mean of each group, ``[N/G, 1]``. A dead group's mean is its common reward *exactly*.
+
+    ``mean([0.1] * 6)`` rounds to something else: such rows, where the formula says 0, could not be skipped.
+    """
+    first = grouped.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    return torch.where(is_dead(grouped).unsqueeze(1), first, grouped.nanmean(dim=1, keepdim=True))
+
+
+def is_dead(grouped: Tensor) -> Tensor:
+    """bool ``[N/G]``: all scorable rewards of the group are equal (or none is scorable): advantage 0 by formula."""
+    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+    return high <= low
+
+
+def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """NaN-aware standard deviation with n − 1, as TRL's and the papers' code has it; 0 of a single scorable value."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return std if keepdim else std.squeeze(dim)
+
+
+def population_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """NaN-aware standard deviation with n in the denominator: of these completions, not of what they came from."""
+    centred = values - values.nanmean(dim=dim, keepdim=True)
+    count = (~values.isnan()).sum(dim=dim, keepdim=True).clamp(min=1)
+    std = (centred.square().nansum(dim=dim, keepdim=True) / count).sqrt()
+    return std if keepdim else std.squeeze(dim)
+
+
+#: setting ``std`` of a rule → the standard deviation it divides by
+DEVIATIONS: dict[str, Callable[[Tensor, int, bool], Tensor]] = {"sample": sample_std, "population": population_std}
+
+
+def check_divisor(epsilon: float, std: str) -> None:
+    """At the door of the rules that divide by a standard deviation: which one, and what is added to it."""
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise ValueError(f"`advantage.epsilon` is {epsilon}; it must be a finite number ≥ 0")
+    if std not in DEVIATIONS:
+        allowed = f"{sorted(DEVIATIONS)} (n or n − 1 in the denominator)"
+        raise ValueError(f"`advantage.std` is {std!r}; it must be one of {allowed}")
+
+
+def scorable(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """``[N]`` in the rewards' own type. Unscorable rows (NaN) carry no signal: advantage 0."""
+    return advantages.reshape(-1).nan_to_num(nan=0.0).to(rewards.dtype)
 
 
 @dataclass(frozen=True)
@@ -31,15 +85,14 @@ class GroupMean:
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
-        return scorable((grouped - group_average(grouped)), rewards)
+        return scorable(grouped - group_average(grouped), rewards)
 
 
 @dataclass(frozen=True)
 class Raw:
     """Â_i = r_i.
 
-    Source: Williams 1992; CS336 lecture 17 ("naive" deltas). Unbiased, of high variance; all groups are live unless
-    their reward is exactly 0.
+    Source: Williams 1992; CS336 lecture 17 ("naive" deltas). Unbiased, of high variance; live unless r is exactly 0.
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
@@ -70,7 +123,7 @@ class LeaveOneOut:
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         count = (~grouped.isnan()).sum(dim=1, keepdim=True)
-        return scorable(((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1)), rewards)
+        return scorable((grouped - group_average(grouped)) * count / (count - 1).clamp(min=1), rewards)
 
 
 @dataclass(frozen=True)
@@ -88,17 +141,16 @@ class GroupZScore:
     std: str = "sample"
 
     def __post_init__(self) -> None:
-        check_epsilon(self.epsilon)
-        check_std(self.std)
+        check_divisor(self.epsilon, self.std)
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         std = DEVIATIONS[self.std](grouped, 1, True)
-        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)), rewards)
+        return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
 
 
 @dataclass(frozen=True)
-class BatchZScore:
+class BatchZScore(GroupZScore):
     """Â_i = (r_i − mean of its group)/(std of the whole batch + ε).
 
     Source: "Tricks or Traps" (arXiv 2508.08221, §4.1, group-level mean with batch-level std); TRL's
@@ -109,14 +161,17 @@ class BatchZScore:
         std: ``sample`` (n − 1 in the denominator, as TRL) or ``population`` (n).
     """
 
-    epsilon: float = 1e-4
-    std: str = "sample"
-
-    def __post_init__(self) -> None:
-        check_epsilon(self.epsilon)
-        check_std(self.std)
-
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
         std = DEVIATIONS[self.std](grouped.reshape(-1), 0, False)
-        return scorable(((grouped - group_average(grouped)) / (std + self.epsilon)), rewards)
+        return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    "raw": Raw,
+    "group_mean": GroupMean,
+    "group_zscore": GroupZScore,
+    "batch_zscore": BatchZScore,
+    "leave_one_out": LeaveOneOut,
+    "group_max": GroupMax,
+}

@@ -9,15 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import GroupZScore
-from grpo_lab.advantages.groups import DEVIATIONS, check_epsilon, check_std, group_average
+from grpo_lab.advantages.group import DEVIATIONS, GroupZScore, check_divisor, group_average
 from grpo_lab.batch import RewardTable
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of completions and of
-    tokens.
+    """Step scores of a generation batch over all ranks: S steps of N completions, in the order of both.
 
     Args:
         row: long ``[S]``, the completion that a step belongs to, ascending.
@@ -37,10 +35,8 @@ class StepTable:
         if self.group_size < 1 or self.rows % self.group_size:
             raise ValueError(f"{self.rows} rows are not whole groups of num_generations={self.group_size}")
         if not self.row.shape == self.end.shape == self.score.shape or self.row.dim() != 1:
-            raise ValueError(
-                f"a step has one row, one end and one score; got {tuple(self.row.shape)}, {tuple(self.end.shape)}, "
-                f"{tuple(self.score.shape)}"
-            )
+            shapes = ", ".join(str(tuple(one.shape)) for one in (self.row, self.end, self.score))
+            raise ValueError(f"a step has one row, one end and one score; got {shapes}")
         if self.row.numel() and not (int(self.row.min()) >= 0 and int(self.row.max()) < self.rows):
             raise ValueError(f"a step names row {int(self.row.max())} (or {int(self.row.min())}) of {self.rows}")
         if (self.row.diff() < 0).any() or ((self.row.diff() == 0) & (self.end.diff() <= 0)).any():
@@ -88,13 +84,12 @@ class StepTable:
 class Process:
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
-    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε is not given there; it is that of
-    ``group_zscore``, and so is the standard deviation (``std``), so that with one step a completion, ending at its last
-    token, this is outcome GRPO to the last bit.
+    Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:
+    with one step a completion, ending at its last token, this is outcome GRPO to the last bit.
 
-    Two stages. ``normalised`` sees the small ragged table of all ranks; ``spread`` puts the result on the tokens of
-    this rank's rows only, so that ``[N, T]`` exists nowhere. Tokens after a row's last scored step, rows without one
-    and steps that could not be scored get nothing; a group whose steps all score alike is dead.
+    Two stages: ``normalised`` on the small ragged table of all ranks, ``spread`` on the tokens of this rank's rows.
+    Tokens after a row's last scored step, rows without one and steps that could not be scored get nothing; a group
+    whose steps all score alike is dead.
 
     Called on a whole table, it is the mixture Â = Σ_c w_c · process(steps of column c) + z-score of the outcome within
     the group, where the outcome is the weighted sum of all columns that hold no steps.
@@ -102,22 +97,16 @@ class Process:
 
     level: ClassVar[str] = "token"
     reads_steps: ClassVar[bool] = True
-    #: a KL per completion is taken from the outcome's reward, and would be compared with nothing but itself where there
-    #: is none
+    #: a KL per completion is taken from the outcome's reward: without one it would be compared with itself alone
     penalises_outcome: ClassVar[bool] = True
     epsilon: float = 1e-4
     std: str = "sample"
 
     def __post_init__(self) -> None:
-        check_epsilon(self.epsilon)
-        check_std(self.std)
+        check_divisor(self.epsilon, self.std)
 
     def __call__(self, table: RewardTable) -> Tensor:
-        """Advantages ``[B, T]`` (float64) of this rank's rows.
-
-        Raises:
-            ValueError: the table does not say which rows are this rank's.
-        """
+        """Advantages ``[B, T]`` (float64) of this rank's rows; ValueError for a table without them (``local``)."""
         if table.local is None:
             raise ValueError("`process` makes advantages per token and was called on a table without `local` rows")
         rows, width = table.local.rows, table.local.mask.size(1)
@@ -146,17 +135,14 @@ class Process:
 
 
 def spread(steps: StepTable, width: int) -> Tensor:
-    """Reward-to-go on the tokens: ``[B, T]`` with Σ of the scores of the row's steps that end at t or later (T =
-    ``width``).
+    """Reward-to-go on the tokens, ``[B, width]``: Σ of the scores of the row's steps that end at t or later.
 
-    Raises:
-        ValueError: a step ends beyond the width.
+    ValueError: a step ends beyond the width.
     """
     if steps.end.numel() and not (int(steps.end.min()) >= 0 and int(steps.end.max()) < width):
         raise ValueError(
-            f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of "
-            "at most "
-            f"{width} tokens; `end_token` counts from 0 within the completion"
+            f"a step ends at token {int(steps.end.max())} (the first at {int(steps.end.min())}) of a completion of at "
+            f"most {width} tokens; `end_token` counts from 0 within the completion"
         )
     at_ends = steps.score.new_zeros(steps.rows, width)
     at_ends[steps.row, steps.end] = steps.score
@@ -166,8 +152,7 @@ def spread(steps: StepTable, width: int) -> Tensor:
 def outcome_of(table: RewardTable) -> RewardTable | None:
     """The table without the columns of step rewards; ``None`` where there is no other reward.
 
-    A row whose steps were scored and whose outcome was not has no outcome: a penalty beside it does not make it one of
-    0.
+    A row whose steps were scored and whose outcome was not has none: a penalty beside it does not make it one of 0.
     """
     columns = len(table.names)
     kept = [column for column in range(columns) if column not in table.steps]
@@ -176,9 +161,5 @@ def outcome_of(table: RewardTable) -> RewardTable | None:
         return None
     unscored = table.values[:, rewards].isnan().all(dim=1, keepdim=True)
     values = table.values[:, kept].masked_fill(unscored, float("nan"))
-    return replace(
-        table, values=values, names=tuple(table.names[c] for c in kept), weights=table.weights[kept], steps={}
-    )
-
-
-__all__ = ["Process", "StepTable", "outcome_of", "spread"]
+    names = tuple(table.names[column] for column in kept)
+    return replace(table, values=values, names=names, weights=table.weights[kept], steps={})

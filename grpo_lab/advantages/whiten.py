@@ -1,15 +1,12 @@
-"""Whitening over the real tokens of all ranks: each rank makes its moments, the gathered ones are joined, each whitens
-its own.
+"""Whitening over the real tokens of all ranks: each makes its moments, these are joined, and each whitens its own.
 
 Whether a rule makes one advantage a completion or one a token: an attribute of the rule, never its type.
 
     level = "row"      (default)  rule(rewards [N], group_size) -> [N], on the rewards of all ranks
-    level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); NaN and infinity are
-                                  refused
+    level = "token"               rule(table) -> [B, T], for this rank's rows (``table.local``); finite
 
-A rule of level ``token`` works in two stages. One: statistics, on the table of all ranks (``values``, ``total``,
-``steps``), which is small and the same everywhere. Two: spread on ``table.local`` (``rows``, ``mask``, ``lengths``), so
-that ``[N, T]`` exists nowhere. What it puts on tokens without loss is not read.
+A rule of level ``token`` works in two stages: statistics on the table of all ranks, which is small and the same
+everywhere; then spread on ``table.local``, so that ``[N, T]`` exists nowhere. Tokens without loss are not read.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from torch import Tensor
 
 from grpo_lab.batch import masked_sum, safe
 
-#: under the root, as in TRL's deleted PPOTrainer, whose variance is over n − 1; AlpacaFarm's is over n, as here, and it
-#: adds 1e-8 to the root
+#: under the root, as in TRL's deleted PPOTrainer (variance over n − 1); AlpacaFarm's is over n, as here
 EPSILON = 1e-8
 
 
@@ -91,8 +87,7 @@ def level_of(rule: Any) -> str:
 
 
 def reads_steps(rule: Any) -> bool:
-    """Whether the rule makes advantages of step scores (``table.steps``), so that a run without a step reward is a
-    mistake."""
+    """Whether the rule makes advantages of step scores (``table.steps``): then a run needs a step reward."""
     return bool(getattr(rule, "reads_steps", False))
 
 

@@ -1,8 +1,8 @@
 """Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
 
 A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open
-assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. **Splits are
-disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
+assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. The hash of the
+sequent (premises sorted) decides its split.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _ATOMS = "pqrs"
 RULES = (
-    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e "
-    "m, raa a-b. "
+    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, "
+    "~~e m, raa a-b. "
     "One line a step: `n. formula [rule lines]`, with one | before the formula for each open assumption."
 )
 
@@ -101,17 +101,15 @@ class _Grown:
     def show(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
         if goal in assumed:
             return _Step(goal, "assumed")
-        ways = [*self._introductions(goal), "->e", "&e", "~~e"]
         if budget <= 0:
             return _Step(goal, "premise")
+        introductions = {"&": "both", "v": "either", "->": "implies", "~": "refutes", "#": "contradicts"}
+        compound = len(goal) > 1 or goal == FALSE
+        ways = [introductions[goal[0]]] * 4 if compound else []
+        ways += ["applies", "part_of", "doubly_denied"]
         if budget >= 4 and goal != FALSE:
-            ways += ["ve", "raa"]
-        return getattr(self, _BY[self.rng.choice(ways)])(goal, budget - 1, assumed)  # type: ignore[no-any-return]
-
-    def _introductions(self, goal: Formula) -> list[str]:
-        by_sign = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
-        rule = by_sign.get(goal[0]) if len(goal) > 1 or goal == FALSE else None
-        return [] if rule is None else [rule] * 4
+            ways += ["by_cases", "absurd"]
+        return getattr(self, self.rng.choice(ways))(goal, budget - 1, assumed)  # type: ignore[no-any-return]
 
     def _under(self, assumption: Formula, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
         return self.show(goal, budget - 1, (*assumed, assumption))
@@ -159,27 +157,13 @@ class _Grown:
         return _Step(goal, "ve", [whole, left, right], [None, first, second])
 
 
-_BY = {
-    "&i": "both",
-    "vi": "either",
-    "->i": "implies",
-    "~i": "refutes",
-    "raa": "absurd",
-    "~e": "contradicts",
-    "->e": "applies",
-    "&e": "part_of",
-    "~~e": "doubly_denied",
-    "ve": "by_cases",
-}
-
-
 def _written(goal: _Step) -> tuple[list[str], list[str]]:
     """The premises as texts, in order, and all lines of the proof."""
     premises = list(dict.fromkeys(write(formula) for formula in _premises(goal)))
-    writer = _Writer([f"{number}. {text} [premise]" for number, text in enumerate(premises, start=1)])
     scope = {text: number for number, text in enumerate(premises, start=1)}
-    writer.line_of(goal, scope, 0)
-    return premises, writer.lines
+    lines = [f"{number}. {text} [premise]" for text, number in scope.items()]
+    _write_lines(goal, lines, scope, 0)
+    return premises, lines
 
 
 def _premises(step: _Step) -> Iterator[Formula]:
@@ -189,31 +173,25 @@ def _premises(step: _Step) -> Iterator[Formula]:
         yield from _premises(one)
 
 
-class _Writer:
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
+def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: int) -> int:
+    """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
 
-    def _write(self, text: str, depth: int) -> int:
-        self.lines.append(f"{len(self.lines) + 1}. {'| ' * depth}{text}")
-        return len(self.lines)
+    def add(text: str, depth: int) -> int:
+        lines.append(f"{len(lines) + 1}. {'| ' * depth}{text}")
+        return len(lines)
 
-    def line_of(self, step: _Step, scope: dict[str, int], depth: int) -> int:
-        """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
-        known = scope.get(write(step.formula))
-        if known is not None:
-            return known
-        places = [
-            str(self.line_of(one, scope, depth)) if under is None else self._part(one, under, scope, depth)
-            for one, under in zip(step.rests_on, step.assumptions, strict=True)
-        ]
-        scope[write(step.formula)] = self._write(f"{write(step.formula)} [{step.rule} {','.join(places)}]", depth)
-        return scope[write(step.formula)]
-
-    def _part(self, step: _Step, assumption: Formula, scope: dict[str, int], depth: int) -> str:
-        inner = dict(scope)
-        first = self._write(f"{write(assumption)} [assume]", depth + 1)
-        inner[write(assumption)] = first
-        last = self.line_of(step, inner, depth + 1)
-        if last != len(self.lines):  # shown before, outside or higher up: a part ends with what it shows
-            last = self._write(f"{write(step.formula)} [copy {last}]", depth + 1)
-        return f"{first}-{last}"
+    shown = write(step.formula)
+    if shown in scope:
+        return scope[shown]
+    places = []
+    for one, assumption in zip(step.rests_on, step.assumptions, strict=True):
+        if assumption is None:
+            places.append(str(_write_lines(one, lines, scope, depth)))
+            continue
+        first = add(f"{write(assumption)} [assume]", depth + 1)
+        last = _write_lines(one, lines, scope | {write(assumption): first}, depth + 1)
+        if last != len(lines):  # shown before, outside or higher up: a part ends with what it shows
+            last = add(f"{write(one.formula)} [copy {last}]", depth + 1)
+        places.append(f"{first}-{last}")
+    scope[shown] = add(f"{shown} [{step.rule} {','.join(places)}]", depth)
+    return scope[shown]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
@@ -43,44 +44,12 @@ class Tick(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DrawnLine:
-    """A series in pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
-
-    label: str
-    colour: str
-    dash: str
-    raw: str
-    smooth: str
-    dots: list[tuple[float, float, str]]
-    bars: list[tuple[float, float, float]]
-    first: str
-    last: str
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Everything the template needs, in pixels of a WIDTH × HEIGHT box."""
-
-    unit: str
-    lines: list[DrawnLine]
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    smoothing: int
-    description: str
-    rule: Tick | None
-    right_ticks: list[Tick]
-    right_unit: str
-    box: dict[str, float]
-    x_unit: str
-
-
-@dataclass(frozen=True)
 class Figure:
-    """A chart with its title and what to look for in it."""
+    """A chart, as `draw` gives it to the template, with its title and what to look for in it."""
 
     title: str
     meaning: str
-    chart: Chart
+    chart: SimpleNamespace
 
 
 def figure(title: str, meaning: str, lines: Sequence[Line], unit: str, **shape: Any) -> Figure | None:
@@ -98,12 +67,9 @@ def draw(
     right: Sequence[Line] = (),
     right_unit: str = "",
     x_unit: str = "optimizer step",
-) -> Chart:
-    """Lay ``lines``, of which at least one must have a point, out over a common axis, named ``x_unit``.
-
-    share: values in [0, 1] shown as per cent. rule: a level to compare with. right: lines with an axis of their own
-    (from 0, in ``right_unit``) at the right.
-    """
+) -> SimpleNamespace:
+    """``lines``, of which one must have a point, over a common axis, named ``x_unit``; ``right``: with an own one from
+    0 at the right. share: values in [0, 1], as per cent. rule: a level to compare with."""
     lines, right = ([line for line in some if line.points] for some in (lines, right))
     every = [*lines, *right]
     show = _percent if share else _plain
@@ -120,7 +86,7 @@ def draw(
         _draw_line(line, style, x, *((y, show) if place < len(lines) else (right_y, _plain)), over)
         for place, (line, style) in enumerate(zip(every, cycle(STYLES), strict=False))
     ]
-    return Chart(
+    return SimpleNamespace(
         unit=unit,
         lines=drawn,
         x_ticks=[Tick(x(t), _plain(t)) for t in nice_ticks(first, last, 6, whole=True) if first <= t <= last],
@@ -158,10 +124,11 @@ def _draw_line(
     y: Callable[[float], float],
     show: Callable[[float], str],
     over: str,
-) -> DrawnLine:
+) -> SimpleNamespace:
+    """In pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
     smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
-    return DrawnLine(
+    return SimpleNamespace(
         label=line.label,
         colour=style[0],
         dash=style[1],

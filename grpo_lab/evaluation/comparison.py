@@ -19,10 +19,9 @@ from rich import box
 from rich.table import Table as Columns
 
 from grpo_lab.evaluation.charts import Figure, Line, figure
-from grpo_lab.evaluation.outcomes import Outcome
 from grpo_lab.evaluation.page import Page, Section, Table, text_of
 from grpo_lab.evaluation.panels import CURVES, accuracy_line, panels_of
-from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points
@@ -46,18 +45,6 @@ _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One run under a name of its own. ``after``: its final evaluation, or the evaluation that the folder itself is."""
-
-    name: str
-    record: RunRecord
-
-    @property
-    def after(self) -> EvaluationResult | None:
-        return self.record.after
-
-
-@dataclass(frozen=True)
 class PairedTest:
     """``name`` against ``against``, on the problems that both answered and that could be scored.
 
@@ -78,10 +65,10 @@ class PairedTest:
 class Comparison:
     """The runs, the first of which is the baseline; settings that differ as (setting, one text a run); tests; notes."""
 
-    runs: tuple[Compared, ...]
-    differing: tuple[tuple[str, tuple[Any, ...]], ...]
-    tests: tuple[PairedTest, ...]
-    notes: tuple[str, ...]
+    runs: list[RunRecord]
+    differing: list[tuple[str, list[Any]]]
+    tests: list[PairedTest]
+    notes: list[str]
 
 
 def compare(folders: Sequence[str | Path]) -> Comparison:
@@ -95,13 +82,14 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
         raise ValueError(f"a comparison is of 2 to {MOST_RUNS} runs, got {len(paths)}")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"one run is named twice among {', '.join(map(str, paths))}")
-    records = [_record(path) for path in paths]
-    runs = tuple(Compared(name, record) for name, record in zip(_names(records), records, strict=True))
-    tests = tuple(paired_test(run, runs[0]) for run in runs[1:])
-    return Comparison(runs, tuple(_differing(records)), tests, tuple(_notes(runs, tests)))
+    runs = [_record(path) for path in paths]
+    for run, name in zip(runs, _names(runs), strict=True):
+        run.name = name
+    tests = [paired_test(run, runs[0]) for run in runs[1:]]
+    return Comparison(runs, _differing(runs), tests, _notes(runs, tests))
 
 
-def paired_test(run: Compared, baseline: Compared) -> PairedTest:
+def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
     """``run`` against ``baseline`` on the greedy answers to the problems that they share."""
     new, old = run.after, baseline.after
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
@@ -163,14 +151,14 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return [str(record.folder) for record in records]
 
 
-def _differing(records: Sequence[RunRecord]) -> list[tuple[str, tuple[Any, ...]]]:
+def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """Settings of run.json, mappings taken apart, that are not the same in all runs; None where a run has it not."""
     settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
     found = []
     for name in dict.fromkeys(name for one in settings for name in one):
         seen = [one.get(name) for one in settings if one]
         if name != "settings.output_dir" and any(value != seen[0] for value in seen):
-            found.append((name, tuple(one.get(name) for one in settings)))
+            found.append((name, [one.get(name) for one in settings]))
     return found
 
 
@@ -182,9 +170,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield f"{before}{name}", value
 
 
-def _notes(runs: Sequence[Compared], tests: Sequence[PairedTest]) -> list[str]:
+def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
     """What a reader has to know before believing the tables."""
-    notes = [f"{run.name}: {notice}" for run in runs for notice in run.record.notices]
+    notes = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
     notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]
     base = runs[0].after
@@ -219,7 +207,7 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
         raise ValueError(f"--output {str(path)!r} is a folder; name the page, such as {page!r}")
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
         raise ValueError(f"--output {str(path)!r} exists and is no comparison; choose another file")
-    folders = [os.path.relpath(run.record.folder, path.parent) for run in found.runs]
+    folders = [os.path.relpath(run.folder, path.parent) for run in found.runs]
     return comparison_page(found, folders).write(path)
 
 
@@ -237,7 +225,10 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     names = [run.name for run in found.runs]
     tests = [(f"{test.name} − {test.against}", *(cell for cell in test_cells(test) if cell)) for test in found.tests]
     head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
-    differing = [(name, *(_said(name, value) for value in values)) for name, values in found.differing]
+    differing = [
+        (name, *(NOT_RECORDED if one is None else text_of(name.rpartition(".")[2], one) for one in values))
+        for name, values in found.differing
+    ]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))
     results = Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3)
     figures = comparison_figures(found.runs)
@@ -245,7 +236,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     return Page(
         kind="comparison",
         title=" · ".join(names),
-        about=[str(run.record.folder) for run in found.runs],
+        about=[str(run.folder) for run in found.runs],
         cards=[],
         notices=found.notes,
         sections=[
@@ -267,7 +258,7 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
     for name in ("before", "after", "tokens", "truncated"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in found.runs:
-        before, after = (dict(_column(result)) for result in (run.record.before, run.after))
+        before, after = (dict(_column(result)) for result in (run.before, run.after))
         accuracy, tokens, cut = "greedy accuracy", "tokens, mean", "truncated"
         cells = [before.get(accuracy), after.get(accuracy), after.get(tokens), after.get(cut)]
         table.add_row(run.name, *(cell or NOT_RECORDED for cell in cells))
@@ -292,13 +283,13 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
 
 def result_rows(found: Comparison) -> list[list[str]]:
     """Quantity, then one text a run: accuracy before, then everything of the final evaluation, then the last step."""
-    before = [dict(_column(run.record.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
+    before = [dict(_column(run.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
     columns = [dict(_column(run.after)) for run in found.runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [["greedy accuracy before", *before]] if any(text != NOT_RECORDED for text in before) else []
     rows += [[name, *(column.get(name, NOT_RECORDED) for column in columns)] for name in names]
     rows.append(["problems", *(f"{run.after.n_problems:,}" if run.after else NOT_RECORDED for run in found.runs)])
-    rows.append(["optimizer steps", *(str(run.record.last_step or NOT_RECORDED) for run in found.runs)])
+    rows.append(["optimizer steps", *(str(run.last_step or NOT_RECORDED) for run in found.runs)])
     return rows
 
 
@@ -306,21 +297,17 @@ def _column(result: Any) -> list[tuple[str, str]]:
     return [] if result is None else [(name, new) for name, _, new, _ in comparison_rows(None, result)]
 
 
-def comparison_figures(runs: Sequence[Compared]) -> list[Figure]:
+def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """Curves with one line a run; quantities that no run recorded are left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
-    trained = [run for run in runs if run.record.kind != EVALUATION]  # a lone evaluation belongs to no step
-    accuracy = [accuracy_line(run.record, run.name) for run in trained]
+    trained = [run for run in runs if run.kind != EVALUATION]  # a lone evaluation belongs to no step
+    accuracy = [accuracy_line(run, run.name) for run in trained]
     found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
-    for panel in panels_of(*(run.record for run in runs)):
+    for panel in panels_of(*runs):
         for label, metrics in panel.lines.items():
             title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
-            lines = [Line(run.name, run.record.first_of(*metrics)) for run in runs]
+            lines = [Line(run.name, run.first_of(*metrics)) for run in runs]
             missing = [line.label for line in lines if not line.points]
             meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
             found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
     return [one for one in found if one]
-
-
-def _said(name: str, value: Any) -> str:
-    return NOT_RECORDED if value is None else text_of(name.rpartition(".")[2], value)

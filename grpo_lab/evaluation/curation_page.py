@@ -56,19 +56,15 @@ def read_curation(folder: Path) -> Page:
         found = json.loads((folder / "curation.json").read_text(encoding="utf-8"))
         if found.get("finished"):
             rows = pq.read_table(table).to_pylist() if table.is_file() else []
-            page = curation_page(_report_of(found["report"]), found, rows)
+            written = found["report"]
+            examples = [tuple(DroppedExample(**example) for example in one["examples"]) for one in written["filters"]]
+            filters = tuple(FilterOutcome(**{**one, "examples": e}) for one, e in zip(written["filters"], examples))
+            report = CurationReport(**{**written, "filters": filters, "notes": tuple(written["notes"])})
+            page = curation_page(report, found, rows)
             return page if table.is_file() else replace(page, missing=["Rows (all.parquet)"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds a curation that cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
-
-
-def _report_of(written: Mapping[str, Any]) -> CurationReport:
-    filters = [
-        FilterOutcome(**{**one, "examples": tuple(DroppedExample(**example) for example in one["examples"])})
-        for one in written["filters"]
-    ]
-    return CurationReport(**{**written, "filters": tuple(filters), "notes": tuple(written["notes"])})
 
 
 def _filters(report: CurationReport) -> Section:

@@ -19,8 +19,7 @@ from grpo_lab.engines.sampler import (
     render_prompt,
     too_long,
 )
-from grpo_lab.evaluation.outcomes import Kind, Outcome, ReadAnswer, answer_reader, as_text
-from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text
 from grpo_lab.verifiers.verdict import checked_scores
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
-from grpo_lab.evaluation.outcomes import Outcome
-from grpo_lab.evaluation.result import EvaluationResult
+from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_whole_text
 from grpo_lab.visible import visible

@@ -39,6 +39,7 @@ class RunRecord:
 
     kinds   what the folder holds, what its page is about first; empty for a folder with nothing of ours
     rounds  the lines of `rounds.jsonl`, their numbers
+    name    in a comparison
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class RunRecord:
     rounds: list[dict[str, float]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    name: str = ""
 
     @property
     def kind(self) -> str:
@@ -115,12 +117,11 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         notices.append(f"run.json could not be read: {error}")
         return {}
-    if not isinstance(summary, dict):
-        notices.append(f"run.json holds a {type(summary).__name__}, not a mapping; it was left out")
-    elif _too_deep(summary, _DEEPEST):
-        notices.append(f"run.json is nested more than {_DEEPEST} deep; it was left out")
-    else:
+    if isinstance(summary, dict) and not _too_deep(summary, _DEEPEST):
         return summary
+    mapping = isinstance(summary, dict)
+    why = f"is nested more than {_DEEPEST} deep" if mapping else f"holds a {type(summary).__name__}, not a mapping"
+    notices.append(f"run.json {why}; it was left out")
     return {}
 
 

@@ -13,6 +13,8 @@ from typing import TypeGuard
 
 from scipy.special import stdtrit
 
+Z = NormalDist().inv_cdf(0.975)
+"""Of 95% intervals."""
 Vote = tuple[str | None, bool]
 """One sample's answer (None: it gave none) and whether it was judged correct."""
 
@@ -35,13 +37,7 @@ class Interval:
         return {"value": self.value, "low": self.low, "high": self.high, "n": self.n}
 
 
-def _normal_quantile(level: float) -> float:
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level must lie strictly between 0 and 1, got {level!r}")
-    return NormalDist().inv_cdf(0.5 + level / 2)
-
-
-def wilson_interval(successes: float, n: float, level: float = 0.95) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     """Limits of a binomial share p̂ = successes / n.
 
     (p̂ + z²/2n ± z √(p̂(1−p̂)/n + z²/4n²)) / (1 + z²/n)      E. B. Wilson, JASA 22 (1927)
@@ -53,25 +49,24 @@ def wilson_interval(successes: float, n: float, level: float = 0.95) -> tuple[fl
         raise ValueError(f"an interval needs at least one problem, got n={n!r}")
     if not 0 <= successes <= n:
         raise ValueError(f"successes must lie in [0, n={n!r}], got {successes!r}")
-    z = _normal_quantile(level)
-    share, slack = successes / n, z * z / n
+    share, slack = successes / n, Z * Z / n
     centre = share + slack / 2
-    half = z * math.sqrt(share * (1 - share) / n + slack / (4 * n))
+    half = Z * math.sqrt(share * (1 - share) / n + slack / (4 * n))
     # The limits are exactly 0 and 1 at the ends; rounding would leave ±1e-17.
     low = 0.0 if successes == 0 else (centre - half) / (1 + slack)
     high = 1.0 if successes == n else (centre + half) / (1 + slack)
     return low, high
 
 
-def accuracy_interval(correct: Sequence[bool], level: float = 0.95) -> Interval | None:
+def accuracy_interval(correct: Sequence[bool]) -> Interval | None:
     """Share of correct problems, one greedy answer each. None where there is nothing to count."""
     if not correct:
         return None
-    low, high = wilson_interval(sum(correct), len(correct), level)
+    low, high = wilson_interval(sum(correct), len(correct))
     return Interval(sum(correct) / len(correct), low, high, len(correct))
 
 
-def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, level: float = 0.95) -> Interval | None:
+def clustered_interval(per_problem: Sequence[float], samples_per_problem: int) -> Interval | None:
     """Mean over problems of a per-problem mean in [0, 1], with limits that respect the clustering.
 
     The variance is that of the N problem means, SE² = s²/N (Miller, arXiv 2411.00640, eq. 4, for equal cluster sizes),
@@ -82,19 +77,15 @@ def clustered_interval(per_problem: Sequence[float], samples_per_problem: int, l
     n = len(per_problem)
     if n == 0:
         return None
-    if samples_per_problem < 1:
-        raise ValueError(f"samples_per_problem must be at least 1, got {samples_per_problem!r}")
-    if min(per_problem) < 0 or max(per_problem) > 1:
-        raise ValueError(f"per-problem means must lie in [0, 1], saw {min(per_problem)!r} to {max(per_problem)!r}")
     mean = fmean(per_problem)
     squared_error = sum((x - mean) ** 2 for x in per_problem) / max(n - 1, 1) / n
     effective = mean * (1 - mean) / squared_error if squared_error > 1e-18 else float(n)
     effective = min(max(effective, 1.0), float(n * samples_per_problem))
-    low, high = wilson_interval(min(mean * effective, effective), effective, level)
+    low, high = wilson_interval(min(mean * effective, effective), effective)
     return Interval(mean, min(low, mean), max(high, mean), n)
 
 
-def paired_difference(before: Sequence[bool], after: Sequence[bool], level: float = 0.95) -> Interval | None:
+def paired_difference(before: Sequence[bool], after: Sequence[bool]) -> Interval | None:
     """Change in accuracy on the *same* problems: (became correct − became wrong) / N.
 
     Wald limits for matched pairs after adding ½ to each of the four cells (Agresti & Min, Statistics in Medicine 24,
@@ -109,26 +100,22 @@ def paired_difference(before: Sequence[bool], after: Sequence[bool], level: floa
     lost = sum(b and not a for b, a in zip(before, after, strict=True))
     up, down, total = gained + 0.5, lost + 0.5, n + 2.0
     centre = (up - down) / total
-    half = _normal_quantile(level) * math.sqrt((up + down) - (up - down) ** 2 / total) / total
+    half = Z * math.sqrt((up + down) - (up - down) ** 2 / total) / total
     return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
 
 
 def mcnemar_exact(gained: int, lost: int) -> float:
     """Two-sided p of McNemar's exact test: could ``gained`` and ``lost`` problems be heads and tails of a fair coin?
 
-    2 · Σ_{i ≤ min} C(m, i) / 2^m with m = gained + lost, at most 1. Problems on which both agree say nothing and do not
-    count. Computed in whole numbers.
+    2 · Σ_{i ≤ min} C(m, i) / 2^m with m = gained + lost, at most 1. Problems on which both agree do not count.
     """
-    if gained < 0 or lost < 0:
-        raise ValueError(f"counts cannot be negative, got gained={gained}, lost={lost}")
     flips = gained + lost
     tail = sum(math.comb(flips, i) for i in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / 2**flips)
 
 
 def half_width_over_seeds(values: Sequence[float]) -> float | None:
-    """Half of the 95% interval of the mean over independent trainings: t · s / √n, s with n − 1. None for fewer than
-    two."""
+    """Half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than two."""
     n = len(values)
     return None if n < 2 else float(stdtrit(n - 1, 0.975)) * stdev(values) / n**0.5
 

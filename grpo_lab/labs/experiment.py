@@ -1,9 +1,8 @@
 """An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
 
 An arm with a seed is a cell. It works in ``<folder>/<arm>-<seed>``, in a process of its own, and leaves ``arm.json``
-there, written last and whole: a cell that has one is never repeated, one without begins, or goes on from what is there.
-Cells run seed by seed, so that an experiment that was broken off still compares. Records do not know the options that
-they were made with: others need another folder.
+there, written last and whole: a cell that has one is never repeated, another begins, or goes on from what is there.
+Cells run seed by seed, so that what was broken off still compares. Other options need another folder.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Experiment:
 
     Args:
         arms: their names, in the order of the table.
-        run: a cell's arm, seed and folder, and the options → what its record says, which gets ``memory_mib`` (most that
-            the process held above what it held before) and ``process_seconds`` besides.
+        run: a cell's arm, seed and folder, and the options → its record, which gets ``memory_mib`` (most that the
+            process held above what it held before) and ``process_seconds`` besides.
         report: records and options → the text that is printed; writes its files into ``options.folder``.
         prepare: makes what the cells begin from, before the first of them.
     """
@@ -60,13 +59,10 @@ def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> ar
     found.add_argument("--arms", nargs="+", help="only these")
     found.add_argument("--folder", type=Path, default=Path(folder))
     found.add_argument("--jobs", type=int, default=1, help="cells side by side")
-    found.add_argument(
-        "--at-most", type=int, metavar="N", help="cells run in this call; the next one goes on (0: only report)"
-    )
-    pair = ("KEY", "VALUE")
-    found.add_argument(
-        "--set", nargs=2, action="append", default=[], metavar=pair, help="of the recipe, for every arm; VALUE is JSON"
-    )
+    at_most = "cells run in this call; the next one goes on (0: only report)"
+    found.add_argument("--at-most", type=int, metavar="N", help=at_most)
+    said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE is JSON"}
+    found.add_argument("--set", nargs=2, action="append", default=[], **said)
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     return found
 
@@ -77,14 +73,19 @@ def changes_asked(options: Options) -> dict[str, Any]:
 
 
 def carry_out(experiment: Experiment, options: Options) -> None:
-    """Every cell without a record, then the report of what there is.
+    """Every cell without a record, then the report of what there is. ValueError: an arm that there is not.
 
-    Raises:
-        ValueError: an arm that there is not.
-        SystemExit: cells failed; the others have run, and the report is of them.
+    SystemExit: cells failed; the others have run, and the report is of them.
     """
     if options.run_one is not None:
-        return _run_here(experiment, options.run_one[0], int(options.run_one[1]), options)
+        arm, seed = options.run_one[0], int(options.run_one[1])
+        record = record_file(options.folder, arm, seed)
+        held, began = peak_memory(), time.perf_counter()
+        found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
+        found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole_text(record, json.dumps(found))
+        return
     arms = options.arms or experiment.arms
     if unknown := sorted({*arms} - {*experiment.arms}):
         raise ValueError(f"--arms {', '.join(unknown)}: there are {', '.join(experiment.arms)}")
@@ -94,14 +95,12 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     if waiting:
         experiment.prepare(options)
     with ThreadPoolExecutor(options.jobs) as pool:
-        failed = [
-            why for why in pool.map(lambda cell: _in_own_process(cell[0], cell[1], options.folder), waiting) if why
-        ]
-    if found := records(arms, options):
-        print(f"\n{experiment.report(found, options)}", flush=True)
+        ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
+        failed = [why for why in ran if why]
+    if done := records(arms, options):
+        print(f"\n{experiment.report(done, options)}", flush=True)
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")
-    return None
 
 
 def record_file(folder: Path, arm: str, seed: int) -> Path:
@@ -110,14 +109,15 @@ def record_file(folder: Path, arm: str, seed: int) -> Path:
 
 def records(arms: Sequence[str], options: Options) -> Found:
     """Of the cells that are done; an arm of which none is has no entry."""
-    files = {arm: [record_file(options.folder, arm, seed) for seed in options.seeds] for arm in arms}
-    found = {
-        arm: [json.loads(one.read_text(encoding="utf-8")) for one in of if one.is_file()] for arm, of in files.items()
-    }
-    return {arm: runs for arm, runs in found.items() if runs}
+    found: Found = {}
+    for arm in arms:
+        for file in (record_file(options.folder, arm, seed) for seed in options.seeds):
+            if file.is_file():
+                found.setdefault(arm, []).append(json.loads(file.read_text(encoding="utf-8")))
+    return found
 
 
-def _in_own_process(arm: str, seed: int, folder: Path) -> str | None:
+def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:
     """Why the cell has no record after this; None if it has."""
     record = record_file(folder, arm, seed)
     log = Path(f"{record.parent}.log")
@@ -128,18 +128,8 @@ def _in_own_process(arm: str, seed: int, folder: Path) -> str | None:
     return None if code == 0 and record.is_file() else f"{arm}, seed {seed}: exit code {code}, see {log}"
 
 
-def _run_here(experiment: Experiment, arm: str, seed: int, options: Options) -> None:
-    record = record_file(options.folder, arm, seed)
-    held, began = peak_memory(), time.perf_counter()
-    found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
-    found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole_text(record, json.dumps(found))
-
-
 def peak_memory() -> float:
-    """Most memory that this process has held until now, MiB (Linux; NaN elsewhere). ``ru_maxrss`` would count the
-    process that started it."""
+    """Most that this process has held until now, MiB (Linux; else NaN). ``ru_maxrss`` counts its parent, too."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
     return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
@@ -152,17 +142,14 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def spread(values: Sequence[float]) -> str:
     """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
     values = [value for value in values if not math.isnan(value)]
-    if not values:
-        return "–"
-    if len(values) == 1:
-        return f"{values[0]:.3f}"
-    half = half_width_over_seeds(values) or 0.0
-    return f"{fmean(values):.3f} ± {half:.3f} ({', '.join(f'{value:.3f}' for value in values)})"
+    said = [f"{value:.3f}" for value in values]
+    if len(values) < 2:
+        return said[0] if said else "–"
+    return f"{fmean(values):.3f} ± {half_width_over_seeds(values) or 0.0:.3f} ({', '.join(said)})"
 
 
 def table(found: Found) -> str:
-    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each number as
-    :func:`spread` over seeds."""
+    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each as `spread`."""
     first = next(iter(found.values()))[0]
     names = list(first["after"])
     rows = [
@@ -177,17 +164,13 @@ def table(found: Found) -> str:
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False) -> None:
     """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go.
 
-    Args:
-        over: what x is.
-        stairs: a value holds until the next one.
+    ``over``: what x is; ``stairs``: a value holds until the next one.
     """
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print(
-            f"no figure {path}: matplotlib is not installed (pip install 'grpo_lab[figures]'); --at-most 0 draws "
-            "what is recorded"
-        )
+        why = "matplotlib is not installed (pip install 'grpo_lab[figures]')"
+        print(f"no figure {path}: {why}; --at-most 0 draws what is recorded")
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -14,10 +14,8 @@ from grpo_lab.objectives.aggregation import (
     sequence_sum,
     token_mean,
 )
-from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped, LiteralRow, Unclipped
-from grpo_lab.objectives.kl import KLTerm, k1, k2, k3
-from grpo_lab.objectives.kl_control import AdaptiveKL
+from grpo_lab.objectives.clipped import Clipped, DetachedWeight, LiteralRow, Reinforce, Unclipped
+from grpo_lab.objectives.kl import AdaptiveKL, KLTerm, k1, k2, k3
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Objective, Surrogate
 from grpo_lab.objectives.presets import PRESETS, SURROGATES, Preset, is_ours, preset, register_objective, surrogate
@@ -29,7 +27,6 @@ from grpo_lab.objectives.ratios import (
     sequence_log_ratio,
     token_log_ratio,
 )
-from grpo_lab.objectives.reinforce import Reinforce
 
 __all__ = [
     "AGGREGATIONS",

@@ -1,9 +1,7 @@
-"""Per-token losses → one scalar. Nothing here divides by what happens to be in the local tensor, except the one
-aggregation that is defined so (``local_token_mean``); everything else divides by counts that the trainer made over the
-whole optimizer step and all ranks (``Denominators``).
+"""Per-token losses → one scalar. All but ``local_token_mean``, which is defined otherwise, divide by counts that the
+trainer made over the whole optimizer step and all ranks (``Denominators``).
 
-Because each is a plain sum over tokens times constants, the gradient of an optimizer step does not depend on how its
-rows were cut into micro-batches.
+Each is a plain sum over tokens times constants: the gradient does not depend on how rows were cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -45,19 +43,15 @@ def token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor
     return masked_sum(loss, mask) / tokens
 
 
-def divides_locally(aggregate: Aggregation) -> Aggregation:
-    """Marks an aggregation whose denominator is that of the local micro-batch."""
-    aggregate.__dict__["local_denominator"] = True
-    return aggregate
-
-
-@divides_locally
 def local_token_mean(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """Token mean of each micro-batch, averaged over micro-batches; TRL's ``bnpo``.
 
     Depends on how rows are cut into micro-batches *by definition*, so it is never re-binned.
     """
     return masked_sum(loss, mask) / mask.sum().clamp(min=1) / denominators.micro_batches
+
+
+local_token_mean.__dict__["local_denominator"] = True
 
 
 def fixed_budget(loss: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
@@ -101,11 +95,9 @@ def aggregation(name: str, **knobs: Any) -> Aggregation:
 
 
 def register_aggregation(name: str, part: Any = None) -> Any:
-    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs. Also a
-    decorator.
+    """Make ``aggregation: name`` mean ``part``: a function, or a dataclass whose fields are its knobs; or a decorator.
 
-    Raises:
-        ValueError: the name is another object's already, or the part cannot be called.
+    ValueError: the name is another object's already, or the part cannot be called.
     """
     if part is None:
         return lambda later: register_aggregation(name, later)

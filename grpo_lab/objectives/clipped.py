@@ -1,16 +1,16 @@
-"""Clipped surrogates: PPO's, with separate ends and DAPO/INTELLECT's two-sided bound; the same without a clip; and
-`LiteralRow`, what every surrogate's formula over single floats reads.
+"""Surrogates of the ratio: PPO's clip, with separate ends and DAPO/INTELLECT's two-sided bound; without a clip; CISPO's
+clipped weight; REINFORCE. And `LiteralRow`, what every surrogate's formula over single floats reads.
 
 The start-up proof compares the loss in force with such a formula. A surrogate brings its own as a method ``literal(row,
 t) -> float``, an aggregation class as ``literal(rows, denominators) -> float``; each counts only for the very class
-that defines it (a subclass that changes the tensors would not be what its parent wrote out). Without one nothing is
-compared.
+that defines it (a subclass may change the tensors). Without one nothing is compared.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ class Clipped:
     """loss_t = −min(ρ·Â, clip(ρ, 1 − ε_low, 1 + ε_high)·Â), with ρ ≤ δ in the first term when ``delta`` is given.
 
     GRPO is the case ε_low = ε_high; DAPO's clip-higher (arXiv 2503.14476, §3.1) is 0.2 / 0.28; δ bounds the loss of a
-    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio this is GSPO (arXiv
-    2507.18071).
+    negative advantage (INTELLECT-2, arXiv 2505.07291, §3.4). With a sequence-level ratio: GSPO (arXiv 2507.18071).
 
     Args:
         epsilon: clip width downwards (ε_low), a fraction.
@@ -59,11 +58,8 @@ class Clipped:
         if not self.high >= 0:
             raise ValueError(f"`epsilon_high` is {self.epsilon_high}; it must be ≥ 0")
         if self.delta is not None and not 1 + self.high < self.delta < math.inf:
-            raise ValueError(
-                f"`delta` (upper bound of the ratio) is {self.delta}; it must be a finite number above 1 + "
-                "`epsilon_high` = "
-                f"{1 + self.high:g}, or left out"
-            )
+            allowed = f"a finite number above 1 + `epsilon_high` = {1 + self.high:g}, or left out"
+            raise ValueError(f"`delta` (upper bound of the ratio) is {self.delta}; it must be {allowed}")
 
     @property
     def high(self) -> float:
@@ -72,7 +68,8 @@ class Clipped:
     def __call__(self, batch: TokenBatch) -> Tensor:
         ratio = batch.ratio
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
-        return -torch.min(self._bounded(ratio) * batch.advantages, clipped * batch.advantages)
+        bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        return -torch.min(bounded * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Share of tokens (rows, for a sequence ratio) whose gradient the clip cut off; bool ``[B, T]`` or ``[B, 1]``.
@@ -94,9 +91,6 @@ class Clipped:
         bounded = ratio if self.delta is None else min(ratio, self.delta)
         return -min(bounded * row.advantage, clipped * row.advantage)
 
-    def _bounded(self, ratio: Tensor) -> Tensor:
-        return ratio if self.delta is None else ratio.clamp(max=self.delta)
-
 
 @dataclass(frozen=True)
 class Unclipped:
@@ -111,3 +105,60 @@ class Unclipped:
     def literal(self, row: LiteralRow, t: int) -> float:
         """The formula over single floats."""
         return -math.exp(row.log_ratios[t]) * row.advantage
+
+
+@dataclass(frozen=True)
+class DetachedWeight:
+    """CISPO, which keeps every token's gradient: loss_t = −sg(min(ρ_t, bound)) · Â · log π(y_t).
+
+    Source: MiniMax-M1 (arXiv 2506.13585, eq. 4–5): only the upper end is tuned. As in TRL, ``bound`` is the *absolute*
+    upper bound of the ratio (TRL's ``epsilon_high``), not 1 + ε; the paper's own value is undisclosed, ScaleRL
+    (arXiv 2510.13786) uses 5. TRL's default of 0.2 would damp every token.
+
+    Args:
+        epsilon: the bound where ``epsilon_high`` is ``None``; > 0.
+        epsilon_high: the bound; > 0.
+    """
+
+    epsilon: float = 5.0
+    epsilon_high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"`epsilon_high` (cispo's upper bound of the ratio) is {self.bound}; it must be > 0")
+
+    @property
+    def bound(self) -> float:
+        """The largest weight."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        weight = batch.ratio.clamp(max=self.bound).detach()
+        return -weight * batch.advantages * batch.logps
+
+    def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Tokens of positive advantage whose weight was cut, bool ``[B, T]`` or ``[B, 1]``."""
+        return {"cispo_clip_ratio": (batch.ratio > self.bound) & (batch.advantages > 0)}
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        return -min(math.exp(row.log_ratios[t]), self.bound) * row.advantage * row.logps[t]
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """REINFORCE, the score function times the advantage: loss_t = −Â · log π(y_t).
+
+    Source: Williams 1992; CS336 lecture 17 ("naive"). No ratio: correct only while the data are on-policy, so with
+    ``num_iterations`` > 1 the later passes are biased (that is the method, not a bug of it).
+    """
+
+    #: no importance ratio, hence no level of one
+    reads_ratio: ClassVar[bool] = False
+
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        return -batch.advantages * batch.logps
+
+    def literal(self, row: LiteralRow, t: int) -> float:
+        """The formula over single floats."""
+        return -row.advantage * row.logps[t]

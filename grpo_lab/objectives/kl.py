@@ -1,4 +1,4 @@
-"""KL estimators and where they act.
+"""KL estimators and where they act; β as a controller.
 
 With x = log π_ref − log π at a token sampled from π:
 
@@ -10,13 +10,11 @@ k2     x²/2          biased                                reverse KL of each n
 k3     eˣ − x − 1    unbiased, ≥ 0                         *forward* KL(π_ref‖π) of each next token
 =====  ============  ====================================  ===========================================
 
-"Of each next token": the probabilities of the prefixes are held fixed, so a token is not charged for the divergence
-that it leads to later. *In the reward* (no gradient through the estimate) k1, summed over the completion, gives the
-gradient of the KL of whole completions exactly; so does k1 per token, where token t pays for t and what comes after it
-(the policy-gradient theorem: what lies before is no consequence of it), with less noise. ``k1_clamped`` = max(k1, 0)
-never pays the policy for a token that the reference likes better; it overstates the KL, and is for the reward only.
-TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2 in the
-loss.
+"Of each next token": the prefixes are held fixed, so a token is not charged for the divergence that it leads to later.
+*In the reward* (no gradient through the estimate) k1, summed over the completion, gives the gradient of the KL of whole
+completions exactly; so does k1 per token, where token t pays for t and what comes after it, with less noise.
+``k1_clamped`` = max(k1, 0) never pays for a token that the reference likes better; it overstates the KL: reward only.
+TRL's default (``use_bias_correction_kl``: ρ·k3 with ρ not detached) has on-policy exactly the gradient of k2.
 
 Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL regularization in RLHF" (arXiv 2510.01555); per
 token in the reward: InstructGPT (arXiv 2203.02155, §3.5), PPO as DeepSeekMath writes it (arXiv 2402.03300, eq. 2); the
@@ -27,26 +25,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, masked_sum, safe
-from grpo_lab.objectives.kl_control import AdaptiveKL
 
-Estimator = Literal["k1", "k2", "k3", "k1_clamped"]
-Placement = Literal["loss", "reward"]
-ESTIMATORS: tuple[str, ...] = ("k1", "k2", "k3", "k1_clamped")
 PLACEMENTS: tuple[str, ...] = ("loss", "reward")
 PER: tuple[str, ...] = ("sequence", "token")
 MAX_LOG_RATIO = 80.0
 """nats. Beyond it eˣ is not taken alone: float32 ends at e⁸⁸."""
-TARGET_IN_LOSS = (
-    "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges none: its KL "
-    "changes with every "
-    "update, and on-policy nobody has it before the update; use `kl.placement: reward`, or leave `target` out"
-)
 
 
 def k1(log_policy: Tensor, log_reference: Tensor) -> Tensor:
@@ -79,6 +67,67 @@ def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -
 
 
 _ESTIMATES = {"k1": k1, "k2": k2, "k3": k3, "k1_clamped": k1_clamped}
+ESTIMATORS = tuple(_ESTIMATES)
+
+
+#: the error that acts is held at ± this much of the target (Ziegler et al.; TRL's old PPO)
+LARGEST_ERROR = 0.2
+RATE = 0.1
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """β_{t+1} = β_t · (1 + K·e_t),  e_t = clip((KL_t − target)/target, −0.2, 0.2): the KL too large, β grows.
+
+    Source: Ziegler et al. (arXiv 1909.08593, section 2.2), K = 0.1: by 2% a generation batch at the most. TRL's old PPO
+    (up to 0.11) and verl have K = n/horizon with n completions a generation batch, so that as many completions do as
+    much, however they are cut into batches.
+
+    Args:
+        target: the KL to hold, nats a completion: mean over these of Σ_t (log π − log π_ref) of its own tokens.
+        rate: K; ``None``: 0.1, or by ``horizon``.
+        horizon: completions over which β follows an error of 1; ``None``: by ``rate``.
+    """
+
+    target: float
+    rate: float | None = None
+    horizon: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "rate", "horizon"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"`kl.{name}` is {value}; it must be a number > 0")
+        if self.rate is not None and self.horizon is not None:
+            raise ValueError("`kl.rate` and `kl.horizon` are two names for how fast β follows; set one")
+        if self.rate is not None and self.rate * LARGEST_ERROR >= 1:
+            most = f"{1 / LARGEST_ERROR:g}"
+            raise ValueError(f"`kl.rate` is {self.rate}; it must be < {most}, or β could become 0 or less")
+
+    def rate_of(self, completions: int) -> float:
+        """K for a generation batch of so many completions; ValueError where one batch could take β to 0 or below."""
+        if self.horizon is None:
+            return RATE if self.rate is None else self.rate
+        rate = completions / self.horizon
+        if rate * LARGEST_ERROR >= 1:
+            raise ValueError(
+                f"`kl.horizon` is {self.horizon:g} and a generation batch has {completions} completions: β could "
+                f"become 0 or less; set a horizon > {completions * LARGEST_ERROR:g}"
+            )
+        return rate
+
+    def following(self, coefficient: float, measured: float, completions: int) -> float:
+        """β of the next generation batch; ValueError for a KL that is no number.
+
+        Args:
+            coefficient: β that the batch was charged with.
+            measured: its KL, nats a completion; may be negative, being an estimate.
+            completions: how many it had, over all ranks.
+        """
+        if not math.isfinite(measured):
+            raise ValueError(f"the measured KL is {measured}; `kl.target` cannot follow it")
+        error = min(max(measured / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        return coefficient * (1 + self.rate_of(completions) * error)
 
 
 @dataclass(frozen=True)
@@ -88,15 +137,14 @@ class KLTerm:
     Args:
         coefficient: β ≥ 0; with ``control`` the one to start from.
         estimator: ``k1``, ``k2`` or ``k3``; in the reward also ``k1_clamped``.
-        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes β·k from the reward (no gradient
-            through it).
+        placement: ``"loss"`` adds β·k per token to the loss; ``"reward"`` takes it from the reward, without gradient.
         ratio_weighted: in the loss only: multiply by the importance ratio, not detached (TRL's
             ``use_bias_correction_kl``; DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
         per: in the reward only. ``"sequence"``: β·Σ_t k is subtracted from the completion's reward, before the
             advantage is taken. ``"token"``: −β·Σ_{s ≥ t} γ^{s−t} k_s is added to the advantage of token t, after the
             rule (``advantages.reward_to_go``).
         gamma: discount of ``per="token"``, in [0, 1].
-        control: in the reward only: steers β to a target KL (``kl_control``).
+        control: in the reward only: steers β to a target KL.
     """
 
     coefficient: float
@@ -108,28 +156,27 @@ class KLTerm:
     control: AdaptiveKL | None = None
 
     def __post_init__(self) -> None:
-        if self.estimator not in ESTIMATORS:
-            raise ValueError(f"`kl.estimator` is {self.estimator!r}; it must be one of {ESTIMATORS}")
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"`kl.placement` is {self.placement!r}; it must be one of {PLACEMENTS}")
+        for name, allowed in (("estimator", ESTIMATORS), ("placement", PLACEMENTS), ("per", PER)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`kl.{name}` is {getattr(self, name)!r}; it must be one of {allowed}")
         if not 0 <= self.coefficient < math.inf:
             raise ValueError(f"`kl.coefficient` (β) is {self.coefficient}; it must be a finite number ≥ 0")
         if self.placement == "reward" and self.ratio_weighted:
             raise ValueError("`kl.ratio_weighted` has no effect with `kl.placement: reward`; leave it out")
         if self.placement == "loss" and self.estimator == "k1_clamped":
             raise ValueError("`kl.estimator: k1_clamped` is for `kl.placement: reward`; in the loss use k2 or k3")
-        if self.per not in PER:
-            raise ValueError(f"`kl.per` is {self.per!r}; it must be one of {PER}")
         if self.per == "token" and self.placement == "loss":
-            raise ValueError(
-                "`kl.per` has no effect with `kl.placement: loss`, where every token pays anyway; leave it out"
-            )
+            raise ValueError("`kl.per` has no effect with `kl.placement: loss`: there every token pays; leave it out")
         if not (math.isfinite(self.gamma) and 0 <= self.gamma <= 1):
             raise ValueError(f"`kl.gamma` is {self.gamma}; a discount lies in [0, 1]")
         if self.gamma != 1.0 and self.per == "sequence":
             raise ValueError("`kl.gamma` has an effect only with `kl.per: token`; leave it out")
         if self.control is not None and self.placement == "loss":
-            raise ValueError(TARGET_IN_LOSS)
+            raise ValueError(
+                "`kl.target` steers the β that a generation batch is charged with, and `kl.placement: loss` charges "
+                "none: its KL changes with every update, and on-policy nobody has it before the update; use "
+                "`kl.placement: reward`, or leave `target` out"
+            )
 
     def in_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token estimate ``[B, T]`` in nats, with its gradient; to be multiplied by ``coefficient``."""

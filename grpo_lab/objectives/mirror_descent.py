@@ -18,12 +18,10 @@ class MirrorDescent:
 
     Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient −Â·∇log
     π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation, no
-    clipping. π_i is the policy that made the responses (``old_logps``): the reference becomes the current policy with
-    every generation batch.
+    clipping. π_i made the responses (``old_logps``): the reference is the policy of each generation batch.
 
-    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1 by default; the mean over the
-    responses of the step (aggregation ``sequence_sum``); where sampler log-probs are corrected, the weight of the whole
-    response multiplies both terms.
+    Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1; the mean over the responses
+    of the step (``sequence_sum``); a sampler correction of the whole response multiplies both terms.
 
     τ · R acts on responses whose advantage is 0, too, so no row may be left out of the update. With a single update per
     generation batch R = 0: then this is −Â·log π(y), whatever τ.

@@ -33,8 +33,7 @@ class Objective:
 
     loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
 
-    The KL term is not multiplied by w: it pulls on every token, also where the correction dropped a completion (TRL
-    does the same).
+    The KL term is not multiplied by w: it pulls on every token, also of a dropped completion (as in TRL).
     """
 
     name: str
@@ -64,13 +63,11 @@ class Objective:
     def token_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there.
 
-        Raises:
-            ValueError: the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
+        ValueError: the surrogate returned something else than ``[B, T]`` or ``[B, 1]``.
         """
         batch = _safe_inputs(batch)
-        loss = checked_token_loss(
-            self.surrogate(batch), batch.mask, f"the surrogate {registry.address(self.surrogate)}"
-        )
+        whose = f"the surrogate {registry.address(self.surrogate)}"
+        loss = checked_token_loss(self.surrogate(batch), batch.mask, whose)
         if batch.sampler_weights is not None:
             loss = loss * batch.sampler_weights
         if self.kl_in_loss is not None:
@@ -83,8 +80,7 @@ class Objective:
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """What the surrogate reports for the log, per token ``[B, T]`` or per row ``[B, 1]``; of a plain product the
-        rows that are held."""
+        """What the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``; of a product the rows that are held."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":
@@ -94,34 +90,23 @@ class Objective:
 
 
 def checked_token_loss(found: Any, mask: Tensor, whose: str) -> Tensor:
-    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``. Any other shape may broadcast to a wrong
-    loss.
-
-    Args:
-        mask: ``[B, T]``.
-        whose: whose function returned it, for the message.
-
-    Raises:
-        ValueError: another shape, or no tensor.
-    """
+    """``found`` where it is a loss per token ``[B, T]`` or per row ``[B, 1]``; ValueError, naming ``whose`` function
+    returned it, for another shape, which may broadcast to a wrong loss."""
     rows, tokens = mask.shape
     if isinstance(found, Tensor) and tuple(found.shape) in ((rows, tokens), (rows, 1)):
         return found
     raise ValueError(
         f"{whose} returned {_seen(found)} for {rows} rows of {tokens} tokens; it must return a tensor [{rows}, "
-        f"{tokens}], the loss "
-        f"per token, or [{rows}, 1], a loss per row"
+        f"{tokens}], the loss per token, or [{rows}, 1], a loss per row"
     )
 
 
 def checked_scalar(found: Any, whose: str) -> Tensor:
-    """``found`` where it is a tensor without dimensions. ValueError naming ``whose`` function returned something
-    else."""
+    """``found`` where it is a tensor without dimensions; else ValueError naming ``whose`` function returned it."""
     if isinstance(found, Tensor) and found.dim() == 0:
         return found
-    raise ValueError(
-        f"{whose} returned {_seen(found)}; it must return a tensor without dimensions: the loss, summed up"
-    )
+    needed = "a tensor without dimensions: the loss, summed up"
+    raise ValueError(f"{whose} returned {_seen(found)}; it must return {needed}")
 
 
 def _seen(found: Any) -> str:
@@ -129,25 +114,11 @@ def _seen(found: Any) -> str:
 
 
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
-    """0 at the masked positions of every ``[B, T]`` input.
-
-    Selecting the loss is not enough: with a NaN advantage (or weight) at a masked token the backward forms 0 · NaN
-    there, and a sequence-level ratio would spread that over the whole row.
-    """
-
-    def selected(values: Tensor) -> Tensor:
-        return safe(values, batch.mask) if values.shape == batch.mask.shape else values
-
-    def optional(values: Tensor | None) -> Tensor | None:
-        return None if values is None else selected(values)
-
-    return replace(
-        batch,
-        logps=selected(batch.logps),
-        old_logps=selected(batch.old_logps),
-        log_ratio=selected(batch.log_ratio),
-        advantages=selected(batch.advantages),
-        ref_logps=optional(batch.ref_logps),
-        entropies=optional(batch.entropies),
-        sampler_weights=optional(batch.sampler_weights),
-    )
+    """0 at the masked positions of every ``[B, T]`` input: with a NaN there, selecting the loss is not enough (the
+    backward forms 0 · NaN, and a sequence-level ratio would spread that over the whole row)."""
+    names = ("logps", "old_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
+    inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
+    whole: dict[str, Any] = {
+        name: safe(one, batch.mask) for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape
+    }
+    return replace(batch, **whole)

@@ -1,8 +1,7 @@
 """Named points in advantage × ratio × surrogate × aggregation. A new paper is one row here.
 
-Numbers that a user tunes (ε, δ, β) are not part of a row: they come from TRL's own settings (``epsilon``,
-``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping: they are the fields of the surrogate's
-dataclass. ``paper`` holds the authors' values for the docs and ``--dry-run``.
+Numbers that a user tunes (ε, δ, β) are not part of a row: they are the fields of the surrogate's dataclass, and come
+from TRL's own settings (``epsilon``, ``epsilon_high``, ``delta``, ``beta``) or from the ``objective`` mapping.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ from typing import Any
 
 from grpo_lab import registry
 from grpo_lab.objectives.aggregation import AGGREGATIONS
-from grpo_lab.objectives.cispo import DetachedWeight
-from grpo_lab.objectives.clipped import Clipped, Unclipped
+from grpo_lab.objectives.clipped import Clipped, DetachedWeight, Reinforce, Unclipped
 from grpo_lab.objectives.mirror_descent import MirrorDescent
 from grpo_lab.objectives.objective import Surrogate
-from grpo_lab.objectives.reinforce import Reinforce
 from grpo_lab.settings import did_you_mean
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One row: names of the parts, where it comes from, and what the authors set.
+    """One row: names of the parts, where it comes from, and what the authors set (``paper``, for ``--dry-run``).
 
     Args:
         knobs: of the advantage rule, where they differ from its defaults.
@@ -112,15 +109,13 @@ def preset(name: str) -> Preset:
     if name not in PRESETS:
         raise ValueError(
             f"`objective` is {name!r}; it must be one of {sorted(PRESETS)}, or 'module:name' of one that a module of "
-            "yours "
-            f"registers{did_you_mean(name, PRESETS)}"
+            f"yours registers{did_you_mean(name, PRESETS)}"
         )
     return PRESETS[name]
 
 
 def surrogate(name: str, **knobs: Any) -> Surrogate:
-    """The surrogate called ``name`` with its knobs, the fields of its dataclass; one that it does not have is
-    refused."""
+    """The surrogate called ``name`` with its knobs, the fields of its dataclass."""
     push: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
     return push
 
@@ -128,12 +123,6 @@ def surrogate(name: str, **knobs: Any) -> Surrogate:
 def is_ours(part: Any) -> bool:
     """Whether a surrogate or aggregation in force is one of this package's, and not a team's."""
     return any(part is one or type(part) is one for one in _OURS)
-
-
-def _defined_again(name: str, part: Any) -> bool:
-    return (
-        PRESETS[name].surrogate == name and SURROGATES[name] is not part and registry.redefined(SURROGATES[name], part)
-    )
 
 
 def register_objective(
@@ -146,35 +135,28 @@ def register_objective(
     source: str = "",
     paper: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Make ``objective: name`` mean the surrogate ``part`` with these parts around it. A function, or a decorator
-    without ``part``.
+    """Make ``objective: name`` mean the surrogate ``part``, which is returned, with these parts around it; without
+    ``part`` a decorator.
 
     Args:
         part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a
             surrogate. What is new becomes a surrogate of this name, too.
-        advantage: as in ``objective``, like the next two; GRPO's where nothing is said.
-        aggregation: how tokens are averaged.
-        ratio: level of the ratio.
-        source: for ``--dry-run`` and the model card.
-        paper: likewise, the authors' constants.
+        advantage, aggregation, ratio: as in ``objective``; GRPO's where nothing is said.
+        source, paper: for ``--dry-run`` and the model card; ``paper``: the authors' constants.
 
-    Returns:
-        ``part``.
-
-    Raises:
-        ValueError: the name is another's already, the part cannot be called, or has a field that ``objective`` means
-            something else by (``RESERVED``).
+    ValueError: the name is another's already, the part cannot be called, or has a field of a name in ``RESERVED``.
     """
     if part is None:
         return lambda later: register_objective(
             name, later, advantage=advantage, aggregation=aggregation, ratio=ratio, source=source, paper=paper
         )
-    known = part if isinstance(part, str) else name
-    row = Preset(advantage, known, aggregation, source or "a team's own", ratio, dict(paper or {}))
-    if name in PRESETS and PRESETS[name] != row and not _defined_again(name, part):
-        raise ValueError(
-            f"objective {name!r} is registered already with other parts ({PRESETS[name]}): choose another name"
-        )
+    parts = (advantage, part if isinstance(part, str) else name, aggregation)
+    row = Preset(*parts, source or "a team's own", ratio, dict(paper or {}))
+    if name in PRESETS and PRESETS[name] != row:
+        known = PRESETS[name].surrogate == name and SURROGATES[name] is not part
+        if not (known and registry.redefined(SURROGATES[name], part)):
+            seen = f"objective {name!r} is registered already with other parts ({PRESETS[name]})"
+            raise ValueError(f"{seen}: choose another name")
     if isinstance(part, str):
         registry.found(SURROGATES, part, "surrogate")
         registry.check_name({}, name, part, "objective")

@@ -6,18 +6,15 @@ All of it lives in log space until the last moment, in float32 or wider.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo_lab.batch import masked_row_mean, masked_sum, safe
 
-SamplerMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RATIO_LEVELS: tuple[str, ...] = ("token", "sequence", "sequence_token", "product")
 MAX_LOG_PRODUCT = 40.0
-"""nats. Where the plain product of a response's ratios is held: e⁴⁰ = 2.4e17. float32 ends at e⁸⁸; the square of a held
-ratio is still a number."""
+"""nats. Where the plain product of a response's ratios is held: its square is still a number, float32 ends at e⁸⁸."""
 SAMPLER_MODES: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -32,21 +29,19 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
 
 
 def sequence_token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """log s_{i,t} = sg[log s_i] + log π(y_t) − sg[log π(y_t)], ``[B, T]``; 0 where masked. GSPO-token (arXiv
-    2507.18071, eq. 14).
+    """log s_{i,t} = sg[log s_i] + log π(y_t) − sg[log π(y_t)], ``[B, T]``; 0 where masked.
 
-    Worth the whole response's ratio everywhere, with each token's own gradient, so that tokens may have advantages of
-    their own. With one advantage for a row it is GSPO, value and gradient.
+    GSPO-token (arXiv 2507.18071, eq. 14): worth the whole response's ratio everywhere, with each token's own gradient,
+    so that tokens may have advantages of their own. With one advantage for a row it is GSPO, value and gradient.
     """
     own = safe(logps - logps.detach(), mask)  # 0, with the gradient of logps
     return safe(sequence_log_ratio(logps.detach(), old_logps, mask) + own, mask)
 
 
 def product_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """log Π_t ρ_t = Σ_t log ρ_t, ``[B, 1]``: the plain importance weight of a whole response, not normalised by its
-    length.
+    """log Π_t ρ_t = Σ_t log ρ_t, ``[B, 1]``: the plain importance weight of a response, not normalised by its length.
 
-    Summed in log space. Held at ``MAX_LOG_PRODUCT``, from where on the response has no gradient through it: beyond, its
+    Held at ``MAX_LOG_PRODUCT``, from where on the response has no gradient through it: beyond, its
     exponential would soon be no number. Downwards nothing is held: e^−∞ is 0.
     """
     return masked_sum(logps - old_logps, mask, dim=-1).clamp(max=MAX_LOG_PRODUCT).unsqueeze(-1)
@@ -61,19 +56,14 @@ _LEVELS = {
 
 
 def log_ratio(level: str, logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """The log-ratio at ``level``: ``token`` and ``sequence_token`` ``[B, T]``, ``sequence`` and ``product`` ``[B,
-    1]``."""
+    """The log-ratio at ``level``: ``[B, T]``, for ``sequence`` and ``product`` ``[B, 1]``."""
     if level not in _LEVELS:
         raise ValueError(f"`ratio` is {level!r}; it must be one of {RATIO_LEVELS}")
     return _LEVELS[level](logps, old_logps, mask)
 
 
 def literal_log_ratios(level: str, steps: list[float]) -> list[float]:
-    """Log-ratio of each token of one response at ``level`` over single floats, for the start-up proof.
-
-    Args:
-        steps: log π(y_t) − log π_old(y_t).
-    """
+    """Log-ratio of each token of one response over single floats; ``steps``: log π(y_t) − log π_old(y_t)."""
     if level == "token":
         return steps
     one = min(sum(steps), MAX_LOG_PRODUCT) if level == "product" else sum(steps) / len(steps)

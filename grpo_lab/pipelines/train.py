@@ -132,7 +132,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     """Train, save the model; what ``run.json`` says of it."""
     from grpo_lab.trainer.ranks import at
     from grpo_lab.trainer.resume.checkpoint import save_final
-    from grpo_lab.trainer.resume.which import WasRead
+    from grpo_lab.trainer.resume.going_on import WasRead
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
     folder = job.folder

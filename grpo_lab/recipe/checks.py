@@ -1,7 +1,6 @@
 """What would stop a training only when its trainer is built, or at its first generation: said before the first stage.
 
-Tokens are counted as each stage counts them, with the recipe's own tokenizer; rows too short to matter are not
-tokenized.
+Tokens are counted as each stage counts them, by the recipe's own tokenizer; rows too short to matter are passed over.
 """
 
 from __future__ import annotations
@@ -25,6 +24,12 @@ EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
 SFT_MAX_LENGTH = 1024
 """TRL's ``SFTConfig.max_length`` where the cold start does not say."""
+FEW = 1000
+"""Rows of a cold start that a dry run makes."""
+GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL hands to every reward, besides the columns of the rows."""
+TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
+"""Where a team's trainer may hand over more."""
 
 
 def evaluation_tokens(recipe: Recipe) -> int:
@@ -40,8 +45,8 @@ def evaluation_tokens(recipe: Recipe) -> int:
 def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
-    """What the run would refuse at its first evaluation or generation; and what a cold start would train out of its
-    context.
+    """What the run would refuse at its first evaluation or generation, and what a cold start would train out of its
+    context: a ``ValueError`` that names the setting, the tokens and the context.
 
     Args:
         trainer: its class.
@@ -50,10 +55,9 @@ def check_room(
 
     Returns:
         The context in words, with a warning where completions may run beyond it; None where it is not known here.
-
-    Raises:
-        ValueError: names the setting, the tokens and the context.
     """
+    from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
+
     if recipe.evaluation is not None:
         evaluation_tokens(recipe)
     if model is None or (recipe.cold_start is not None and "chat_template_path" in recipe.cold_start.arguments):
@@ -70,23 +74,27 @@ def check_room(
         check_held_out(recipe.evaluation.max_new_tokens, evaluation_tokens(recipe), held_out["prompt"], words, context)
     if recipe.cold_start is not None and cold_rows is not None:
         _check_cold_start(recipe.cold_start, cold_rows, words, context)
-    _check_completion(config, context)
-    risk = _of_training(config, rows, words, shape) if looked_at else None
+    limit = completion_limit(config)
+    if limit is not None and limit >= context:  # a slip of the pen, or meant for another model
+        raise ValueError(
+            f"`max_completion_length` is {limit}, and the model's context (max_position_embeddings) is {context} "
+            "tokens, for prompt and completion together; lower it"
+        )
+    risk = None
+    if looked_at:
+        longest = _longest(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
+        risk = check_prompt_lengths([longest], shape, limit)
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
 
 
 def check_held_out(own: int | None, otherwise: int, prompts: Sequence[Any], words: Any, context: int) -> None:
-    """At least one prompt must fit: those that do not are left out by the evaluation, and all of them end it.
-
-    Args:
-        own: ``evaluation.max_new_tokens``; ``otherwise``: what is in force without it.
-    """
+    """At least one prompt must fit: others are left out by the evaluation. ``own``: ``evaluation.max_new_tokens``,
+    ``otherwise``: what is in force without it."""
     new = otherwise if own is None else own
     shortest = shortest_prompt(prompts, words, context - new)
     if shortest is not None and shortest + new > context:
-        setting = (
-            "`max_completion_length` (no `evaluation.max_new_tokens`)" if own is None else "`evaluation.max_new_tokens`"
-        )
+        name = "`evaluation.max_new_tokens`"
+        setting = f"`max_completion_length` (no {name})" if own is None else name
         raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
 
 
@@ -105,7 +113,8 @@ def _check_cold_start(section: ColdStartSection, rows: Any, words: Any, context:
     """Prompt and worked solution, cut at ``cold_start.max_length``, must fit in the context."""
     if cut_to_fit(section, context):
         return
-    whole = (_whole(row["prompt"], row["worked_solution"]) for row in rows)
+    pairs = ((row["prompt"], row["worked_solution"]) for row in rows)
+    whole = (a + b if isinstance(a, str) else [*a, {"role": "assistant", "content": b}] for a, b in pairs)
     longest = _longest(whole, words, context)
     if longest > context:
         limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
@@ -122,22 +131,6 @@ def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
     return context is None or (limit is not None and int(limit) <= context)
 
 
-def _whole(prompt: Any, solution: str) -> Any:
-    return prompt + solution if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": solution}]
-
-
-def _check_completion(config: Any, context: int) -> None:
-    """A limit that no completion can reach is a slip of the pen, or meant for another model."""
-    from grpo_lab.trainer.settings.inputs import completion_limit
-
-    limit = completion_limit(config)
-    if limit is not None and limit >= context:
-        raise ValueError(
-            f"`max_completion_length` is {limit}, and the model's context (max_position_embeddings) is {context} "
-            "tokens, for prompt and completion together; lower it"
-        )
-
-
 def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
     """Whether the model is given something else than the rows' prompts: images, an environment, a team's own tokens."""
     from grpo_lab import LabTrainer
@@ -145,16 +138,6 @@ def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
     own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts
     images = bool({"image", "images"} & {*rows.column_names}) or "prompt" not in rows.column_names
     return own or images or recipe.environment_factory is not None or bool(recipe.tools)
-
-
-def _of_training(config: Any, rows: Any, words: Any, model: Any) -> str | None:
-    """A warning where a completion may run beyond the context; ``ValueError`` where a prompt fills it."""
-    from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
-
-    limit, context = completion_limit(config), context_of_config(model)
-    assert context is not None
-    longest = _longest(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
-    return check_prompt_lengths([longest], model, limit)
 
 
 def _longest(
@@ -175,24 +158,9 @@ def _bytes(prompt: Any) -> int:
     return sum(len(text.encode()) for text in texts)
 
 
-GIVEN_TO_REWARDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL hands to every reward, besides the columns of the rows."""
-
-
-FEW = 1000
-"""Rows of a cold start that a dry run makes."""
-
-
-TAKES_REWARDS = ("_calculate_rewards", "_generate_and_score_completions")
-"""Where a team's trainer may hand over more."""
-
-
 def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any]) -> None:
-    """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward.
-
-    A team's trainer may hand over more (``_calculate_rewards``), and an environment may own columns: not looked at
-    there.
-    """
+    """A reward's parameters without default must be columns of the rows, or of what TRL hands to every reward; not with
+    a team's trainer, which may hand over more, nor an environment, which may own columns."""
     from grpo_lab import LabTrainer
 
     own = any(getattr(trainer, name) is not getattr(LabTrainer, name) for name in TAKES_REWARDS)
@@ -222,12 +190,9 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
 
 
 def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool) -> Any:
-    """The rows of a cold start, its settings looked at as well.
+    """The rows of a cold start, its settings looked at as well. ``model``: its tokenizer and configuration, if known.
 
     A dry run (``here_only``) makes few of them, where more would show nothing else.
-
-    Args:
-        model: its tokenizer and configuration, where they are known.
     """
     settings = check_cold_start(section.arguments)
     check_trackers(settings.get("report_to"), "cold_start.report_to")

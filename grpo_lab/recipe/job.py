@@ -1,14 +1,12 @@
 """A recipe resolved once: settings read, everything that it names loaded, built and looked at.
 
-The run and its dry run go through here: what one refuses before its first step, or sample, the other refuses in the
-same words.
+The run and its dry run go through here: what one refuses before its first step, the other refuses in the same words.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.io import check_place
-from grpo_lab.recipe import parts
-from grpo_lab.recipe.checks import (
-    check_columns,
-    check_held_out,
-    check_room,
-    check_trackers,
-    cold_start_rows,
-    evaluation_tokens,
-    no_room,
-    shortest_prompt,
-)
+from grpo_lab.recipe import checks, parts
 from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
@@ -38,7 +26,6 @@ from grpo_lab.recipe.sections import (
     RewardSection,
     SamplingSettings,
 )
-from grpo_lab.registry import working_folder_on_path
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 from grpo_lab.trainer.arguments import given
 
@@ -74,17 +61,14 @@ class Job:
 
     @classmethod
     def resolve(cls, recipe: Recipe, config: LabConfig, here_only: bool = False, cold_start: bool = True) -> Job:
-        """``recipe``, its numbers read, with all that it names; nothing is written.
+        """``recipe``, its numbers read, with all that it names. ValueError: what cannot be loaded, built or trained.
 
         Args:
             config: its flat settings.
             here_only: a dry run, which may have no network and is to be quick.
             cold_start: whether the cold start is still to be made.
-
-        Raises:
-            ValueError: what cannot be loaded, built or trained.
         """
-        check_trackers(config.report_to)
+        checks.check_trackers(config.report_to)
         if recipe.model.path is not None:
             check_place(recipe.model.path)
         trainer = parts.trainer_class(recipe.trainer)
@@ -94,7 +78,7 @@ class Job:
         rows = load(recipe.data, "data")
         if rows is not None:
             parts.check_golds(rows, rewards)
-            check_columns(recipe, trainer, rows, rewards)
+            checks.check_columns(recipe, trainer, rows, rewards)
         eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
@@ -103,13 +87,13 @@ class Job:
         model = tokenizer_and_config(recipe.model, here_only)
         cold_rows = None
         if recipe.cold_start is not None and cold_start:
-            cold_rows = cold_start_rows(recipe.cold_start, model, here_only)
-        room = check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+            cold_rows = checks.cold_start_rows(recipe.cold_start, model, here_only)
+        room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         if evaluation is not None:
-            evaluation = replace(evaluation, max_new_tokens=evaluation_tokens(recipe))
+            evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -126,29 +110,21 @@ class Job:
             cold_start=recipe.cold_start,
             cold_rows=cold_rows,
             room=room,
-            facts=_facts(recipe),
+            facts={
+                "name": recipe.name,
+                "model": recipe.model.name,
+                "expected": recipe.model.expected,
+                "template": recipe.data.template,
+                "settings": dict(recipe.arguments),
+                "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
+                "data": recipe.data.loader,
+            },
         )
 
 
-def _facts(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "name": recipe.name,
-        "model": recipe.model.name,
-        "expected": recipe.model.expected,
-        "template": recipe.data.template,
-        "settings": dict(recipe.arguments),
-        "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
-        "data": recipe.data.loader,
-    }
-
-
 def lab_config(recipe: Recipe, **more: Any) -> Any:
-    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights.
-
-    Args:
-        more: settings in place of the recipe's (a dry run's, which has no GPU).
-    """
-
+    """The recipe's flat settings as ``LabConfig``, with its output folder and reward weights; ``more`` in place of its
+    own (a dry run's, which has no GPU)."""
     asked = recipe.arguments
     for one, other in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
         if asked.get(one) and asked.get(other):
@@ -169,22 +145,17 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 
 def numbers_read(recipe: Recipe) -> Recipe:
-    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, and the small mappings' alike."""
-    from grpo_lab.trainer.settings.knobs import kinds_of
+    """``recipe`` with every flat setting in the type that ``LabConfig`` declares, which reads the small mappings."""
     from grpo_lab.trainer.settings.limits import GONE
     from grpo_lab.trainer.settings.parse import LabSettings
 
-    known = {field.name for kind in (LabConfig, Recipe) for field in dataclasses.fields(kind)} - {"arguments"}
+    known = {field.name for kind in (LabConfig, Recipe) for field in fields(kind)} - {"arguments"}
     refuse_unknown(recipe.arguments, known, "the recipe", GONE)
     arguments = typed(recipe.arguments, LabConfig)
     for name in set(arguments) & set(hints_of(LabConfig)):
         if arguments[name] is True and name in LabSettings.__dataclass_fields__:
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
-    working_folder_on_path()  # a team's module may stand in these two; the other mappings are read with `LabConfig`
-    for name, kind in kinds_of(arguments.get("objective"), arguments.get("advantage")).items():
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = typed(arguments[name], kind, name)
-    return dataclasses.replace(recipe, arguments=arguments)
+    return replace(recipe, arguments=arguments)
 
 
 def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
@@ -193,8 +164,7 @@ def _check_eval(recipe: Recipe, settings: Mapping[str, Any]) -> None:
     if when != "no" and recipe.eval_dataset is None:
         raise ValueError(
             f"`eval_strategy` is {when!r} and the recipe has no `eval_dataset`: rows to evaluate on during training, "
-            "such "
-            "as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
+            "such as {loader: gsm8k, split: test, limit: 64}; `evaluation` is before and after it"
         )
     if when == "no" and recipe.eval_dataset is not None and not settings.get("eval_on_start"):
         raise ValueError("`eval_dataset` has no effect with `eval_strategy: no`; set it to steps or epoch")
@@ -215,13 +185,9 @@ def questions(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> Questions:
-    """The sections of a recipe as what they name.
+    """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged.
 
-    Args:
-        here_only: a dry run, which may have no network.
-
-    Raises:
-        ValueError: what cannot be loaded or judged.
+    ``here_only``: a dry run, which may have no network.
     """
     load = rows_here if here_only else load_rows
     judge = parts.build_reward(reward, "reward")
@@ -246,8 +212,7 @@ def check_model(
 ) -> tuple[Any, Any] | None:
     """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them.
 
-    Raises:
-        ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
+    ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
     """
     if model.path is not None:
         check_place(model.path)
@@ -258,9 +223,9 @@ def check_model(
     words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
         if shortest is not None and shortest + limit > min(lengths):
-            raise no_room(limit, min(lengths))
+            raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None and context is not None:
-        check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
+        checks.check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
     return known

@@ -1,7 +1,7 @@
 """The model that a recipe names: a folder here or a hub name, what may be in it, loading it, and a digest of its files.
 
-Weights alone do not name a model: another chat template, tokenizer or `generation_config.json` beside the same weights
-writes other completions (one model's pass rate went from 12.5% to 60.6% by its chat template).
+Weights alone do not name a model: with another chat template, tokenizer or `generation_config.json` it writes other
+completions (one pass rate went from 12.5% to 60.6% by the template).
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ _SETTINGS = (
     *("adapter_config.json", "*.py", "*.safetensors.index.json"),
 )
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+)
+"""A folder that a tokenizer was saved to holds at least one of these."""
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")
-_CHUNK = 1 << 22  # bytes
 
 
 def model_files(model: str) -> dict[str, str]:
-    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where nothing is
-    found.
+    """File name → digest of what it holds, for a folder or a hub name that has been loaded; `{}` where there is none.
 
-    An adapter's base model is included (`base: …`). What only tells who saved a file (`transformers_version`) does not
-    count.
+    With those of an adapter's base model (`base: …`). What only tells who saved a file does not count.
     """
     folder = _folder_of(model)
     if folder is None:
         return {}
-    found = {file.relative_to(folder).as_posix(): _digest(file) for file in _shaping(folder)}
+    files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
+    kept = [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
+    found = {file.relative_to(folder).as_posix(): _digest(file) for file in kept}
     adapter = folder / "adapter_config.json"
     base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") if adapter.is_file() else None
     if base and str(base) != model:
@@ -62,33 +65,13 @@ def _folder_of(model: str) -> Path | None:
     return None if config is None else Path(config).parent  # the snapshot of one commit
 
 
-def _shaping(folder: Path) -> Iterator[Path]:
-    files = {file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)}
-    return (file for file in sorted(files) if file.is_file() and file.name not in _NO_WEIGHTS)
-
-
 def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
     if file.name in ("config.json", "generation_config.json", "adapter_config.json"):
         settings = json.loads(file.read_text(encoding="utf-8"))
         kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
-    else:
-        with file.open("rb") as content:
-            while chunk := content.read(_CHUNK):
-                digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
-"""A folder that a tokenizer was saved to holds at least one of these."""
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
 
 
 def holds_tokenizer(folder: str) -> bool:
@@ -97,14 +80,12 @@ def holds_tokenizer(folder: str) -> bool:
 
 
 def refuse_no_tokenizer(model: str) -> None:
-    """``ValueError`` for a folder with a model and no tokenizer; what is no folder or no model is said when it is
-    loaded."""
+    """``ValueError`` for a folder with a model and no tokenizer; what is no model is said when it is loaded."""
     if (Path(model) / "config.json").is_file() and not holds_tokenizer(model):
         raise ValueError(
-            f"{model!r} holds a model and no tokenizer ({', '.join(TOKENIZER_FILES[:2])}, …); save one there "
+            f"{model!r} holds a model and no tokenizer (tokenizer.json, tokenizer_config.json, …); save one there "
             "(`tokenizer.save_pretrained(folder)`), or name another (`model.tokenizer`, --tokenizer) where there is "
-            "such a "
-            "setting"
+            "such a setting"
         )
 
 
@@ -136,9 +117,10 @@ def load_tokenizer(section: ModelSection) -> Any:
     """The section's own tokenizer, or the model's."""
     from transformers import AutoTokenizer
 
-    refuse_no_tokenizer(str(section.tokenizer or section.path))
-    with loading(str(section.tokenizer or section.path)):
-        return AutoTokenizer.from_pretrained(section.tokenizer or section.path)
+    place = str(section.tokenizer or section.path)
+    refuse_no_tokenizer(place)
+    with loading(place):
+        return AutoTokenizer.from_pretrained(place)
 
 
 @contextmanager
@@ -171,19 +153,24 @@ def lora_config(section: ModelSection) -> Any:
 def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) -> tuple[Any, Any]:
     """A saved model (LoRA adapters too) and its tokenizer, on the accelerator where there is one.
 
-    Args: tokenizer: another tokenizer's folder or hub name. Default: the model's own; an adapter without one has its
-    base's. Raises: ValueError where there is no such model, no base of an adapter, or no tokenizer.
+    ``tokenizer``: another one's folder or hub name; else the model's own, or its base's for an adapter without one.
+    ValueError where there is no such model, no base of an adapter, or no tokenizer.
     """
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
     words = tokenizer or _tokenizer_of(model, base)
     if base is not None:
-        _check_base(model, base)
+        try:
+            with loading(base):
+                AutoConfig.from_pretrained(base)
+        except ValueError as error:
+            said = f"{model!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
+            raise ValueError(said) from error
     with loading(words):
         loaded_tokenizer = AutoTokenizer.from_pretrained(words)
     with loading(model):
@@ -201,18 +188,6 @@ def _base_of_adapter(model: str) -> str | None:
         return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not name the adapter's `base_model_name_or_path` ({error!r})") from error
-
-
-def _check_base(adapter: str, base: str) -> None:
-    from transformers import AutoConfig
-
-    try:
-        with loading(base):
-            AutoConfig.from_pretrained(base)
-    except ValueError as error:
-        raise ValueError(
-            f"{adapter!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
-        ) from error
 
 
 def _tokenizer_of(model: str, base: str | None) -> str:

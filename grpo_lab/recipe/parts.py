@@ -78,8 +78,8 @@ def _reward_model(section: RewardSection, where: str) -> str:
     return name
 
 
-def _built(kind: Any, section: RewardSection, where: str) -> Any:
-    refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
+def _built(kind: Any, section: RewardSection | PartSection, where: str, beside: tuple[str, ...] = ("weight",)) -> Any:
+    refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", beside)
     try:
         return kind(**typed(section.arguments, kind, where))
     except (TypeError, ValueError) as error:
@@ -87,11 +87,7 @@ def _built(kind: Any, section: RewardSection, where: str) -> Any:
 
 
 def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
-    """Every verifier must accept its own gold answers before training starts.
-
-    Raises:
-        ValueError: more than ``limit`` (a fraction) of the golds cannot be read.
-    """
+    """Every verifier must accept its own gold answers: ValueError where it cannot read more than ``limit`` of them."""
     for reward in rewards:
         check = getattr(reward, "check_golds", None)
         if check is None or "solution" not in rows.column_names:
@@ -118,44 +114,34 @@ def trainer_class(name: str) -> Any:
     return found
 
 
-def build_part(section: PartSection, where: str) -> Any:
-    """A callback or an environment: a class is built with the section's arguments, anything else is taken as it is."""
-    found = load_named(section.name, where)
-    if not isinstance(found, type):
-        if section.arguments:
-            raise ValueError(f"`{where}`: {section.name!r} is no class; it takes no arguments")
-        return found
-    refuse_misfit(found, section.arguments, f"`{where}`: {section.name!r}")
-    try:
-        return found(**typed(section.arguments, found, where))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`{where}`: {section.name!r}: {error}") from error
-
-
 def trainer_parts(recipe: Recipe) -> dict[str, Any]:
     """What the trainer is given beside model, rewards, rows and configuration, by the names of its arguments."""
-    environment = recipe.environment_factory
+    environment, factory = recipe.environment_factory, None
     for tool in recipe.tools:
         if tool.arguments:
             raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
-    found: dict[str, Any] = {
-        "callbacks": [_callback(section) for section in recipe.callbacks],
-        "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
-        "environment_factory": None,
-        "peft_config": lora_config(recipe.model),
-    }
     if environment is not None:
         factory = load_named(environment.name, "environment_factory")
         refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
         given = typed(environment.arguments, factory, "environment_factory")
-        found["environment_factory"] = functools.partial(factory, **given) if given else factory
-    return found
+        factory = functools.partial(factory, **given) if given else factory
+    return {
+        "callbacks": [_callback(section) for section in recipe.callbacks],
+        "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,
+        "environment_factory": factory,
+        "peft_config": lora_config(recipe.model),
+    }
 
 
 def _callback(section: PartSection) -> Any:
+    """A class is built with the section's arguments, anything else is taken as it is."""
     from transformers import TrainerCallback
 
-    found = build_part(section, "callbacks")
+    found = load_named(section.name, "callbacks")
+    if isinstance(found, type):
+        found = _built(found, section, "callbacks", beside=())
+    elif section.arguments:
+        raise ValueError(f"`callbacks`: {section.name!r} is no class; it takes no arguments")
     if not isinstance(found, TrainerCallback):
         raise ValueError(f"`callbacks`: {section.name!r} is a {type(found).__name__}; it must be a TrainerCallback")
     return found

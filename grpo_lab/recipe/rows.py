@@ -29,12 +29,14 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     load = loader_of(section.loader, f"{where}.loader")
     place = f"`{where}` (loader {section.loader!r})"
     refuse_misfit(load, section.arguments, place, BESIDE)
-    template = {"template": section.template} if _takes_template(load) else {}
+    parameters = inspect.signature(load).parameters
+    takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    template = {"template": section.template} if takes else {}
     try:
         found = load(**typed(section.arguments, load, where), **template)
     except (TypeError, ValueError, OSError) as error:
         raise ValueError(f"{place}: {error}") from error
-    rows = found if section.loader in LOADERS else _with_prompts(found, section, bool(template), place)
+    rows = found if section.loader in LOADERS else _with_prompts(found, section, takes, place)
     if section.limit is not None:
         rows = rows.select(range(min(section.limit, len(rows))))
     return rows
@@ -51,11 +53,6 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
     return found
 
 
-def _takes_template(load: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(load).parameters
-    return "template" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
     """What a team's loader gave, with ``prompt``, or with ``question`` for the recipe's template."""
     from datasets import Dataset
@@ -65,9 +62,8 @@ def _with_prompts(found: Any, section: DataSection, own_template: bool, place: s
 
     if not isinstance(found, Dataset):
         if not (isinstance(found, list | tuple) and all(isinstance(row, Mapping) for row in found)):
-            raise ValueError(
-                f"{place} gave a {type(found).__name__}; a `datasets.Dataset` or a list of mappings is needed"
-            )
+            seen = type(found).__name__
+            raise ValueError(f"{place} gave a {seen}; a `datasets.Dataset` or a list of mappings is needed")
         found = Dataset.from_list([dict(row) for row in found])
     if not len(found):
         raise ValueError(f"{place} gave no rows")

@@ -1,8 +1,6 @@
-"""A recipe: one short YAML that says everything a run is.
+"""A recipe: one short YAML that says everything a run is: arguments, and no program.
 
-Our sections are ``model``, ``data``, ``rewards``, ``cold_start``, ``evaluation``, ``eval_dataset``, ``callbacks``,
-``tools``, ``environment_factory``, plus ``name`` and ``trainer``; every other key is a field of ``LabConfig``, flat, as
-TRL users write it. A recipe is arguments, not a program.
+Our sections are the fields of ``Recipe``; every other key is a field of ``LabConfig``, flat, as TRL users write it.
 """
 
 from __future__ import annotations
@@ -34,11 +32,9 @@ from grpo_lab.settings import (
 
 def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """``steps`` of the word problems is a pair, and YAML has lists."""
-    if "steps" not in arguments:
-        return arguments
-    if not isinstance(arguments["steps"], list | tuple):
+    if not isinstance(steps := arguments.get("steps", ()), list | tuple):
         raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
-    return {**arguments, "steps": tuple(arguments["steps"])}
+    return {**arguments, "steps": tuple(steps)} if "steps" in arguments else arguments
 
 
 @settings()
@@ -61,9 +57,8 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError(
-                "`model` needs exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
-            )
+            said = "exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
+            raise ValueError(f"`model` needs {said}")
 
     @property
     def name(self) -> str:
@@ -72,11 +67,9 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows: ``loader`` (``file``, ``gsm8k``, ``math``, ``humaneval``, ``mbpp``, or one that makes them:
-    ``word_problems``, ``coding_tasks``, ``countdown``, ``proofs``, ``sorting``) with the loader's own arguments.
+    """Rows, by one of our loaders (``recipe.rows.LOADERS``) or a team's ``"module:attribute"``.
 
     Args:
-        loader: which loader of ``grpo_lab.data``.
         template: prompt template (``r1``, ``qwen_math``, ``none``, ``chat``); scores move by tens of points with it.
         limit: keep the first ``limit`` rows.
         arguments: everything else, handed to the loader (``source``, ``split``, ``n``, ``seed``, ``steps``, …).
@@ -90,8 +83,7 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; its weight, its
-    arguments."""
+    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; weight, arguments."""
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
@@ -99,7 +91,6 @@ class RewardSection:
 
 
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
-"""What judges answers where a recipe does not say."""
 
 
 @settings(bare="name", rest="arguments")
@@ -112,11 +103,9 @@ class PartSection:
 
 @settings(rest="arguments")
 class ColdStartSection:
-    """``cold_start``: supervised start on worked solutions with TRL's SFTTrainer.
+    """``cold_start``: supervised start on worked solutions (a column ``worked_solution``) with TRL's SFTTrainer.
 
-    Args:
-        data: rows with a column ``worked_solution``.
-        arguments: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
+    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
     """
 
     data: DataSection
@@ -128,7 +117,6 @@ class EvaluationSection:
     """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
 
     Args:
-        data: held-out rows.
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
         max_new_tokens, batch_size, n_samples, temperature: of the generation; tokens, rows, completions a problem.
         before: also evaluate the model that RL starts from.
@@ -176,11 +164,9 @@ class Recipe:
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections).
 
-    Raises:
-        ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
+    ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
     """
-    written = read_yaml(path, overrides)
-    return recipe_from(written, default_name=Path(path).stem)
+    return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
 
 
 TELLING = {
@@ -199,10 +185,8 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
         if other != command:
-            said = f"`method: {key}`" if key == written.get("method") else f"`{key}`"
-            raise ValueError(
-                f"this is a recipe of `grpo-lab {other}`, since it has {said}; `grpo-lab {command}` takes another"
-            )
+            said = f"since it has `{'method: ' * (key == written.get('method'))}{key}`"
+            raise ValueError(f"this is a recipe of `grpo-lab {other}`, {said}; `grpo-lab {command}` takes another")
     if "output_dir" in written and written["output_dir"] in (None, ""):
         raise ValueError("`output_dir` is empty; name a folder, or leave it out")
 
@@ -230,8 +214,7 @@ class SamplingSettings:
         batch_size: completions that transformers makes at once (vLLM batches by itself).
         problems_per_save: problems between two writes to disk; a killed run repeats at most so many.
         seed: everything sampled follows from it, from the prompts and from the two sizes above.
-        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, `kv_cache_gib`,
-            …).
+        use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, …).
         use_cpu: stay on the CPU where there is a GPU.
     """
 

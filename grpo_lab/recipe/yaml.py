@@ -1,9 +1,8 @@
 """A YAML file and `--key value` words of the command line → one mapping, not yet looked at.
 
-A line means one thing: a key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Read otherwise than by
-``yaml.safe_load``: ``1e-3`` is a number and ``2024-05-01`` text, as in YAML 1.2. Refused, with its line: a key that
-stands twice, ``010`` (8 or 10), ``1:30`` (90 or text), ``on`` as a key, an anchor inside itself, nesting without end. A
-bare ``off`` is false, as in YAML 1.1; a setting that takes text says so (``settings.typed``).
+A key stands once, and a value is what YAML 1.1 and 1.2 both take it for. Otherwise than by ``yaml.safe_load``, ``1e-3``
+is a number and ``2024-05-01`` text. Refused, with its line: a key that stands twice, ``010`` (8 or 10), ``1:30`` (90 or
+text), ``on`` as a key, an anchor inside itself, nesting without end. A bare ``off`` is false, as in YAML 1.1.
 """
 
 from __future__ import annotations
@@ -17,13 +16,17 @@ import yaml
 
 DEEPEST = 100
 _AMBIGUOUS = "!ambiguous"
+_TWO_WAYS = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z")
 _OURS = (
     ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
-    (
-        _AMBIGUOUS,
-        re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z"),
-    ),
+    (_AMBIGUOUS, _TWO_WAYS),
 )
+#: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
+NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
+LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
+PACKAGE = Path(__file__).resolve().parents[1]
+PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
+QUICKSTART = "quickstart/dr_grpo.yaml"
 
 
 def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
@@ -57,9 +60,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_scalar_node(anchor)
         if node.tag == _AMBIGUOUS:
             two = "a number of base 60, or text" if ":" in node.value else "an octal number, or a decimal one"
-            raise _refused(
-                f"`{node.value}` is {two}: write the decimal number, or {node.value!r} in quotes for text", node
-            )
+            said = f"write the decimal number, or {node.value!r} in quotes for text"
+            raise _refused(f"`{node.value}` is {two}: {said}", node)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -101,13 +103,6 @@ def written(settings: Any) -> str:
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
-#: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
-NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
-
-
-LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
-
-
 def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The mapping in a YAML file with ``--key value`` overrides. ValueError: no such file, no YAML, no mapping."""
     file = Path(path)
@@ -125,8 +120,7 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 
 def _set(written: dict[str, Any], key: str, value: Any) -> None:
-    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}`` that it stands
-    for."""
+    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``."""
     *path, last = key.split(".")
     place: Any = written
     before = ""
@@ -137,18 +131,16 @@ def _set(written: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
             place[at] = {"name": place[at]}
         if not isinstance(place[at], dict | list):
-            raise ValueError(
-                f"`--{key}`: {step!r} is {place[at]!r} in the recipe, and not a section that holds {last!r}"
-            )
+            seen = f"{step!r} is {place[at]!r} in the recipe"
+            raise ValueError(f"`--{key}`: {seen}, and not a section that holds {last!r}")
         place, before = place[at], step
     place[_index(place, last, key) if isinstance(place, list) else last] = value
 
 
 def _index(place: list[Any], step: str, key: str) -> int:
     if not (step.isascii() and step.isdigit() and int(step) < len(place)):
-        raise ValueError(
-            f"`--{key}`: {step!r} is no place of a list with {len(place)} entries; places are 0 to {len(place) - 1}"
-        )
+        allowed = f"a list with {len(place)} entries; places are 0 to {len(place) - 1}"
+        raise ValueError(f"`--{key}`: {step!r} is no place of {allowed}")
     return int(step)
 
 
@@ -176,22 +168,12 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-PACKAGE = Path(__file__).resolve().parents[1]
-
-
-PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
-
-
-QUICKSTART = "quickstart/dr_grpo.yaml"
-
-
 def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
     """Where the recipe ``name`` lies, such as ``quickstart/dr_grpo.yaml``. ValueError: this installation has none."""
     for place in places:
         if (place / name).is_file():
             return place / name
     raise ValueError(
-        f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. "
-        "Install a wheel or "
-        "an editable checkout, or name a file: grpo-lab train --config FILE"
+        f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. Install "
+        "a wheel or an editable checkout, or name a file: grpo-lab train --config FILE"
     )

@@ -3,9 +3,8 @@
     all      1[every test passes]
     share    tests passed / tests
 
-Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own and
-the program in another one behind walls, which is asked for values and answers with data
-(docs/algorithms/code_reward.md: what that protects from, what not).
+Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own; the
+program, in another one behind walls, answers with data (docs/algorithms/code_reward.md: what that protects from).
 
 The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it
 (SYNTHETIC-1):
@@ -29,11 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_lab.rewards.completion import completion_text, program_text
-from grpo_lab.sandbox.client import CodeJudge, Tests, Trial, packed_calls
+from grpo_lab.sandbox.client import CodeJudge, Tests, Trial
+from grpo_lab.sandbox.wire import pack, refuse
 
 _INPUT, _OUTPUT, _FUNCTION = ("input", "inputs"), ("output", "outputs"), ("fn_name", "func_name")
 _CALLED = ("functional", "function_call")
 _FORMS = "read are Python text with `assert`, and inputs with outputs (docs/algorithms/code_reward.md lists the forms)"
+_LOG = logging.getLogger("grpo_lab")
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
@@ -48,7 +49,20 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
     cases = _columns(value) if isinstance(value, Mapping) else value
     if not isinstance(cases, list | tuple) or not cases:
         raise ValueError(f"no tests: {value!r:.60}; {_FORMS}")
-    return _read_cases([_case(one) for one in cases], entry_point)
+    cases = [_case(one) for one in cases]
+    named = {_function(case) for case in cases}
+    called = {bool(_function(case)) or _first(case, ("testtype", "type")) in _CALLED for case in cases}
+    if len(named) > 1 or len(called) > 1:
+        raise ValueError(f"cases of several functions, or of calls beside scripts: {sorted(named)}")
+    name, by_name = entry_point or named.pop() or cases[0].get("entry_point"), called.pop()
+    if name:
+        return Tests("calls", _calls(cases, by_name), str(name))
+    if by_name:
+        raise ValueError("the function that the cases call has no name: give it in the column `entry_point`")
+    pairs = [[_as_text(case["input"]), _as_text(case["output"], needed=True)] for case in cases]
+    if not any(expected.strip() for _, expected in pairs):
+        raise ValueError("no case expects any output: a program that prints nothing would be right")
+    return Tests("pairs", pairs)
 
 
 def _from_text(value: Any) -> Any:
@@ -62,8 +76,7 @@ def _from_text(value: Any) -> Any:
 
 
 def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """``{"input": [a, b], "output": [c, d]}``, the form in which ``datasets`` gives a list of structs, or one case
-    alone."""
+    """``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, or one case alone."""
     given, expected = _first(value, _INPUT), _first(value, _OUTPUT)
     if not isinstance(given, list) or not isinstance(expected, list):
         return [value]
@@ -95,22 +108,6 @@ def _function(case: Mapping[str, Any]) -> str:
     return str(_first(case, _FUNCTION) or (_first(about, _FUNCTION) if isinstance(about, Mapping) else None) or "")
 
 
-def _read_cases(cases: list[Mapping[str, Any]], entry_point: str | None) -> Tests:
-    named = {_function(case) for case in cases}
-    called = {bool(_function(case)) or _first(case, ("testtype", "type")) in _CALLED for case in cases}
-    if len(named) > 1 or len(called) > 1:
-        raise ValueError(f"cases of several functions, or of calls beside scripts: {sorted(named)}")
-    name, by_name = entry_point or named.pop() or cases[0].get("entry_point"), called.pop()
-    if name:
-        return Tests("calls", _calls(cases, by_name), str(name))
-    if by_name:
-        raise ValueError("the function that the cases call has no name: give it in the column `entry_point`")
-    pairs = [[_as_text(case["input"]), _as_text(case["output"], needed=True)] for case in cases]
-    if not any(expected.strip() for _, expected in pairs):
-        raise ValueError("no case expects any output: a program that prints nothing would be right")
-    return Tests("pairs", pairs)
-
-
 def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
     """``by_name``: the cases themselves say that they are calls. Then a text holds JSON, an argument a line; and APPS
     and TACO put what a function must return into a list of one: where every case does, what is in it is right, too."""
@@ -120,12 +117,9 @@ def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
     wrapped = by_name and all(isinstance(expected, list) and len(expected) == 1 for _, expected in calls)
     if all(expected is None or (wrapped and expected == [None]) for _, expected in calls):
         raise ValueError("every case expects None: a function that does nothing would be right")
-    return packed_calls(
-        [
-            (given if isinstance(given, list | tuple) else [given], expected, *(expected if wrapped else ()))
-            for given, expected in calls
-        ]
-    )
+    lists = [(given if isinstance(given, list | tuple) else [given], expected) for given, expected in calls]
+    accepted = [(list(given), expected, *(expected if wrapped else ())) for given, expected in lists]
+    return [[pack(one, refuse) for one in call] for call in accepted]
 
 
 def _json_lines(text: Any) -> list[Any]:
@@ -146,9 +140,6 @@ def _as_text(value: Any, needed: bool = False) -> str:
     return "" if value is None else str(value)
 
 
-_LOG = logging.getLogger("grpo_lab")
-
-
 class CodeReward:
     """The last fenced program of a completion (else all of it) against the row's column ``tests``.
 
@@ -160,7 +151,7 @@ class CodeReward:
         memory_bytes: address space of the program.
         workers: completions judged at once; None: one a core, shared among the ranks of this machine.
         walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the
-            machine gives, said in the log when a training starts, else at first use.
+            machine gives.
 
     ``counts`` tallies ``passed``, ``failed``, ``limit`` and ``unusable`` since construction.
     """
@@ -179,17 +170,14 @@ class CodeReward:
     ) -> None:
         if score not in ("all", "share"):
             raise ValueError(f"score must be 'all' or 'share'; got {score!r}")
-        for name, value in (("timeout_s", timeout_s), ("wall_s", wall_s)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive seconds; got {value!r}")
+        if not (timeout_s > 0 and wall_s > 0):
+            raise ValueError(f"timeout_s and wall_s must be positive seconds; got {timeout_s!r} and {wall_s!r}")
         if memory_bytes < 1 << 26:
             raise ValueError(f"memory_bytes must be at least 2**26, what Python itself needs; got {memory_bytes}")
         self.score = score
         self.__name__ = "code_reward"  # TRL names its metrics after this
         self.counts: Counter[str] = Counter()
-        self._judge = CodeJudge(
-            cpu_seconds=timeout_s, wall_seconds=wall_s, memory_bytes=memory_bytes, workers=workers, walls=walls
-        )
+        self._judge = CodeJudge(timeout_s, wall_s, memory_bytes, workers, walls)
         self._said = False
 
     def __repr__(self) -> str:
@@ -212,15 +200,14 @@ class CodeReward:
         if completions is None:
             raise ValueError("CodeReward needs completions=[...]; got none")
         if tests is None:
-            raise ValueError(
-                f"CodeReward needs the tests in the column 'tests'; the columns given are {sorted(columns)}"
-            )
+            raise ValueError(f"CodeReward needs the column 'tests'; the columns given are {sorted(columns)}")
         trials = self.judge(completions, tests, entry_point)
         if log_metric is not None and trials:
             for name in ("limit", "unusable"):
                 log_metric(f"code_reward/{name}", sum(trial.end == name for trial in trials) / len(trials))
             log_metric("code_reward/walls", float(len(self.in_force)))
-        return [self._paid(trial) for trial in trials]
+        paid = [float(one.all_passed) if self.score == "all" else one.passed / max(one.total, 1) for one in trials]
+        return [None if one.end == "unusable" else score for one, score in zip(trials, paid, strict=True)]
 
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
@@ -228,13 +215,12 @@ class CodeReward:
         """The same, with how many tests passed and how each trial ended. Equal programs of equal rows are run once."""
         names = [None] * len(tests) if entry_point is None else list(entry_point)
         if not len(completions) == len(tests) == len(names):
-            raise ValueError(
-                f"got {len(completions)} completions, {len(tests)} tests and {len(names)} entry points; they must be "
-                "one to one"
-            )
+            counts = f"{len(completions)} completions, {len(tests)} tests and {len(names)} entry points"
+            raise ValueError(f"got {counts}; they must be one to one")
         golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
-        programs = [program_text(completion_text(completion)) for completion in completions]
-        keys = [(program, repr(gold)) for program, gold in zip(programs, golds, strict=True)]
+        keys = [
+            (program_text(completion_text(text)), repr(gold)) for text, gold in zip(completions, golds, strict=True)
+        ]
         wanted = {key: (key[0], gold) for key, gold in zip(keys, golds, strict=True) if isinstance(gold, Tests)}
         if wanted:
             self._say_what_is_in_force()
@@ -251,12 +237,8 @@ class CodeReward:
         return self._judge.walls
 
     def warm_up(self) -> None:
-        """Tries the walls, says which are in force, and starts the worker's imports. `LabTrainer` calls it before it
-        loads a model.
-
-        Raises:
-            ValueError: too few walls are in force here, or not those that were asked for.
-        """
+        """Tries the walls, says which are in force, and starts the worker's imports; `LabTrainer` calls it before it
+        loads a model. ``ValueError``: too few walls are in force here, or not those that were asked for."""
         self._say_what_is_in_force()
         self._judge.pool.warm_up()
 
@@ -267,13 +249,6 @@ class CodeReward:
             without = {name: why for name, why in self._judge.missing.items() if name not in walls}
             said = "CodeReward runs model-written programs behind: %s; not in force: %s"
             _LOG.log(logging.WARNING if without else logging.INFO, said, walls, without or "nothing")
-
-    def _paid(self, trial: Trial) -> float | None:
-        if trial.end == "unusable":
-            return None
-        if self.score == "all":
-            return float(trial.all_passed)
-        return trial.passed / trial.total if trial.total else 0.0
 
     def close(self) -> None:
         """End the worker processes now (they also end with this object and at exit)."""

@@ -3,12 +3,10 @@
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
 The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed
-process along; as the reaper of orphans it also finds children that went into sessions of their own, where no namespace
-holds them together.
+process along; as the reaper of orphans it also finds children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
-by descriptors, without recursion; no verdict is later for it than ``_PATIENCE_S``; and what is left then, or by a
-worker that was killed, is removed by the next that comes.
+by descriptors, without recursion, for ``_PATIENCE_S`` at most; what is left then is removed by the next that comes.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIVE, _FAULT = 8, 9
-"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong while the walls were put
-up."""
+"""Descriptors of the jailed process until its task begins: the watcher lives; what went wrong with the walls."""
 
 
 class Jailed:
@@ -77,8 +74,7 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Runs ``task`` in a jail, with the descriptors ``keep`` (there → here) and no others; 0 to 2 are ``/dev/null`` if
-    not kept."""
+    """Runs ``task`` in a jail, with no descriptor but ``keep`` (there → here); ``/dev/null`` for the rest of 0 to 2."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -117,9 +113,8 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     job = os.getpid()
     if "namespaces" in cell.walls:
         walls.enter_namespaces()
-    if kernel.known_machine():
-        kernel.adopt_orphans()
-        kernel.die_with_parent(signal.SIGTERM)
+    kernel.adopt_orphans()
+    kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != worker:
         return 0
     alive, mine = os.pipe()
@@ -189,8 +184,7 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
         os.dup2(here, there)
     _close_all_but(set(high))
     walls.put_up(cell, job)
-    if kernel.known_machine():
-        kernel.die_with_parent(signal.SIGKILL)
+    kernel.die_with_parent(signal.SIGKILL)
     if select.select([_ALIVE], [], [], 0)[0]:
         return  # the watcher had ended before that
     os.close(_ALIVE)
@@ -208,8 +202,7 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """A new one, removed by a moment after the ``deadline`` (monotonic seconds); behind ``namespaces`` the one inside
-    the view."""
+    """A new one, removed by a moment after the ``deadline`` (monotonic); behind ``namespaces`` the one in the view."""
     if "namespaces" in up:
         yield walls.INSIDE
         return

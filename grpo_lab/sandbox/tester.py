@@ -5,14 +5,14 @@ never runs in this process, so it cannot patch, trace, skip or read a test.
 
 A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole),
 or, where none does, a statement that is a call; a ``check`` that is called more than once is a test a statement that
-calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests ends
-the run.
+calls it. ``assert True`` and its like count for nothing. What fails between tests ends the run.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import json
 import os
@@ -20,7 +20,7 @@ import random
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpo_lab.sandbox.remote import Program, ProgramGone, Unsendable, lacks_a_module
@@ -39,25 +39,6 @@ class _Enough(BaseException):
     """A test failed and one failure decides."""
 
 
-class _Unit:
-    """``with __one_test__(i):``: one test; its exceptions end here."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
-            return False
-        passed = error is None and not self.run.program.gone and not self.run.program.refused
-        self.run.program.refused = False
-        self.run.report(b"1" if passed else b"0")
-        if not passed and (self.run.stop_early or self.run.program.gone):
-            raise _Enough
-        return True
-
-
 class Run:
     """One program's test run. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
 
@@ -66,6 +47,22 @@ class Run:
         self.report = report
         self.stop_early = stop_early
 
+    @contextlib.contextmanager
+    def unit(self) -> Iterator[None]:
+        """``with __one_test__():``: one test; its exceptions end here."""
+        passed = True
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Unsendable | _Enough) or lacks_a_module(error):
+                raise
+            passed = False
+        passed = passed and not self.program.gone and not self.program.refused
+        self.program.refused = False
+        self.report(b"1" if passed else b"0")
+        if not passed and (self.stop_early or self.program.gone):
+            raise _Enough
+
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
         """The program's text first, then the tests' code. After what they raise between two tests none counts."""
         try:
@@ -73,7 +70,7 @@ class Run:
             names = Names(self.program, called)
             if entry_point is not None and entry_point.isidentifier():
                 names[entry_point] = self.program.get(entry_point)
-            names[UNIT] = lambda: _Unit(self)
+            names[UNIT] = self.unit
             module = types.ModuleType("solution")  # `from solution import f`, as some data sets write it
             module.__getattr__ = names.program_value  # type: ignore[method-assign]
             sys.modules["solution"] = module
@@ -90,7 +87,7 @@ class Run:
             owner, dot, name = entry_point.partition("().")
             function = getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
             for given, *accepted in pairs:
-                with _Unit(self):
+                with self.unit():
                     found = function(*unpack(given, refuse_tag))
                     assert any(same(found, unpack(one, refuse_tag)) for one in accepted)
             self.report(b".")
@@ -112,8 +109,7 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The tests' own names; then Python's; then modules of the standard library, but for what is ``called``; then the
-    program's."""
+    """The tests' own names, Python's, modules of the standard library but for what is ``called``, the program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
@@ -151,11 +147,11 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
         if any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in bases):
             raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
-        counter = _Counter()
-        tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
-        if not counter.count:
+        tree.body = _marked_module(_unguarded(tree.body), entry_point)
+        count = _uses(tree.body, UNIT)
+        if not count:
             raise NoTests("nothing in the tests is an assertion or a call")
-        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count, called
+        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), count, called
     except NoTests:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -190,38 +186,34 @@ def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
 
 
-class _Counter:
-    def __init__(self) -> None:
-        self.count = 0
+def _marked_module(body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
+    check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
+    if check is not None and entry_point is not None and not _calls(body, "check"):
+        call = ast.parse(f"check({entry_point})").body[0]
+        if _uses(body, "check"):
+            return [*(_unit(one) if _asserts(one) or _is_call(one) else one for one in body), _unit(call)]
+        check.body = _marked(check.body)
+        return [*body, call]
+    named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
+    tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
+    called = [name for name in tests if not _calls(body, name)]
+    if check is not None and _calls(body, "check") and _asserts_inside(check):
+        if not _called_once(body, "check"):
+            return [_unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
+        check.body = _marked(check.body)
+        return body
+    return _marked(body, calls_too=not called) + [_unit(ast.parse(f"{name}()").body[0]) for name in called]
 
-    def marked_module(self, body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
-        check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
-        if check is not None and entry_point is not None and not _calls(body, "check"):
-            call = ast.parse(f"check({entry_point})").body[0]
-            if _uses(body, "check"):
-                return [*(self._unit(one) if _asserts(one) or _is_call(one) else one for one in body), self._unit(call)]
-            check.body = self.marked(check.body)
-            return [*body, call]
-        named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
-        tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
-        called = [name for name in tests if not _calls(body, name)]
-        if check is not None and _calls(body, "check") and _asserts_inside(check):
-            if not _called_once(body, "check"):
-                return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
-            check.body = self.marked(check.body)
-            return body
-        rest = self.marked(body, calls_too=not called)
-        return rest + [self._unit(ast.parse(f"{name}()").body[0]) for name in called]
 
-    def marked(self, body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
-        asserting = [one for one in body if _asserts(one)]
-        chosen = asserting or [one for one in body if calls_too and _is_call(one)]
-        return [self._unit(one) if one in chosen else one for one in body]
+def _marked(body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
+    asserting = [one for one in body if _asserts(one)]
+    chosen = asserting or [one for one in body if calls_too and _is_call(one)]
+    return [_unit(one) if one in chosen else one for one in body]
 
-    def _unit(self, statement: ast.stmt) -> ast.stmt:
-        self.count += 1
-        call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
-        return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
+
+def _unit(statement: ast.stmt) -> ast.stmt:
+    call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
+    return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
 
 
 def _asserts(statement: ast.stmt) -> bool:

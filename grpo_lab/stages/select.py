@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from grpo_lab.curation import Sampled, contrast_pairs, preference_pairs, right_answers, shortest_correct
 from grpo_lab.curation.rejection import normalised
 from grpo_lab.io import write_json_lines
-from grpo_lab.rewards.arithmetic.steps import calculates_right, equation_list
+from grpo_lab.rewards.arithmetic import calculates_right, equation_list
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Number, Positive, Switch, settings

@@ -1,6 +1,198 @@
-"""Shipped for teams: small real models and tokenizers for tests of their own training code."""
+"""Shipped for teams, for tests of their own training code: small real models, a tokenizer, a scripted rollout."""
 
-from grpo_lab.testing.models import tiny_model
-from grpo_lab.testing.tokenizer import tiny_tokenizer
+from __future__ import annotations
 
-__all__ = ["tiny_model", "tiny_tokenizer"]
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.data.word_problem_families import NAMES, all_phrases
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
+
+ARCHITECTURES = ("qwen2", "qwen3")
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+# The part between the generation marks is the assistant's own text: what TRL's assistant_only_loss trains on.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}{%- if message['role'] == "
+    "'assistant' %}{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}{%- else "
+    "%}{{- message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- "
+    "'<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def tiny_tokenizer() -> Qwen2Tokenizer:
+    """A Qwen2 tokenizer of about 1,000 entries, built from code; pad ``<|endoftext|>``, end of text ``<|im_end|>``.
+
+    * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
+    * a number is its digits, one token each, wherever it stands (``" 12"`` is a space, ``1``, ``2``);
+    * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
+    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``.
+
+    Of this class because ``AutoTokenizer`` gives it to every folder with a Qwen2 or Qwen3 model in it.
+    """
+    from transformers import Qwen2Tokenizer
+
+    vocab, merges = _byte_pairs()
+    model: dict[str, Any] = {"vocab": vocab, "merges": merges, "unk_token": None}
+    return Qwen2Tokenizer(
+        **model,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        model_max_length=32_768,
+    )
+
+
+def _byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """All 256 bytes, and the merges that make each known piece one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES}
+    for phrase in all_phrases():
+        words = re.findall(r"\{\w+\}|[A-Za-z]+", phrase)
+        pieces |= {f" {word}" for word in words if "{" not in word}
+        # a word without a space before it stands only where a text begins
+        pieces |= {word for word in words[:1] if "{" not in word and word[0].isupper()}
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\0", behavior="removed"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=100_000,  # more than there are merges: goes on until every piece is one token
+        min_frequency=1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator(["\0".join(sorted(pieces))], trainer)
+    model = json.loads(learner.to_str())["model"]
+    return model["vocab"], [(left, right) for left, right in model["merges"]]
+
+
+def tiny_model(
+    architecture: str = "qwen2",
+    *,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    intermediate_size: int | None = None,
+    max_positions: int = 512,
+    tie_embeddings: bool = True,
+    initializer_range: float = 0.02,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    seed: int = 0,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, with a tokenizer that has a chat template.
+
+    Args:
+        num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
+        intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
+        tie_embeddings: input and output embeddings are one matrix.
+        initializer_range: standard deviation of the random weights. transformers' 0.02 is made for wide models; a
+            narrow one learns faster from about ``1 / sqrt(hidden_size)``.
+        tokenizer: None for ``tiny_tokenizer()``; else a local tokenizer folder, or a loaded one.
+        seed: same arguments and seed, same weights. The global random state is left as it was.
+
+    Raises:
+        ValueError: unknown architecture, sizes that do not divide, a tokenizer folder that is not there.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {architecture!r}; allowed: {', '.join(ARCHITECTURES)}")
+    if hidden_size % (2 * num_heads):
+        heads = f"hidden_size {hidden_size} / num_heads {num_heads}"
+        raise ValueError(f"{heads} is no even whole number, as rotary positions need")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
+    words = _load_tokenizer(tokenizer)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(words),
+        "hidden_size": hidden_size,
+        "intermediate_size": 4 * hidden_size if intermediate_size is None else intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": hidden_size // num_heads,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie_embeddings,
+        "initializer_range": initializer_range,
+        "pad_token_id": words.pad_token_id,
+        "eos_token_id": words.eos_token_id,
+        "bos_token_id": None,
+    }
+    if architecture == "qwen2":
+        del sizes["head_dim"]  # Qwen2 has no such setting
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
+    return model, words
+
+
+def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        return tiny_tokenizer()
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    folder = Path(tokenizer)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"tokenizer {str(tokenizer)!r} is no local folder with a tokenizer.json (setting: tokenizer)")
+    from transformers import AutoTokenizer
+
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return loaded
+
+
+@dataclass
+class ScriptedRollout:
+    """TRL's ``rollout_func(prompts, trainer)``: completions depend only on a seed, the call and the global row.
+
+    So stock TRL and ours, one process and four, get the very same completions: a difference can only be the update's.
+
+    Args:
+        vocabulary: completions are drawn from these token ids (keep special tokens out).
+        lengths: completion lengths in tokens, drawn from this list.
+        end_id: appended where the completion is not truncated (``None``: never).
+        truncated_share: share of completions without ``end_id``.
+        sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (for a sampler correction).
+    """
+
+    vocabulary: Sequence[int]
+    lengths: Sequence[int]
+    end_id: int | None = None
+    truncated_share: float = 0.0
+    seed: int = 0
+    sampler_logps: Callable[[list[list[int]], list[list[int]]], list[list[float]]] | None = None
+    calls: int = field(default=0, init=False)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        first = trainer.accelerator.process_index * len(prompts)
+        completions = [self.completion(self.calls, first + i) for i in range(len(prompts))]
+        self.calls += 1
+        prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
+        prompt_ids = [list(ids) for ids in prompt_ids]
+        logps = None if self.sampler_logps is None else self.sampler_logps(prompt_ids, completions)
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
+
+    def completion(self, call: int, row: int) -> list[int]:
+        """Token ids of global row ``row`` at generation ``call``."""
+        rng = random.Random(f"{self.seed}/{call}/{row}")
+        ids = [rng.choice(self.vocabulary) for _ in range(rng.choice(self.lengths))]
+        if self.end_id is not None and rng.random() >= self.truncated_share:
+            ids[-1] = self.end_id
+        return ids

@@ -55,7 +55,7 @@ class Carried:
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
         as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins
             at generation, for a batch that a team's method sees; by TRL, for a resampled one): where nobody changed
-            them they count as missing. Never where forwards are random: another forward is another draw.
+            them they count as missing. Not where forwards are random.
         unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has
             ``proximal_logps``.
         old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
@@ -106,7 +106,6 @@ def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
-    """bool ``[B]``: a mask of the row has a hole. TRL makes none, so its log-probs at generation are of the row without
-    it."""
+    """bool ``[B]``: a mask of the row has a hole. TRL's log-probs at generation are of the row without it."""
     tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
     return sum(row_lengths(fields)) != tokens

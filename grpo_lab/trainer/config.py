@@ -32,32 +32,25 @@ class LabConfig(GRPOConfig):
     Args:
         objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of one that a team's module
             registers, or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is
-            a knob of the surrogate, a field of its dataclass. ``None``: TRL's own ``loss_type``, ``scale_rewards``,
-            ``importance_sampling_level`` … are in force.
+            a knob of the surrogate. ``None``: TRL's ``loss_type``, ``scale_rewards``, … are in force.
         advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
         kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
             ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``;
             ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
-        value: the critic of PPO: ``{model: head|copy|<folder or hub name>, learning_rate: …, vf_coef: …,
-            cliprange_value: …, gamma: …, lam: …, whiten_rewards: …, whiten_advantages: …, warmup_steps: …,
-            missing_eos_penalty: …}``, all of them optional. With ``objective`` unset it means
+        value: the critic of PPO (``ValueSettings``; ``{}``: all defaults). With ``objective`` unset it means
             ``objective: ppo``; ``None`` beside that: all defaults.
-        rollout: ``{verify_every: …, tolerance: …, engine: {dtype: …, kv_cache_gib: …}}``: the proof of the weight sync
-            and the engine's options, with ``use_vllm``; ``{server: {request_timeout: …}}`` with ``vllm_mode: server``;
-            ``{thinking_budget: …, budget_text: …}``: a budget for thinking, with any engine.
+        rollout: the proof of the weight sync and the engine's options, with ``use_vllm``; the talk with a server; a
+            budget for thinking, with any engine (``RolloutSettings``).
         reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number
             or ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry
             in ``reward_weights``; logged as ``reward_weights/<name>``.
         reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
             class declares (``KimiTrainer``: yes; else no).
-        reference_every: the reference becomes the policy after every so many optimizer steps, or before every
-            generation batch (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves
-            it).
-        sampler: which prompt comes next: ``prioritized``, ``curriculum``, ``uniform_then_hard``, or a mapping ``{name:
-            …, pass_rate_column: …, floor: …, decay: …, uniform_rounds: …, hard_below: …}``; ``None``: TRL's shuffling.
-        update: ``"off"`` for stock, or ``{dead_groups: skip|keep|resample, max_tokens: …, randomness:
-            same_distribution|same_draws}``; ``None``: exact, ``skip``; under dropout exact in distribution with
-            ``objective``, draw by draw without.
+        reference_every: the reference becomes the policy after so many optimizer steps, or before each generation batch
+            (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves it).
+        sampler: which prompt comes next: a name, or a mapping (``SamplerSettings``); ``None``: TRL's shuffling.
+        update: ``"off"`` for stock, or a mapping (``UpdateSettings``); ``None``: exact, ``skip``; under dropout exact
+            in distribution with ``objective``, draw by draw without.
         guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine
             log-prob that is not finite is left out on every rank, and so many in a row stop the run; ``None``: on with
             ``objective``, off without.
@@ -65,10 +58,8 @@ class LabConfig(GRPOConfig):
             which the optimizer step under way is the last: a checkpoint, and the end, to be gone on with. Leave room
             for one step and its checkpoint.
         stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``:
-            ``STOP`` in ``output_dir``. One that is older than the process of a training from its first step is of an
-            earlier run, and goes.
-        save_checksums: every file of a checkpoint is read once after it was written, and its SHA-256 kept; a resume
-            compares them.
+            ``STOP`` in ``output_dir``. One older than the process of a training from its first step just goes.
+        save_checksums: keep the SHA-256 of every file of a checkpoint; a resume compares them.
 
     Raises:
         ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
@@ -156,10 +147,11 @@ class LabConfig(GRPOConfig):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
-        """What ``to_dict`` (``to_json_string``, a YAML of it) wrote, as a configuration again.
+        """What ``to_dict`` (``to_json_string``, a YAML of it) wrote, as a configuration again; tokens are not in the
+        record.
 
         TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the
-        second stays, which holds for any number of processes. Tokens are not in the record.
+        second stays, which holds for any number of processes.
         """
         given = dict(written)
         for name, value in written.items():

@@ -169,11 +169,9 @@ class LabTrainer(ResumableTrainer):
         check_room(self, ids)
         return ids, images, fields
 
-    def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
-    ) -> Any:
-        training, rest = self.model.training, (images, multimodal_fields, num_generations, has_tool_images)
-        generated = super()._generate_single_turn(prompt_ids, *rest)
+    def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        training = self.model.training
+        generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():

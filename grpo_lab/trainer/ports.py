@@ -181,6 +181,10 @@ class StepPort(Protocol):
     lab_settings: LabSettings
     recorder: Recorder
     exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+    phase: Phase
+    correction: SamplerCorrection | None
+    team_overrides_token_loss: bool
+    replaces_trls_advantages: bool
 
     accelerator: Any
     args: Any
@@ -212,18 +216,6 @@ class StepPort(Protocol):
     _generate: Any
     _calculate_rewards: Any
     _group_size: Any
-
-    @property
-    def phase(self) -> Phase: ...
-
-    @property
-    def correction(self) -> SamplerCorrection | None: ...
-
-    @property
-    def team_overrides_token_loss(self) -> bool: ...
-
-    @property
-    def replaces_trls_advantages(self) -> bool: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 

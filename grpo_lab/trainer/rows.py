@@ -23,7 +23,6 @@ from grpo_lab.update import Rows, live_rows
 
 #: what padding is where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
 FILL = {"importance_sampling_ratio": 1}
-_PROMPTS = ("prompt_ids", "prompt_mask")
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class RowTable:
         return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order; the same on every rank. A step exchanges only what moves
-        (``exchange``)."""
+        """The rows of all ranks, in rank order. (An optimizer step moves less: ``exchange``.)"""
         if accelerator.num_processes == 1:
             return self
         fields = {}
@@ -124,8 +122,9 @@ class RowTable:
             return both.gather(1, (start.unsqueeze(1) + steps).clamp(max=both.size(1) - 1))
 
         input_ids, attended = contiguous("ids"), contiguous("mask").bool() & real
-        fields = {name: value[index] for name, value in self.fields.items() if name not in _PROMPTS}
+        fields = {name: value[index] for name, value in self.fields.items()}
         fields = {name: value[:, :width] if name in self.per_token else value for name, value in fields.items()}
+        del fields["prompt_ids"], fields["prompt_mask"]
         loss_mask, behind = self.loss_mask[index, :width] & bool(rows), steps - prompt.unsqueeze(1)
         own = loss_mask.gather(1, behind.clamp(0, width - 1)) & (behind >= 0) & real
         positions = (self.offset[index] + start - padding).unsqueeze(1) + steps

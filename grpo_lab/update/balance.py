@@ -7,10 +7,9 @@ parameter gathers), measured in tokens:
 
     cost = Σ_k ( max_r  m_{r,k} · l_{r,k}  +  o )        subject to  m · l ≤ budget  (or m = 1)
 
-Contiguous cuts are enough. Take any bins, order them by their longest row, and refill the same bin sizes, in that
-order, from the rows sorted by length. All rows longer than the k-th bin's longest sat in the k-1 bins before it, so at
-most Σ_{i<k} m_i rows are longer, and the k-th bin of the refill starts with a row that is no longer than before: no bin
-grew. Hence the cheapest plan is a way to cut the sorted list, and only the cut points are searched:
+Contiguous cuts are enough. Order any bins by their longest row, and refill their sizes, in that order, from the rows
+sorted by length: at most Σ_{i<k} m_i rows are longer than the k-th bin's longest, so no bin grew. Hence only the cut
+points of the sorted list are searched:
 
 * one rank: dynamic programming over the cut points, the exact optimum (`cheapest_cuts`);
 * several ranks: for a given number of rounds K, the smallest footprint F for which K·R bins suffice (`even_cuts`; the
@@ -62,8 +61,8 @@ def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
 def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]]:
     """Fill bins from the longest row on, each with as many rows as `footprint` holds: runs of (start, rows, bins).
 
-    The rows per bin, ⌊footprint / longest⌋, can only grow along the sorted list; the walk jumps from one value of it to
-    the next, so its time grows with √n and not with the number of bins. `negated` are the lengths × −1, ascending.
+    The rows per bin, ⌊footprint / longest⌋, only grow along the sorted list; the walk jumps from one value to the next,
+    so its time grows with √n. `negated` are the lengths × −1, ascending.
     """
     runs = []
     position = 0
@@ -79,8 +78,7 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
 def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
     """Starts of at most `bins` bins with the smallest possible largest footprint ≤ budget; None if they do not suffice.
 
-    Bisection on the footprint: the number of bins that the greedy walk needs falls as the footprint grows. A row longer
-    than the footprint stands alone.
+    Bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row stands alone.
     """
 
     def needed(footprint: int) -> int:
@@ -113,8 +111,8 @@ def rounds_cost(sizes: Ints, num_ranks: int, overhead: int) -> int:
 def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> Ints:
     """Starts of the cheapest bins found, for `lengths` [n ≥ 1] sorted longest first.
 
-    With several ranks the number of rounds K runs upward from the fewest that the budget allows. It stops when even a
-    plan without any padding would cost more than the best one, or after four values of K without a gain.
+    With several ranks the number of rounds K runs upward from the fewest that the budget allows, until even a plan
+    without padding would cost more than the best one, or four values of K brought nothing.
     """
     if num_ranks == 1 and lengths.size <= EXACT_ROWS:
         return cheapest_cuts(lengths, budget, overhead)
@@ -163,14 +161,13 @@ def assign_bins(lengths: Ints, starts: Ints, num_ranks: int) -> tuple[Ints, Ints
 def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int, budget: int) -> Ints:
     """Swap rows between ranks until live tokens are even; returns the new bin of every row [n].
 
-    A bin that is smaller than the largest of its round idles at the end of it. A longer row swapped into it uses that
-    time, and takes live tokens off a heavier rank: no round gets longer, no bin passes the budget, no bin's number of
-    rows changes. Each swap is the one that leaves the heavier of the two ranks lightest; the search goes through the
-    lighter ranks in ascending order and stops when the heaviest rank cannot be helped.
+    A bin smaller than the largest of its round idles at the end of it; a longer row swapped into it uses that time, and
+    takes live tokens off a heavier rank: no round gets longer, no bin passes the budget or changes its number of rows.
+    Each swap leaves the heavier of the two ranks lightest; where the heaviest rank cannot be helped, the search ends.
     """
     bin_of = bin_of.copy()
-    _, limit = _limits(lengths, bin_of, rounds, budget)
-    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
+    limit = _limits(lengths, bin_of, rounds, budget)
+    load = loads_of(lengths, ranks[bin_of], num_ranks)
     rows_of = [np.flatnonzero(ranks[bin_of] == r) for r in range(num_ranks)]  # rows per rank: swaps keep their number
     work = 0
     while load.max() * num_ranks > EVEN_ENOUGH * load.sum() and work < SWAP_WORK:
@@ -188,52 +185,24 @@ def even_out(lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: 
     return bin_of
 
 
-def bring_home(
-    lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, homes: Ints, num_ranks: int, budget: int
-) -> Ints:
-    """Swap rows so that more of them are computed on the rank that holds them; returns the new bin of every row [n].
-
-    A row away from home changes places with one that is away on its home rank, if each fits into the other's bin
-    without making its round longer or passing the budget, and neither rank then has more live tokens than `EVEN_ENOUGH`
-    × mean or than the fuller of the two had. Of several the one that comes home itself, then the one most alike in
-    length. No swap takes a row from home.
-    """
-    bin_of = bin_of.copy()
-    _, limit = _limits(lengths, bin_of, rounds, budget)
-    load = np.bincount(ranks[bin_of], weights=lengths, minlength=num_ranks).astype(np.int64)
-    enough = EVEN_ENOUGH * load.sum() / num_ranks
-    away_on = [np.flatnonzero((ranks[bin_of] == r) & (homes != r)) for r in range(num_ranks)]
-    for row in range(lengths.size):
-        here, home = int(ranks[bin_of[row]]), int(homes[row])
-        if here == home:
-            continue
-        others = away_on[home]
-        gained = lengths[row] - lengths[others]  # by the home rank
-        most = max(enough, int(load[here]), int(load[home]))
-        fits = (lengths[row] <= limit[bin_of[others]]) & (lengths[others] <= limit[bin_of[row]])
-        fits &= (load[home] + gained <= most) & (load[here] - gained <= most)
-        if not fits.any():
-            continue
-        order = np.lexsort((np.abs(gained), homes[others] != here, ~fits))
-        other = int(others[order[0]])
-        bin_of[row], bin_of[other] = bin_of[other], bin_of[row]
-        load[home] += lengths[row] - lengths[other]
-        load[here] -= lengths[row] - lengths[other]
-        away_on[home] = others[others != other]
-        away_on[here] = away_on[here][away_on[here] != row]
-        if homes[other] != here:
-            away_on[here] = np.append(away_on[here], other)
-    return bin_of
+def longest_of(values: Ints, of: Ints, count: int) -> Ints:
+    """The largest of the values of each of `count` groups, which `of` names; 0 of none."""
+    found = np.zeros(count, dtype=np.int64)
+    np.maximum.at(found, of, values)
+    return found
 
 
-def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> tuple[Ints, Ints]:
-    """Rows of each bin [b], and the longest row that it may take without making its round longer [b]."""
+def loads_of(lengths: Ints, rank_of: Ints, num_ranks: int) -> Ints:
+    """Tokens of each rank [R]."""
+    return np.bincount(rank_of, weights=lengths, minlength=num_ranks).astype(np.int64)
+
+
+def _limits(lengths: Ints, bin_of: Ints, rounds: Ints, budget: int) -> Ints:
+    """The longest row that each bin may take without making its round longer [b]."""
     counts = np.bincount(bin_of, minlength=rounds.size)
-    longest = np.zeros(rounds.size, dtype=np.int64)
-    np.maximum.at(longest, bin_of, lengths)
-    largest = np.zeros(int(rounds.max()) + 1, dtype=np.int64)
-    np.maximum.at(largest, rounds, counts * longest)
-    return counts, np.maximum(np.minimum(largest[rounds], budget) // counts, longest)
+    longest = longest_of(lengths, bin_of, rounds.size)
+    largest = longest_of(counts * longest, rounds, int(rounds.max()) + 1)
+    return np.maximum(np.minimum(largest[rounds], budget) // counts, longest)
 
 
 def _best_swap(

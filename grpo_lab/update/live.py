@@ -1,17 +1,14 @@
 """When a row may be left out of the policy update, and which rows those are.
 
-A row's policy loss is a sum over its tokens of (advantage × something). With advantage exactly 0 on every token the row
-adds exactly 0 to the loss and to the gradient, so computing it buys nothing. That is only true while no other term of
-the loss reads the row and while no row's value depends on which other rows share its micro-batch. `LiveConditions`
-lists everything that could break either half; the trainer fills it from what the run really uses, and the two questions
-below answer with a sentence for the log.
+A row's policy loss is a sum over its tokens of (advantage × something): with advantage 0 on every token the row adds
+exactly 0 to the loss and to the gradient. That holds while no other term of the loss reads the row and no row's value
+depends on which others share its micro-batch. `LiveConditions` lists what could break either half.
 
-Rewards may contain a KL penalty: it is part of the advantage and no condition here. Neither is gradient clipping,
-weight decay, momentum or the learning rate: they act on the summed gradient, which stays the same.
+A KL penalty in the reward is part of the advantage and no condition. Neither is gradient clipping, weight decay,
+momentum or the learning rate: they act on the summed gradient, which stays the same.
 
-Dropout draws a mask of its own for every row. A row with advantage 0 adds 0 under any mask, and the masks of the others
-neither know of it nor of the batch that they share: without it, and in other batches, the joint distribution of what
-the rows add is the same. So dropout stands in the way only of a run that wants TRL's very draws (`same_draws`).
+Dropout draws a mask of its own for every row: a row with advantage 0 adds 0 under any, and without it, or in other
+batches, the joint distribution of what the rows add is the same. It stands in the way only of `same_draws`.
 """
 
 from __future__ import annotations
@@ -31,25 +28,20 @@ class LiveConditions:
     Terms that act on rows whose advantage is 0:
         kl_in_loss: coefficient of a KL term in the loss (TRL's `beta`).
         value_loss: coefficient of a value-head loss on the same forward (PPO).
-        pull: what has a loss or a gradient where the advantage is 0 (mirror descent, whose squared log-ratio pulls on
-            every row; a team's part; no TRL loss type).
+        pull: what has a loss or a gradient where the advantage is 0 (mirror descent, a team's part).
     Terms and layers through which the rows of a micro-batch act on each other:
         moe_aux_loss: `router_aux_loss_coef` of a mixture-of-experts model.
-        dropout: largest drop probability that is active in training mode (model and LoRA). Every value of a row has its
-            own draw. A condition only with `same_draws`.
+        dropout: largest drop probability active in training (model and LoRA). A condition only with `same_draws`.
         same_draws: the run is to have TRL's very masks, and not only their distribution.
         shared_dropout: largest drop probability of a mask that the rows of a batch share.
         layer_drop: largest probability of skipping a whole layer in training (`layerdrop`).
         router_noise: noise on the experts' or router's inputs in training (`router_jitter_noise`).
         random_forward: the training forward was seen to draw random numbers, for whatever reason.
         embedding_noise: `neftune_noise_alpha`.
-        mixed_rows: what makes a row's output depend on other rows (batch norm, expert capacity, activation scales per
-            batch, …).
-        moved_positions: what makes a row's positions depend on its padding, in a way that handing in TRL's does not
-            undo (rotary scaling that follows the longest position, virtual tokens, …). Nothing for plain rotary
-            embeddings, ALiBi and learned positions.
-        state_reads_padding: a recurrent state runs through a row's padding (RWKV and other models that ignore the
-            mask).
+        mixed_rows: what makes a row's output depend on other rows (batch norm, expert capacity, …).
+        moved_positions: what makes a row's positions depend on its padding, also with TRL's handed in (rotary scaling
+            that follows the longest position, virtual tokens, …); not plain rotary, ALiBi and learned positions.
+        state_reads_padding: a recurrent state runs through a row's padding (RWKV and others that ignore the mask).
         local_average: the average that divides by what is in the local micro-batch (`loss_type="bnpo"`).
         multimodal: images or other inputs that are not one tensor row per row.
     """
@@ -84,8 +76,7 @@ class LiveConditions:
 #: condition → the sentence for the log
 _NEED_STOCK: dict[str, str] = {
     "local_average": "the average `{value}` divides by the tokens of its own micro-batch (as loss_type='bnpo'), so "
-    "its value depends on "
-    "which rows share one; `token_mean` (loss_type='dapo') divides by all of them",
+    "its value depends on which rows share one; `token_mean` (loss_type='dapo') divides by all of them",
     "moe_aux_loss": "the load-balancing loss of the experts (router_aux_loss_coef={value}) reads every token; 0 "
     "switches it off",
     "dropout": "dropout is active (p={value}), and its masks are to be the ones that TRL draws in its own batches "
@@ -96,25 +87,19 @@ _NEED_STOCK: dict[str, str] = {
     "module_dropout of an adapter, "
     "or whole channels), so rows in other batches are random together in another way; 0 switches it off",
     "layer_drop": "layers are skipped at random (layerdrop={value} in the model's config), and which ones is drawn "
-    "anew for each "
-    "micro-batch, for all of its rows; layerdrop=0 there switches it off",
+    "anew for each micro-batch, for all of its rows; layerdrop=0 there switches it off",
     "router_noise": "noise is added in the experts' routing (router_jitter_noise={value} in the model's config; DBRX "
-    "calls it "
-    "moe_jitter_eps), and it depends on the layout of the micro-batches; 0.0 there switches it off",
+    "calls it moe_jitter_eps), and it depends on the layout of the micro-batches; 0.0 there switches it off",
     "random_forward": "the model's forward drew random numbers in the first step that no dropout setting tells of, "
-    "so it may depend on "
-    "the layout of the micro-batches",
+    "so it may depend on the layout of the micro-batches",
     "embedding_noise": "noise is added to the embeddings (neftune_noise_alpha={value}), as large as the padded width "
-    "of a micro-batch "
-    "makes it; None switches it off",
+    "of a micro-batch makes it; None switches it off",
     "mixed_rows": "a row's output depends on the other rows of its batch: {value}",
     "moved_positions": "a row cannot be re-aligned without changing its log-probs: {value}",
     "state_reads_padding": "the model carries a recurrent state through padding, which it does not mask, so a row's "
-    "log-probs depend on "
-    "how far it is padded (no setting changes that)",
+    "log-probs depend on how far it is padded (no setting changes that)",
     "multimodal": "the model takes images, and the data may bring some (a column of images, prompts that are not "
-    "plain text, tools, an "
-    "environment), which are not one tensor row per row",
+    "plain text, tools, an environment), which are not one tensor row per row",
 }
 #: conditions that hold as they are where the distribution is enough
 _ONLY_FOR_SAME_DRAWS = ("dropout",)
@@ -141,8 +126,7 @@ def why_stock_batches(conditions: LiveConditions) -> str | None:
 def why_all_rows(conditions: LiveConditions) -> str | None:
     """Why no row may be left out, or None where leaving out rows with zero advantage is exact.
 
-    Every reason of `why_stock_batches` counts here too. The other direction does not hold: with a KL term every row
-    must be computed, but in any grouping.
+    Every reason of `why_stock_batches` counts here too; with a KL term every row counts, but in any grouping.
     """
     return why_stock_batches(conditions) or _first_broken(_NEED_ALL_ROWS, conditions)
 
@@ -152,9 +136,8 @@ def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor
 
     live_i = some token t has mask_{i,t} ≠ 0 and advantage_{i,t} ≠ 0.
 
-    advantages: [N], one value a row, or [N, T] (or [N, 1]). loss_mask: [N, T], 0 where the loss does not look (padding,
-    tool outputs, masked truncated completions). A NaN advantage is ≠ 0: its row stays and the NaN reaches the loss,
-    where it is seen, as in stock TRL. No tolerance: 1e-30 is live.
+    advantages: [N], [N, 1] or [N, T]. loss_mask: [N, T], 0 where the loss does not look. A NaN advantage is ≠ 0: it
+    stays, and the NaN reaches the loss, where it is seen, as in stock TRL. No tolerance: 1e-30 is live.
     """
     if loss_mask.dim() != 2:
         raise ValueError(f"loss_mask must be [rows, tokens]; got shape {tuple(loss_mask.shape)}.")

@@ -1,9 +1,8 @@
 """The plan of one optimizer step: which row is computed on which rank, in which micro-batch.
 
-Within one optimizer step the order of rows, the rank that computes a row and the micro-batch it sits in do not change
-the sum of the rows' losses, as long as the denominators were counted beforehand over all rows (see `live.py` for when
-that holds). So rows that contribute nothing are left out, the rest moves to where there is room, and every micro-batch
-("bin") is only as wide as its own longest row.
+Within one optimizer step neither the order of rows nor the rank and micro-batch that compute a row change the sum of
+their losses, if the denominators were counted beforehand (`live.py` says when). So rows that add nothing are left
+out, the rest moves to where there is room, and every micro-batch ("bin") is only as wide as its own longest row.
 
 Widths: a row is re-aligned to prompt + completion without a gap and padded on the right, so a bin of m rows costs
 m × (its longest prompt + completion) tokens. The arithmetic that finds the bins stands in `balance.py`.
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grpo_lab.update.balance import assign_bins, bring_home, choose_cuts, even_out
+from grpo_lab.update.balance import Ints, assign_bins, choose_cuts, even_out, loads_of, longest_of
 
 DEFAULT_OVERHEAD_TOKENS = 64
 
@@ -27,10 +26,9 @@ Numbers = torch.Tensor | NDArray[np.generic] | Sequence[int] | Sequence[bool]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """All rows of one optimizer step over all ranks; every rank holds the identical table.
+    """All rows of one optimizer step over all ranks; every rank holds the identical table, kept as numpy arrays.
 
     prompt_lengths, completion_lengths [N]: tokens without padding, ≥ 0. live [N]: bool, see `live_rows`.
-    Tensors, arrays and lists are taken; they are kept as numpy arrays.
     """
 
     prompt_lengths: Numbers
@@ -46,17 +44,12 @@ class Rows:
         if live.dtype != np.bool_ or live.ndim != 1:
             raise ValueError(f"Rows.live must be a list of bool, one per row; got {live.dtype} of shape {live.shape}.")
         if not prompt.size == completion.size == live.size:
-            raise ValueError(
-                "Rows needs one prompt length, one completion length and one live flag per row; got "
-                f"{prompt.size}, {completion.size} and {live.size}."
-            )
-        if bool((live & (prompt + completion == 0)).any()):
-            raise ValueError(
-                f"Row {int(np.flatnonzero(live & (prompt + completion == 0))[0])} is live but has no token."
-            )
-        object.__setattr__(self, "prompt_lengths", prompt)
-        object.__setattr__(self, "completion_lengths", completion)
-        object.__setattr__(self, "live", live)
+            seen = f"{prompt.size}, {completion.size} and {live.size}"
+            raise ValueError(f"Rows needs one prompt length, completion length and live flag per row; got {seen}.")
+        if (empty := np.flatnonzero(live & (prompt + completion == 0))).size:
+            raise ValueError(f"Row {int(empty[0])} is live but has no token.")
+        for name, value in (("prompt_lengths", prompt), ("completion_lengths", completion), ("live", live)):
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return int(np.size(self.live))
@@ -82,24 +75,9 @@ class Plan:
     computed_per_rank: tuple[int, ...]
 
     @property
-    def num_bins(self) -> int:
-        """Micro-batches of every rank."""
-        return len(self.bins[0])
-
-    @property
     def padding_share(self) -> float:
         """Share of the computed tokens that is padding; 0 where nothing is computed."""
         return 1.0 - self.tokens_live / self.tokens_computed if self.tokens_computed else 0.0
-
-    @property
-    def max_over_mean(self) -> float:
-        """Live tokens of the fullest rank over the mean of all ranks; 1 where nothing is live."""
-        return _max_over_mean(self.live_per_rank)
-
-    @property
-    def computed_max_over_mean(self) -> float:
-        """The same for computed tokens, padding included."""
-        return _max_over_mean(self.computed_per_rank)
 
 
 def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_completion: int) -> int:
@@ -107,24 +85,18 @@ def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_compl
 
     With this budget no bin is a larger tensor than the micro-batch it replaces, so memory does not rise.
     """
-    for name, value, least in (
-        ("micro_batch_size", micro_batch_size, 1),
-        ("longest_prompt", longest_prompt, 0),
-        ("longest_completion", longest_completion, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be ≥ {least}; got {value}.")
+    _at_least(1, micro_batch_size=micro_batch_size)
+    _at_least(0, longest_prompt=longest_prompt, longest_completion=longest_completion)
     return max(1, micro_batch_size * (longest_prompt + longest_completion))
 
 
-def plan_update(
-    rows: Rows,
-    num_ranks: int,
-    max_tokens: int,
-    *,
-    overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS,
-    keep_home: bool = False,
-) -> Plan:
+def _at_least(least: int, **counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}.")
+
+
+def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens: int = DEFAULT_OVERHEAD_TOKENS) -> Plan:
     """Distribute the live rows over ranks and bins.
 
     Guarantees: every live row once and no other; rows × longest ≤ max_tokens in every bin, except that a row longer
@@ -132,61 +104,33 @@ def plan_update(
     plan, and a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
 
     max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, expressed in tokens;
-    larger gives fewer, wider bins. keep_home: leave rows on the rank that holds them where that makes no round longer
-    (each rank holds as many rows of the table, in order). Other rows then share a bin: the same gradient up to
-    rounding, fewer bytes moved. What it is worth stands in docs/benchmarks.md; the trainer does not ask for it.
+    larger gives fewer, wider bins.
     """
-    for name, value, least in (
-        ("num_ranks", num_ranks, 1),
-        ("max_tokens", max_tokens, 1),
-        ("overhead_tokens", overhead_tokens, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise ValueError(f"{name} must be a whole number ≥ {least}; got {value!r}.")
-    if keep_home and len(rows) % num_ranks:
-        raise ValueError(f"keep_home needs as many rows on every rank; got {len(rows)} rows for {num_ranks} ranks.")
-    table, lengths = _longest_first(rows)
+    _at_least(1, num_ranks=num_ranks, max_tokens=max_tokens)
+    _at_least(0, overhead_tokens=overhead_tokens)
+    table = np.flatnonzero(rows.live)
+    completion = np.asarray(rows.completion_lengths)[table]
+    total = np.asarray(rows.prompt_lengths)[table] + completion
+    order = np.lexsort((table, -completion, -total))
+    table, lengths = table[order], total[order]
     if not table.size:
         return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks)
     starts = choose_cuts(lengths, num_ranks, max_tokens, overhead_tokens)
     rounds, ranks = assign_bins(lengths, starts, num_ranks)
     bin_of = np.repeat(np.arange(starts.size), np.diff(np.append(starts, lengths.size)))
     bin_of = even_out(lengths, bin_of, rounds, ranks, num_ranks, max_tokens)
-    if keep_home:
-        homes = table // (len(rows) // num_ranks)
-        bin_of = bring_home(lengths, bin_of, rounds, ranks, homes, num_ranks, max_tokens)
     return _lay_out(table, lengths, bin_of, rounds, ranks, num_ranks)
 
 
-def _longest_first(rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(table indices, total lengths) of the live rows, sorted by total, then completion length, then index."""
-    table = np.flatnonzero(rows.live)
-    completion = np.asarray(rows.completion_lengths)[table]
-    total = np.asarray(rows.prompt_lengths)[table] + completion
-    order = np.lexsort((table, -completion, -total))
-    return table[order], total[order]
-
-
-def _lay_out(
-    table: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    bin_of: NDArray[np.int64],
-    rounds: NDArray[np.int64],
-    ranks: NDArray[np.int64],
-    num_ranks: int,
-) -> Plan:
+def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int) -> Plan:
     counts = np.bincount(bin_of, minlength=rounds.size)
-    longest = np.zeros(rounds.size, dtype=np.int64)
-    np.maximum.at(longest, bin_of, lengths)
     tokens = np.zeros((num_ranks, int(rounds.max()) + 1), dtype=np.int64)
-    tokens[ranks, rounds] = counts * longest
-    live = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(live, ranks[bin_of], lengths)
+    tokens[ranks, rounds] = counts * longest_of(lengths, bin_of, rounds.size)
+    live = loads_of(lengths, ranks[bin_of], num_ranks)
     bins: list[list[list[int]]] = [[[] for _ in range(tokens.shape[1])] for _ in range(num_ranks)]
     by_bin = table[np.argsort(bin_of, kind="stable")].tolist()  # stable: within a bin the longest row stays first
     ends = np.cumsum(counts)
-    places = zip(ranks.tolist(), rounds.tolist(), (ends - counts).tolist(), ends.tolist())
-    for rank, k, start, end in places:
+    for rank, k, start, end in zip(ranks.tolist(), rounds.tolist(), (ends - counts).tolist(), ends.tolist()):
         bins[rank][k] = by_bin[start:end]
     return Plan(
         bins=bins,
@@ -198,19 +142,61 @@ def _lay_out(
     )
 
 
-def _max_over_mean(per_rank: tuple[int, ...]) -> float:
-    total = sum(per_rank)
-    return max(per_rank) * len(per_rank) / total if total else 1.0
-
-
 def _array(values: Numbers) -> NDArray[np.generic]:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _integers(name: str, values: Numbers) -> NDArray[np.int64]:
+def _integers(name: str, values: Numbers) -> Ints:
     array = _array(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
     if array.size and int(array.min()) < 0:
         raise ValueError(f"Rows.{name} must be ≥ 0 tokens; got {int(array.min())} in row {int(array.argmin())}.")
     return array.astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Which planned rows leave the rank that holds them, and how wide they travel; all, in the order of the table.
+
+    A rank holds the rows that it generated (`rows_per_rank` in a row of the table); what is made of those that the plan
+    computes elsewhere may be handed back the same way. A row travels as wide as its bin: the rest is never read.
+
+    rows [M]: table index. homes [M]: the rank that holds the row. ranks [M]: the rank that computes it. widths [M]:
+    completion tokens of the longest completion of its bin, ≥ 1.
+    """
+
+    rows: Ints
+    homes: Ints
+    ranks: Ints
+    widths: Ints
+
+    @staticmethod
+    def of(plan: Plan, completions: Ints, rows_per_rank: int) -> Routes:
+        """`completions` [N]: tokens of every row of the table."""
+        parts = [(np.asarray(one), rank) for rank, bins in enumerate(plan.bins) for one in bins if one]
+        found = np.concatenate([np.zeros(0, np.int64), *(one for one, _ in parts)])
+        sizes = [one.size for one, _ in parts]
+        ranks = np.repeat(np.asarray([rank for _, rank in parts], dtype=np.int64), sizes)
+        widest = np.asarray([max(int(completions[one].max()), 1) for one, _ in parts], dtype=np.int64)
+        order = np.argsort(found, kind="stable")
+        return Routes(found[order], found[order] // rows_per_rank, ranks[order], np.repeat(widest, sizes)[order])
+
+    @property
+    def moves(self) -> NDArray[np.bool_]:
+        """[M]: rows that leave their rank."""
+        return np.not_equal(self.homes, self.ranks)
+
+    def chosen(self, where: NDArray[np.bool_], by: Ints) -> Routes:
+        """Rows `where`, those of one rank of `by` together, ranks ascending: the messages' order at either end."""
+        at = np.flatnonzero(where)
+        at = at[np.argsort(by[at], kind="stable")]
+        return Routes(self.rows[at], self.homes[at], self.ranks[at], self.widths[at])
+
+    def leaving(self, rank: int) -> Routes:
+        """Rows that `rank` hands over, by the rank that gets them."""
+        return self.chosen(self.moves & (self.homes == rank), self.ranks)
+
+    def arriving(self, rank: int) -> Routes:
+        """Rows that `rank` is handed, by the rank that they come from."""
+        return self.chosen(self.moves & (self.ranks == rank), self.homes)

@@ -67,45 +67,44 @@ _NUMBER_THEN_WORDS = re.compile(
 UNITS_WORDS = (
     "m cm mm km g kg mg s h hr hrs min mins sec secs L l ml mL ft in lb lbs oz mph kmh kph usd eur dollars dollar "
     "cents cent euros pounds degrees degree deg circ units unit hours hour minutes minute seconds second days day "
-    "weeks week "
-    "months month years year meters meter metres miles mile feet foot inches inch"
+    "weeks week months month years year meters meter metres miles mile feet foot inches inch"
 )
 UNITS = frozenset(UNITS_WORDS.split())
 # Abbreviations that could be a product of variables where they touch the number: units only after a space.
 _SPACED_UNITS_WORDS = (
     "mi yd yds gal qt pt sq cu kB MB GB TB kW kWh MW Wh hp kcal cal mol kPa Pa kN Hz kHz MHz GHz atm bar psi ha am "
-    "pm rpm "
-    "bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
+    "pm rpm bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
 )
 SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())
 # math-verify reads `\cos 2t` as cos(2) and `\sin t` not at all: give it the parentheses.
 _FUNCTION_OF = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln))\s*(?:\^\s*(?:\{(\d+)\}|(\d)))?\s*(\d*\s?(?:\\theta|\\alpha|\\beta|\\pi|[a-zA-Z]))(?![a-zA-Z({_^])"
 )
-_PEEL_LIMIT = 12
-
-
-def _unicode_to_latex(text: str) -> str:
-    if text.isascii():
-        return text
-    text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text).translate(_TRANSLATION)
-    text = "".join(str(unicodedata.digit(c)) if not c.isascii() and c.isdecimal() else c for c in text)
-    return _SQRT_OF_PARENS.sub(r"\\sqrt{\1}", _SQRT_OF_DIGITS.sub(r"\\sqrt{\1}", text))
+TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
+_GROUP_OF_TEXT = re.compile(TEXT_GROUP)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]+")
+_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
+_FUNCTIONS_WORDS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
+    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
+)
+_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
+_SMALL_WORDS_WORDS = (
+    "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
+    "am pm km kg cm mm mph one two six ten day men cup"
+)
+_SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def group_end(text: str, open_brace: int) -> int:
     """Index just past the `}` that closes the `{` at `open_brace`; -1 where nothing closes it. `\\{` does not count."""
     depth = 0
-    i = open_brace
-    while i < len(text):
-        c = text[i]
-        if c == "\\":
-            i += 2
-            continue
-        depth += (c == "{") - (c == "}")
-        i += 1
+    for brace in _BRACE.finditer(text, open_brace):
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
-            return i
+            return brace.end()
     return -1
 
 
@@ -130,7 +129,7 @@ def _peel_once(text: str) -> str:
     boxed = _whole_group(text, _BOX_HEAD)
     if boxed is not None:
         return boxed
-    words = _whole_group(text, _TEXT_HEAD)
+    words = inside_text_group(text)
     if words is not None and re.match(r"\s*[-+$\\]*\.?\d", words) and not re.search(r"[^\W\d_]", words):
         return words  # \text{18}: a number in upright letters
     if text.startswith("[") and text.endswith("]") and not any(c in text[1:-1] for c in "[],;"):
@@ -149,8 +148,7 @@ def _with_parentheses(function: re.Match[str]) -> str:
 def _without_unit(text: str) -> str:
     """`18 km^2`, `18\\text{ cents}` -> `18`; `28 percent` -> `28\\%`."""
     for pattern in (_NUMBER_THEN_TEXT, _NUMBER_THEN_UNIT):
-        match = pattern.fullmatch(text)
-        if match:
+        if match := pattern.fullmatch(text):
             number, unit, _ = match.groups()
             if _PERCENT_WORD.fullmatch(unit):
                 return number + r"\%"
@@ -158,13 +156,11 @@ def _without_unit(text: str) -> str:
                 return number
             if pattern is _NUMBER_THEN_UNIT and (unit in UNITS or (len(unit) > 1 and unit.lower() in UNITS)):
                 return number
-    degrees = _DEGREES.fullmatch(text)
-    if degrees:
+    if degrees := _DEGREES.fullmatch(text):
         return degrees[1]
     counted = _NUMBER_THEN_WORDS.fullmatch(text)
-    if counted and all(is_unit_word(word.rstrip(".")) for word in counted[2].split()):
-        return counted[1]
-    return text
+    named = counted and all(is_unit_word(word.rstrip(".")) for word in counted[2].split())
+    return counted[1] if counted and named else text
 
 
 def is_unit_word(word: str) -> bool:
@@ -181,8 +177,11 @@ def _says_how_much(word: str) -> bool:
 @lru_cache(maxsize=4096)
 def canonical(text: str) -> str:
     """The canonical spelling described at the top of this module."""
-    text = _unicode_to_latex(text)
-    for _ in range(_PEEL_LIMIT):
+    if not text.isascii():
+        text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text).translate(_TRANSLATION)
+        text = "".join(str(unicodedata.digit(c)) if not c.isascii() and c.isdecimal() else c for c in text)
+        text = _SQRT_OF_PARENS.sub(r"\\sqrt{\1}", _SQRT_OF_DIGITS.sub(r"\\sqrt{\1}", text))
+    for _ in range(12):
         peeled = _peel_once(text)
         if peeled == text:
             break
@@ -200,39 +199,18 @@ def canonical(text: str) -> str:
         text = text.replace(" ", "")
     if _LEADING_ZERO_COMMA.fullmatch(text):
         text = text.replace(",", ".")
-    mixed = _MIXED.fullmatch(text)
-    if mixed:
+    if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     text = _TIME_OF_DAY.sub("", _PERCENT_AT_END.sub(r"\\%", text))
     return _without_unit(text)
-
-
-TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
-_GROUP_OF_TEXT = re.compile(TEXT_GROUP)
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_WORD = re.compile(r"[^\W\d_]+")
-_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
-_FUNCTIONS_WORDS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
-    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
-)
-_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
-_SMALL_WORDS_WORDS = (
-    "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
-    "am pm km kg cm mm mph one two six ten day men cup"
-)
-_SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
     bare = _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text))
     names = [] if r"\begin" in text else _NAME_WITH_AND.findall(bare)
-    return names + [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS and _is_language(word)]
-
-
-def _is_language(word: str) -> bool:
-    return len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()
+    words = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
+    return names + [word for word in words if len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()]
 
 
 def inside_text_group(canonical_text: str) -> str | None:

@@ -1,23 +1,20 @@
 r"""Numbers that need no sympy: decimals, fractions, mixed numbers, with the verdict math-verify would give.
 
-    one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}
-    several      3, 4     9999.86, 9999\frac{6}{7}
+    one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}           several      3, 4     9999.86, 9999\frac{6}{7}
 
 math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals
 (`decimals_compared`; its default is always 6, which makes .0000672 equal to .0000673). So
 
     both decimals: a = b exactly                 -> equal
                    both integers, a != b         -> not equal
-                   |a - b| > 2 * 10^-p           -> not equal  (two that round alike to p decimals are at most 10^-p
-                                                 apart)
+                   |a - b| > 2 * 10^-p           -> not equal  (that round alike: at most 10^-p apart)
                    more than 15 digits           -> undecided
     both fractions of integers                   -> equal exactly where their values are
     the same spelling                            -> equal
     values further apart than `_FAR`             -> not equal; of several numbers beside one: each further apart
     otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise (`tests/unit/test_verifier_fast_path.py`). What is not
-in this small grammar, to the last character, is undecided.
+Nothing is decided here that math-verify would decide otherwise; what is not in this small grammar is undecided.
 """
 
 from __future__ import annotations
@@ -29,6 +26,15 @@ from functools import lru_cache
 _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _MAX_DIGITS = 15  # a double holds 15 decimal digits, and so does math-verify's default precision
 _ZEROS = re.compile(r"-?0*\.(0*)[1-9]\d*", re.ASCII)
+_FAR = 5e-6
+"""Apart by more than this share of the larger (or of 1): sure. math-verify rounds to 1e-6."""
+_LONGEST, _MOST_PARTS = 120, 8
+_INT = r"\d{1,9}"
+_PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"
+_OVER = rf"\\frac\s?(?:\{{(-?{_INT})\}}\s?\{{({_INT})\}}|(\d)(\d))"
+_DECIMAL = re.compile(_PLAIN, re.ASCII)
+_FRACTION = re.compile(rf"(?:({_INT})\s?/\s?({_INT})|(?:({_INT})\s?)?{_OVER})", re.ASCII)
+_JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def is_plain_number(text: str) -> bool:
@@ -44,9 +50,7 @@ def decimals_compared(gold: str) -> int:
 
 def compare_plain_numbers(gold: str, answer: str) -> bool | None:
     """True or False where the verdict is certain, None where it is math-verify's to give."""
-    if not (is_plain_number(gold) and is_plain_number(answer)):
-        return None
-    if max(len(gold), len(answer)) > _MAX_DIGITS:
+    if max(len(gold), len(answer)) > _MAX_DIGITS or not (is_plain_number(gold) and is_plain_number(answer)):
         return None
     a, b = (Fraction(text.replace(",", "")) for text in (gold, answer))
     if a == b:
@@ -56,20 +60,8 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
     return False if abs(a - b) > Fraction(2, 10 ** decimals_compared(gold)) else None
 
 
-_FAR = 5e-6
-"""Apart by more than this share of the larger (or of 1): sure. math-verify rounds to 1e-6."""
-_LONGEST, _MOST_PARTS = 120, 8
-_INT = r"\d{1,9}"
-_PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"
-_OVER = rf"\\frac\s?(?:\{{(-?{_INT})\}}\s?\{{({_INT})\}}|(\d)(\d))"
-_DECIMAL = re.compile(_PLAIN, re.ASCII)
-_FRACTION = re.compile(rf"(?:({_INT})\s?/\s?({_INT})|(?:({_INT})\s?)?{_OVER})", re.ASCII)
-_JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
-
-
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """True or False where the verdict is certain, None where it is math-verify's to give. Both in canonical
-    spelling."""
+    """As `compare_plain_numbers`, fractions too. Both in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain
@@ -79,8 +71,11 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
     if gold == answer:
         return True
     given = _value(answer)
-    if given is None:
-        return False if _all_far(wanted, answer) else None
+    if given is None:  # several numbers and none of them the gold: wrong, however a list is compared with a number
+        parts = answer.split(", ")
+        if len(answer) > _LONGEST or not 1 < len(parts) <= _MOST_PARTS or _JOINED_AGAIN.search(answer):
+            return None
+        return None if any((value := _value(part)) is None or not _far(wanted, value) for part in parts) else False
     if "." not in gold + answer:
         return wanted == given
     return False if _far(wanted, given) else None
@@ -88,15 +83,6 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
 
 def _far(a: Fraction, b: Fraction) -> bool:
     return abs(float(a) - float(b)) > _FAR * max(1.0, abs(float(a)), abs(float(b)))
-
-
-def _all_far(wanted: Fraction, answer: str) -> bool:
-    """Several numbers and none of them the gold: wrong, however a list is compared with a number."""
-    if len(answer) > _LONGEST or ", " not in answer or _JOINED_AGAIN.search(answer):
-        return False
-    parts = answer.split(", ")
-    values = [_value(part) for part in parts] if len(parts) <= _MOST_PARTS else [None]
-    return all(value is not None and _far(wanted, value) for value in values)
 
 
 @lru_cache(maxsize=4096)
@@ -109,17 +95,10 @@ def _value(text: str) -> Fraction | None:
     if _DECIMAL.fullmatch(bare):
         return sign * Fraction(bare.replace(",", ""))
     fraction = _FRACTION.fullmatch(bare)
-    value = _fraction(fraction) if fraction else None
-    return None if value is None else sign * value
-
-
-def _fraction(match: re.Match[str]) -> Fraction | None:
-    """`7/14`, `\\frac{3}{8}`, `12\\frac{3}{5}`; None where it has no value or would be a strange mixed number."""
-    over, under, whole, *latex = match.groups()
-    above, below = (over, under) if over is not None else [group for group in latex if group is not None]
-    if not int(below):
+    if fraction is None:
         return None
-    part = Fraction(int(above), int(below))
-    if whole is None:
-        return part
-    return int(whole) + part if 0 < part < 1 else None
+    whole, *parts = fraction[3], *(group for group in fraction.group(1, 2, 4, 5, 6, 7) if group is not None)
+    above, below = map(int, parts)
+    if not below or (whole is not None and not 0 < Fraction(above, below) < 1):
+        return None  # no value, or a strange mixed number
+    return sign * (int(whole or 0) + Fraction(above, below))

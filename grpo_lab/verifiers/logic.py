@@ -1,7 +1,6 @@
 """A checker of natural deduction for classical propositional logic (Gentzen's rules, Fitch's layout).
 
-    1. p -> q [premise]              a line: number, one | for each open assumption, formula, rule with the lines it
-      rests on
+    1. p -> q [premise]              a line: number, | for each open assumption, formula, rule with the lines it needs
     2. q -> r [premise]
     3. | p [assume]                  opens a part that holds under p
     4. | q [->e 1,3]
@@ -17,14 +16,9 @@
 A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof
 ends with the goal under no assumption. The order of m and n does not matter.
 
-Formulas are read from, and written in, this form:
-
-    atom   a single letter a … z but v          ~A  ¬A  not          A & B  ∧  and
-    #  ⊥   the false one                        A v B  ∨  or         A -> B  →  implies, to the right
-
-``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign needs no brackets; the reading is ``(p & q) & r``
-and ``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``,
-``("->", A, B)``.
+Formulas: a letter but v; ``#`` or ⊥, the false one; ``~A`` or ¬, ``A & B`` or ∧, ``A v B`` or ∨, ``A -> B`` or →, the
+closest first. A chain of one sign needs no brackets: ``(p & q) & r``, ``p -> (q -> r)``. A formula is a tuple:
+``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
 """
 
 from __future__ import annotations
@@ -40,6 +34,12 @@ FALSE: Formula = ("#",)
 _SPELLED_OPERATORS = {"∧": "&", "∨": "v", "¬": "~", "→": "->", "⊥": "#", "!": "~", "=>": "->", "⇒": "->", "∼": "~"}
 _TOKEN = re.compile(r"\s*(->|=>|[∧∨¬→⊥⇒∼!&~#()a-z])")
 _LEVELS = ("->", "v", "&")
+MOST_LINES, MOST_CHARACTERS = 200, 1000
+_LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
+_RULE = re.compile(
+    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
+)
+_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NoFormula(ValueError):
@@ -65,30 +65,30 @@ def read(text: str) -> Formula:
 
 
 def _level(tokens: list[str], place: int, level: int, depth: int) -> tuple[Formula, int]:
-    if depth > MOST_DEPTH:
-        raise NoFormula(f"nested deeper than {MOST_DEPTH}")
     if level == len(_LEVELS):
         return _single(tokens, place, depth)
     left, place = _level(tokens, place, level + 1, depth)
     sign = _LEVELS[level]
     while place < len(tokens) and tokens[place] == sign:
-        right, place = _level(tokens, place + 1, level if sign == "->" else level + 1, depth + 1)
+        right, place = _level(tokens, place + 1, level if sign == "->" else level + 1, _deeper(depth))
         left = (sign, left, right)
-        depth += 1
-        if depth > MOST_DEPTH:
-            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+        depth = _deeper(depth)
     return left, place
+
+
+def _deeper(depth: int) -> int:
+    if depth >= MOST_DEPTH:
+        raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+    return depth + 1
 
 
 def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
     token = tokens[place] if place < len(tokens) else ""
     if token == "~":
-        if depth > MOST_DEPTH:
-            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
-        inside, place = _single(tokens, place + 1, depth + 1)
+        inside, place = _single(tokens, place + 1, _deeper(depth - 1) + 1)  # one more than of anything else
         return ("~", inside), place
     if token == "(":
-        inside, place = _level(tokens, place + 1, 0, depth + 1)
+        inside, place = _level(tokens, place + 1, 0, _deeper(depth))
         if place >= len(tokens) or tokens[place] != ")":
             raise NoFormula("a bracket is not closed")
         return inside, place + 1
@@ -101,13 +101,8 @@ def write(formula: Formula) -> str:
     """With brackets around every compound part, none around the whole."""
     if len(formula) == 1:
         return str(formula[0])
-    if formula[0] == "~":
-        return f"~{_part(formula[1])}"
-    return f"{_part(formula[1])} {formula[0]} {_part(formula[2])}"
-
-
-def _part(formula: Formula) -> str:
-    return f"({write(formula)})" if len(formula) == 3 else write(formula)
+    parts = [f"({write(part)})" if len(part) == 3 else write(part) for part in formula[1:]]
+    return f"~{parts[0]}" if formula[0] == "~" else f" {formula[0]} ".join(parts)
 
 
 def atoms(formula: Formula) -> set[str]:
@@ -116,26 +111,18 @@ def atoms(formula: Formula) -> set[str]:
     return set().union(*(atoms(part) for part in formula[1:]))
 
 
-MOST_LINES, MOST_CHARACTERS = 200, 1000
-_LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
-_RULE = re.compile(
-    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
-)
-_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
-
-
 class NotAProof(ValueError):
     """Why a text is no proof of the sequent, with the line."""
 
 
 @dataclass
 class _Part:
-    """An assumption and what was derived under it; the outermost one has no assumption."""
+    """An assumption and what was derived under it; the outermost one has no assumption. ``closed``: (first, last line)
+    of the parts closed in it → assumption, last formula."""
 
     first: int
     lines: dict[int, Formula] = field(default_factory=dict)
     closed: dict[tuple[int, int], tuple[Formula, Formula]] = field(default_factory=dict)
-    """(first, last line) of the parts closed in it → assumption, last formula."""
 
 
 def check(text: str, premises: Sequence[Formula], goal: Formula) -> None:
@@ -164,25 +151,23 @@ class _Proof:
         if not found or not rule or int(found[1]) != number:
             raise NotAProof(f"not of the form `{number}. formula [rule lines]`")
         depth, formula = found[2].count("|"), read(found[3])
-        self._move_to(depth, number, opens=rule[1] == "assume")
-        if rule[1] == "premise":
-            if depth or formula not in self.premises:
-                raise NotAProof("no premise")
-        elif rule[1] != "assume":
-            self._derive(formula, rule[1], re.findall(r"[0-9]+(?:-[0-9]+)?", rule[2]))
-        elif rule[2].strip():
-            raise NotAProof("an assumption rests on nothing")
-        self.open[-1].lines[number] = formula
-
-    def _move_to(self, depth: int, number: int, *, opens: bool) -> None:
-        if depth > len(self.open) - (0 if opens else 1) or (opens and not depth):
+        opens, base = rule[1] == "assume", depth - (rule[1] == "assume")
+        if depth > len(self.open) - (not opens) or base < 0:
             raise NotAProof("a | without an assumption")
-        while len(self.open) - 1 > (depth - 1 if opens else depth):
+        while len(self.open) - 1 > base:
             part = self.open.pop()
             ends = part.first, max(part.lines)
             self.open[-1].closed[ends] = part.lines[part.first], part.lines[ends[1]]
         if opens:
             self.open.append(_Part(number))
+        if rule[1] == "premise":
+            if depth or formula not in self.premises:
+                raise NotAProof("no premise")
+        elif not opens:
+            self._derive(formula, rule[1], re.findall(r"[0-9]+(?:-[0-9]+)?", rule[2]))
+        elif rule[2].strip():
+            raise NotAProof("an assumption rests on nothing")
+        self.open[-1].lines[number] = formula
 
     def _derive(self, formula: Formula, rule: str, places: list[str]) -> None:
         lines = [self._line(int(place)) for place in places if "-" not in place]
@@ -207,14 +192,7 @@ class _Proof:
         raise NotAProof(f"no part {place} can be seen from here")
 
 
-Lines = list[Formula]
-Parts = list[tuple[Formula, Formula]]
-_Follows = Callable[[Formula, Lines, Parts], bool]
-
-
-def _or_eliminated(goal: Formula, lines: Lines, parts: Parts) -> bool:
-    (first, end), (second, other_end) = parts
-    return bool(lines[0] == ("v", first, second) and end == other_end == goal)
+_Follows = Callable[[Formula, list[Formula], list[tuple[Formula, Formula]]], bool]
 
 
 _RULES: dict[str, tuple[int, int, _Follows]] = {
@@ -222,7 +200,7 @@ _RULES: dict[str, tuple[int, int, _Follows]] = {
     "&i": (2, 0, lambda a, x, _: a == ("&", x[0], x[1])),
     "&e": (1, 0, lambda a, x, _: x[0][0] == "&" and a in x[0][1:]),
     "vi": (1, 0, lambda a, x, _: a[0] == "v" and x[0] in a[1:]),
-    "ve": (1, 2, _or_eliminated),
+    "ve": (1, 2, lambda a, x, s: x[0] == ("v", s[0][0], s[1][0]) and s[0][1] == s[1][1] == a),
     "->i": (0, 1, lambda a, _, s: a == ("->", *s[0])),
     "->e": (2, 0, lambda a, x, _: x[0] == ("->", x[1], a)),
     "~i": (0, 1, lambda a, _, s: a == ("~", s[0][0]) and s[0][1] == FALSE),

@@ -8,17 +8,20 @@ canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from enum import Enum
+from functools import lru_cache
+from typing import Any
 
 from grpo_lab.sandbox.pool import Limits, WorkerPool
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
-from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 
-_HANDLER = "grpo_lab.verifiers.math_worker:compare"
+_HANDLER = "grpo_lab.verifiers.math_equality:compare_in_worker"
 _PLACEHOLDERS = frozenset({"none", "nan", "null", "na", "unknown", "todo", "tbd", "missing", "invalid", "error"})
 _NUMBER_WORDS = re.compile(
     r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
@@ -31,10 +34,7 @@ _CACHE_LIMIT = 1 << 16
 MOST_CHARACTERS = 2000
 """Longer answers are refused unread (`unparseable_answer`), longer golds are unusable."""
 _FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)
-_COMPARED = {
-    True: MathVerdict(Verdict.EQUAL, "exact numbers"),
-    False: MathVerdict(Verdict.NOT_EQUAL, "exact numbers"),
-}
+_COMPARED = {same: MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "exact numbers") for same in (True, False)}
 
 
 class GoldKind(Enum):
@@ -64,33 +64,19 @@ def kind_of_gold(gold: str) -> GoldKind:
     return GoldKind.TEXT if one_word and not _NUMBER_WORDS.fullmatch(gold) else GoldKind.UNUSABLE
 
 
-def _same_text(gold: str, answer: str) -> bool:
-    if text_key(gold) == text_key(answer):
-        return True
-    label = _choice_label(gold)
-    return label is not None and label == _choice_label(answer)
-
-
 def _choice_label(text: str) -> str | None:
     """`C` of `C`, `(C)`, `\\text{(C)}`, `(C) 18 apples`."""
     inside = inside_text_group(text)
     text = (text if inside is None else inside).strip()
-    plain = _CHOICE.fullmatch(text)
-    labelled = _LABELLED_CHOICE.fullmatch(text)
-    if plain:
-        return plain[1]
-    return (labelled[1] or labelled[2]) if labelled else None
+    label = _CHOICE.fullmatch(text) or _LABELLED_CHOICE.fullmatch(text)
+    return label[label.lastindex or 0] if label else None
 
 
 class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
-    Args:
-        fast_path: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
-        limits: time per comparison and memory per worker process.
-        workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
-
-    Picklable; the copy starts workers of its own. Usable from any thread.
+    ``fast_path``: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
+    ``limits``, ``workers``: of the ``WorkerPool``. Picklable and usable from any thread, as that is.
     """
 
     def __init__(self, *, fast_path: bool = True, limits: Limits | None = None, workers: int | None = None) -> None:
@@ -106,8 +92,7 @@ class MathVerifier:
         self.pool.close()
 
     def warm_up(self, golds: Sequence[str]) -> None:
-        """Starts math-verify's imports beside this process, where one of these golds may need it: most numbers never
-        do."""
+        """Starts math-verify's imports beside this process, where one of these golds may need it."""
         spelled = (self._spelled(gold) for gold in golds)
         if any(kind_of_gold(gold) is GoldKind.MATH and compare_numbers(gold, gold) is None for gold in spelled):
             self.pool.warm_up()
@@ -122,14 +107,12 @@ class MathVerifier:
         for key, outcome in zip(jobs, outcomes, strict=True):
             if outcome.status == "ok":
                 decided[key] = verdict = MathVerdict(Verdict(outcome.value["verdict"]), outcome.value["reason"])
-                self._remember(key, verdict)
+                if len(self._known) >= _CACHE_LIMIT:
+                    self._known.clear()
+                self._known[key] = verdict
             else:
                 decided[key] = MathVerdict(Verdict(outcome.status), outcome.reason)
         return [judged for key in keys if (judged := decided[key]) is not None]
-
-    def check_golds(self, golds: Sequence[str]) -> list[MathVerdict]:
-        """Each gold against itself: everything but `EQUAL` is a gold that no answer could satisfy."""
-        return self.compare([(gold, gold) for gold in golds])
 
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
         """Both in canonical spelling, and a gold that is not text read together with its answer."""
@@ -161,7 +144,9 @@ class MathVerifier:
         if len(answer) > MOST_CHARACTERS:
             return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {MOST_CHARACTERS} characters")
         if kind is GoldKind.TEXT:
-            return MathVerdict(Verdict.EQUAL if _same_text(gold, answer) else Verdict.NOT_EQUAL, "compared as text")
+            label = _choice_label(gold)
+            same = text_key(gold) == text_key(answer) or (label is not None and label == _choice_label(answer))
+            return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):
             return MathVerdict(Verdict.NOT_EQUAL, MANY)
         same = compare_numbers(gold, answer) if self.fast_path else None
@@ -169,7 +154,43 @@ class MathVerifier:
             return _COMPARED[same]
         return self._known.get((gold, answer))
 
-    def _remember(self, key: tuple[str, str], verdict: MathVerdict) -> None:
-        if len(self._known) >= _CACHE_LIMIT:
-            self._known.clear()
-        self._known[key] = verdict
+
+def _parse(expression: str) -> list[Any]:
+    """A canonical spelling as one piece of LaTeX: math-verify's own search for an answer in prose is not used."""
+    from math_verify import LatexExtractionConfig, parse
+
+    one_line = expression.replace("\n", " ")
+    return list(parse(f"${one_line}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
+
+
+def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
+    from math_verify import verify
+
+    return bool(verify(gold, answer, float_rounding=decimals, timeout_seconds=None))
+
+
+@lru_cache(maxsize=256)
+def _usable_gold(gold: str) -> list[Any]:
+    """The parsed gold, empty unless it is accepted as an answer to itself (1/0, for one, is not)."""
+    parsed = _parse(gold)
+    return parsed if parsed and _verify(parsed, parsed, decimals_compared(gold)) else []
+
+
+def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
+    """Runs in a worker: `{"gold", "answer"}` -> `{"verdict", "reason"}` by math-verify's judgement."""
+    gold = _usable_gold(job["gold"])
+    if not gold:
+        return {"verdict": "unparseable_gold", "reason": "math-verify cannot read the gold answer"}
+    if job["answer"] == job["gold"]:
+        return {"verdict": "equal", "reason": "same spelling"}
+    answer = _parse(job["answer"])
+    if not answer:
+        return {"verdict": "unparseable_answer", "reason": "math-verify cannot read the answer"}
+    same = _verify(gold, answer, decimals_compared(job["gold"]))
+    return {"verdict": "equal" if same else "not_equal", "reason": "math-verify"}
+
+
+def prepare_worker() -> None:
+    """Where no job's clock is running: import sympy and build the parser's tables."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own (signal) time limit is off
+    compare_in_worker({"gold": r"\frac{1}{2}", "answer": "(x+0.5)^2"})

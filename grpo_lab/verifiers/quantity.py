@@ -2,15 +2,14 @@ r"""Numbers as they are written in running text: figures with scale words, numbe
 
     "12 million"  "1.5 billion"  "3 dozen"  "5k"  "two hundred and five"  "half a million"  "3 and a half"  "two-thirds"
 
-A quantity is read from a place in a text as far as it goes; what follows (a unit, a sentence) is the caller's.
-One pass, at most `_MOST_WORDS` words.
+Read from a place in a text as far as it goes, at most `_MOST_WORDS` words; what follows is the caller's.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 _ONES_WORDS = (
@@ -28,7 +27,7 @@ _PARTS_WORDS = "third fourth fifth sixth seventh eighth ninth tenth eleventh twe
 _PARTS = {word: n for n, word in enumerate(_PARTS_WORDS.split(), 3)}
 _PARTS |= {"half": 2, "halve": 2, "quarter": 4, "twentieth": 20}
 _PARTS |= {"hundredth": 100, "thousandth": 1000, "millionth": 10**6}
-_SUFFIXES = {"k": 3, "M": 6, "MM": 6, "B": 9, "T": 12}
+_SUFFIXES = {"k": 3, "m": 6, "b": 9, "t": 12}
 _MOST_WORDS = 24
 
 _FIGURE = re.compile(
@@ -59,11 +58,8 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 
 @dataclass(frozen=True)
 class Quantity:
-    """`value` (of `35%`: 35), where it ends in the text, and how it is written.
-
-    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a
-    formula would be a variable.
-    """
+    """`value` (of `35%`: 35), where it ends in the text, and how it is written. `plain`: figures alone, `1,234.5`;
+    `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula would be a variable."""
 
     value: Fraction
     end: int
@@ -89,18 +85,15 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
     sign = _SIGN.match(text, start)
     money = _CURRENCY.match(text, sign.end() if sign else start)
     begin = money.end() if money else sign.end() if sign else start
-    found = _from_figures(text, begin, money is not None) or _from_words(text, begin)
-    if found is None:
+    found = _from_figures(text, begin, money is not None)
+    if found is None and _WORD.match(text, begin):
+        found = _Reader(text, None, begin, False).read()
+    if found is None or found.end == begin:
         return None
     percent = _PERCENT.match(text, found.end)
-    return Quantity(
-        -found.value if sign else found.value,
-        percent.end() if percent else found.end,
-        plain=found.plain and percent is None and (sign is None or sign[1] is not None),
-        percent=percent is not None,
-        part=found.part,
-        suffix=found.suffix,
-    )
+    value, end = -found.value if sign else found.value, percent.end() if percent else found.end
+    plain = found.plain and percent is None and (sign is None or sign[1] is not None)
+    return replace(found, value=value, end=end, plain=plain, percent=percent is not None)
 
 
 def exact_value(text: str) -> Fraction | None:
@@ -122,15 +115,10 @@ def in_digits(value: Fraction) -> str:
 
 
 def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
-    fraction = _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start)
-    figure = _FIGURE.match(text, start)
-    if fraction is not None:
+    if fraction := _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start):
         value, end, plain = _fraction_of(fraction), fraction.end(), False
-    elif figure is not None:
+    elif figure := _FIGURE.match(text, start):
         value, end, plain = Fraction(figure[0].replace(",", "")), figure.end(), True
-    else:
-        return None
-    if plain:
         mixed = _MIXED.match(text, end) or _VULGAR.match(text, end)
         over = _OVER.match(text, end)
         part = _fraction_of(mixed) if mixed and value.denominator == 1 else None
@@ -138,11 +126,10 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
             value, end, plain = value + part, mixed.end(), False
         elif over and int(over[1]):
             value, end, plain = value / int(over[1]), over.end(), False
-    suffix = (_MONEY_SUFFIX if money else _SUFFIX).match(text, end)
-    if suffix:
-        key = suffix[0].strip()
-        power = _SUFFIXES[{"k": "k", "m": "M", "b": "B", "t": "T"}[key[0].lower()]]
-        return Quantity(value * 10**power, suffix.end(), suffix=True)
+    else:
+        return None
+    if suffix := (_MONEY_SUFFIX if money else _SUFFIX).match(text, end):
+        return Quantity(value * 10 ** _SUFFIXES[suffix[0].strip()[0].lower()], suffix.end(), suffix=True)
     return _Reader(text, value, end, plain).read()
 
 
@@ -151,13 +138,6 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
         return value_of_sign(match[1])
     above, below = (int(group) for group in match.groups() if group is not None)
     return Fraction(above, below) if below else Fraction(0)
-
-
-def _from_words(text: str, start: int) -> Quantity | None:
-    if _WORD.match(text, start) is None:
-        return None
-    found = _Reader(text, None, start, False).read()
-    return found if found and found.end > start else None
 
 
 class _Reader:
@@ -171,7 +151,9 @@ class _Reader:
 
     def read(self) -> Quantity | None:
         for _ in range(_MOST_WORDS):
-            self._next_group()
+            group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
+            if group:  # `500` of `2 million 500 thousand`
+                self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
             word = _WORD.match(self.text, self.end)
             at_start = self.current is None and not self.last
             if word is None or (at_start and word.start(1) != self.end):
@@ -179,17 +161,9 @@ class _Reader:
             if not (self._joined(word) or self._takes(word[1].lower(), word.end())):
                 break
             self.plain = False
-        if self.current is None and not self.last:
-            return None
-        if self.last == "article":
+        if (self.current is None and not self.last) or self.last == "article":
             return None
         return Quantity(self.total + (self.current or 0), self.end, plain=self.plain, part=self.part)
-
-    def _next_group(self) -> None:
-        """`500` of `2 million 500 thousand`."""
-        group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
-        if group:
-            self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
 
     def _joined(self, word: re.Match[str]) -> bool:
         """`and a half`, `and 3/4` after a number; `and` between the groups of one number; `a` before a scale word."""
@@ -255,16 +229,19 @@ class _Reader:
         return True
 
     def _part_of(self, name: str, end: int) -> bool:
-        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless they are `3 quarters of`
-        something."""
+        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless `3 quarters of` something."""
         one = {"halves": "half"}.get(name, name.removesuffix("s"))
         if one not in _PARTS or self.part:
             return False
         if self.current is None and name == "half" and not self.last:
             self.current = Fraction(1)
-        elif not self._counts_parts(name, one, end):
+        elif (
+            self.current is None
+            or self.last not in ("figure", "one", "ten", "article")
+            or (self.current == 1) == (name != one)
+            or (self.figures and one == "quarter" and not re.match(r"\s+of\b", self.text[end : end + 8]))
+        ):
             return False
-        assert self.current is not None
         self.current, self.last, self.part = self.current / _PARTS[one], "half", True
         self.end = end
         of_a = _OF_A.match(self.text, end)
@@ -272,13 +249,6 @@ class _Reader:
         if of_a and following and (following[1].lower() in ("hundred", *_POWERS, *_COUNTS)):
             self.end = of_a.end()
         return True
-
-    def _counts_parts(self, name: str, one: str, end: int) -> bool:
-        if self.current is None or self.last not in ("figure", "one", "ten", "article"):
-            return False
-        if (self.current == 1) == (name != one):  # "one third", "two thirds"; "twenty third" is an ordinal
-            return False
-        return not self.figures or one != "quarter" or re.match(r"\s+of\b", self.text[end : end + 8]) is not None
 
     def _article(self, name: str, end: int) -> bool:
         if name not in ("a", "an") or self.last:

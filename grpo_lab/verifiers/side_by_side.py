@@ -1,5 +1,4 @@
-r"""How a gold and an answer are read before they are compared: numbers in words as figures, percents, one answer or
-many.
+r"""How a gold and an answer are read before they are compared: number words as figures, percents, one answer or many.
 
     gold 12000000   answer "12\text{ million}"               -> 12000000
     gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)
@@ -32,8 +31,7 @@ _OF_WHAT = re.compile(r" of(?: [^\W\d_]+){1,6}")
 _UNIT = r"(?:[A-Za-zµμ]+|\\(?:Omega|mu [A-Za-z]+))(?:\^\{?-?\d\}?)?"
 _UNITS_AFTER = re.compile(rf"((?:\s*[*/]\s*|\s*\\cdot\s*|\s+per\s+|\s+){_UNIT})+")
 _UNIT_NAME = re.compile(r"\\Omega|[A-Za-zµμ]+")
-_LETTER_UNITS_WORDS = "N V J W K C F A T L m s h g Hz Pa per"
-_LETTER_UNITS = frozenset(_LETTER_UNITS_WORDS.split())
+_LETTER_UNITS = frozenset(["N", "V", "J", "W", "K", "C", "F", "A", "T", "L", "m", "s", "h", "g", "Hz", "Pa", "per"])
 _RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
@@ -45,6 +43,7 @@ _NEXT_EQUATION = re.compile(  # "x = 3 while y = 5", "x=3 \\mid y=5", two lines
     r"(?<=[\d}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\\mid(?![a-zA-Z])|\||\s)\s*(?=[a-zA-Z](?:_\{?\w{1,8}\}?)?\s*=)"
 )
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
+_BRACKET = re.compile(r"[()\[\]{}]")
 _BRACKETS = re.compile(r"[()\[\]]|\\[{}]|\\begin|,|;|=|<|>|\\(?:cup|cap|in|leq?|geq?|neq|pm)(?![a-zA-Z])")
 _WORDS_BETWEEN = re.compile(r"\d\W{0,6}[A-Za-z]{2,}(?:[ .-]+[A-Za-z]+){0,6}[ .:$+-]*(?<![A-Za-z])\d")
 MANY = "several answers beside one"
@@ -56,7 +55,7 @@ def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -
     `letters`: also `5k` -> `5000`, where no variable can be meant. `unit`: what is counted in, `7 dozen` -> `7` in
     dozens.
     """
-    flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
+    flat = _flat(text)
     share = _share(flat)
     if share is not None:
         return share
@@ -64,16 +63,19 @@ def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -
     if found is None or found.plain or (found.suffix and not letters):
         return text
     rest = flat[found.end :]
-    if (
-        rest.strip(" .")
-        and not _is_unit_phrase(rest)
-        and not ((found.part or found.percent) and _OF_WHAT.fullmatch(rest))
-    ):
+    words = rest.strip(" .").split()
+    units = all(re.fullmatch(r"[^\W\d_]+\.?", word) and is_unit_word(word.strip(".")) for word in words)
+    if not (units and len(words) <= 8) and not ((found.part or found.percent) and _OF_WHAT.fullmatch(rest)):
         return text
     number = flat[: found.end]
     if found.percent:
         return text if text.endswith(r"\%") and _is_latex(number) else in_digits(found.value) + r"\%"
     return text if _is_latex(number) else in_digits(found.value / unit)
+
+
+def _flat(text: str) -> str:
+    """Without text groups and LaTeX's spaces."""
+    return " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
 
 
 def _with_spaces(group: re.Match[str]) -> str:
@@ -93,25 +95,22 @@ def _share(flat: str) -> str | None:
     some, whole = exact_value(found[1]), exact_value(found[3])
     if some is None or not whole or (found[2].lower() in ("of", "in") and abs(some) > whole):
         return None
-    if any(is_value_word(word) for word in found[4].split()):
-        return None
-    return in_digits(some / whole)
-
-
-def _is_unit_phrase(rest: str) -> bool:
-    words = rest.strip(" .").split()
-    return len(words) <= 8 and all(
-        re.fullmatch(r"[^\W\d_]+\.?", word) and is_unit_word(word.strip(".")) for word in words
-    )
+    return None if any(is_value_word(word) for word in found[4].split()) else in_digits(some / whole)
 
 
 def read_together(gold: str, answer: str) -> tuple[str, str]:
-    """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number."""
+    """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number, beside
+    which `x = 18` is 18, `12,5` 12.5 and `20 km/h` 20. Lists stay lists."""
     gold = _without_compound_unit(in_figures(gold))
     answer = in_figures(answer, letters=exact_value(gold.removesuffix(r"\%")) is not None)
     gold, answer = _percents(gold, answer)
-    if is_plain_number(gold):
-        answer = _beside_number(gold, answer)
+    if not is_plain_number(gold):
+        return gold, answer
+    if "," not in _THOUSANDS.sub("", answer) and "=" in answer and len(parts_of(answer)) < 2:
+        answer = _percents(gold, in_figures(canonical(_last_side(answer)), letters=True))[1]
+    answer = _without_compound_unit(answer, letters=True)
+    if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
+        answer = answer.replace(",", ".")
     return gold, answer
 
 
@@ -140,24 +139,12 @@ def _last_side(answer: str) -> str:
     return _RIGHT_SIDE.split(answer)[-1].strip()
 
 
-def _beside_number(gold: str, answer: str) -> str:
-    """The gold is one plain number; read `x = 18` as 18, `12,5` as 12.5 and `20 km/h` as 20. Lists stay lists."""
-    if "," not in _THOUSANDS.sub("", answer) and "=" in answer and len(parts_of(answer)) < 2:
-        right = _RIGHT_SIDE.split(answer)[-1].strip()
-        answer = _percents(gold, in_figures(canonical(right), letters=True))[1]
-    answer = _without_compound_unit(answer, letters=True)
-    if _DECIMAL_COMMA.fullmatch(answer) and not is_plain_number(answer):
-        answer = answer.replace(",", ".")
-    return answer
-
-
 def _without_compound_unit(text: str, letters: bool = False) -> str:
-    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`, where no variable can be
-    meant."""
+    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`."""
     found = read_quantity(text)
     if found is None or not found.plain:
         return text
-    flat = " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text[found.end :])).split())
+    flat = _flat(text[found.end :])
     rest = flat if flat.startswith(("/", "*")) else f" {flat}"
     spaced = text[found.end : found.end + 1] in " \\~" or (letters and "/" in rest)
     if not flat or not spaced or not _UNITS_AFTER.fullmatch(rest):
@@ -170,17 +157,12 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
 
 
 def parts_of(answer: str) -> list[str]:
-    r"""The answers in an answer: split at `and`, `or`, `;`, `\\`, `\quad`, `\land` and before a further equation,
-    outside of brackets and matrices.
-    """
+    r"""The answers in an answer: split at `and`, `;`, `\quad` and before a further equation, outside of brackets."""
     if r"\begin" in answer:
         return [answer]
-    parts, depth, last = [], 0, 0
-    marks = sorted(
-        [(m.start(), m.end(), True) for joint in (_JOINT, _NEXT_EQUATION) for m in joint.finditer(answer)]
-        + [(m.start(), m.end(), False) for m in re.finditer(r"[()\[\]{}]", answer)]
-    )
-    inside_joint = 0
+    parts, depth, last, inside_joint = [], 0, 0, 0
+    patterns = [(_JOINT, True), (_NEXT_EQUATION, True), (_BRACKET, False)]
+    marks = sorted((m.start(), m.end(), joint) for pattern, joint in patterns for m in pattern.finditer(answer))
     for start, end, joint in marks:
         if start < inside_joint:
             continue
@@ -202,15 +184,10 @@ def is_many(gold: str, answer: str) -> bool:
         return False
     parts = parts_of(answer)
     if len(parts) > 1:
-        return len({_value_of(part) for part in parts}) > 1
+        sides = [_last_side(part) for part in parts]
+        return len({side if (number := exact_value(side)) is None else number for side in sides}) > 1
     if value is None or "=" in answer:
         return False
     bare = _COMMAND.sub("·", _TEXT_GROUP.sub(_with_spaces, answer))
     between = _WORDS_BETWEEN.search(bare)
     return between is not None and bool(prose_words(between[0]) or re.search(r"\d\s+[A-Za-z]{2,}", between[0]))
-
-
-def _value_of(part: str) -> Fraction | str:
-    side = _last_side(part)
-    value = exact_value(side)
-    return side if value is None else value

@@ -1,8 +1,4 @@
-"""What a mathematical comparison can come to, and what a score is.
-
-A score, for training, samplers, pass rates, the length reward and evaluation alike, is a number or None, correct from 1
-on.
-"""
+"""What a mathematical comparison can come to, and what a score is: a number or None, correct from 1 on."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ CORRECT_FROM = 1.0
 
 def as_number(value: Any) -> float | None:
     """A score as Python's own float (numpy's and torch's numbers are taken, too), ±inf where it is too large for one;
-    None stays.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: it is no number. Text is none, even if it could be read as one.
-    """
+    None stays. TypeError, ValueError, RuntimeError: it is no number; text is none, even if it could be read as one."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -63,12 +55,8 @@ def checked_scores(
 ) -> list[float | None]:
     """What ``who`` returned for ``count`` completions: a number or None each.
 
-    Args:
-        infinite: ±inf is handed on; whoever asks deals with it.
-        nan: NaN is handed on.
-
-    Raises:
-        ValueError: in one line: who, what was seen and where, what is allowed.
+    ``infinite``, ``nan``: ±inf, NaN is handed on. ``ValueError``: in one line who, what was seen and where, what is
+    allowed.
     """
     try:
         number = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
@@ -89,16 +77,9 @@ def _checked(value: Any, place: int, who: str, infinite: bool, nan: bool) -> flo
         found, infinite, nan = math.nan, False, False
     if found is None or math.isfinite(found) or (nan if math.isnan(found) else infinite):
         return found
-    raise ValueError(
-        f"{who} returned {_shown(value)} for completion {place}; allowed are finite numbers, or None for a "
-        "completion that cannot be "
-        "scored"
-    )
-
-
-def _shown(value: Any) -> str:
-    """In one short line; of what Python does not write out (a whole number of thousands of digits) its type."""
     try:
-        return " ".join(reprlib.repr(value).split())
-    except ValueError:
-        return f"<{type(value).__name__}>"
+        shown = " ".join(reprlib.repr(value).split())
+    except ValueError:  # a whole number of thousands of digits, which Python does not write out
+        shown = f"<{type(value).__name__}>"
+    allowed = "allowed are finite numbers, or None for a completion that cannot be scored"
+    raise ValueError(f"{who} returned {shown} for completion {place}; {allowed}")

@@ -29,7 +29,7 @@ from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
 from grpo_lab.objectives import sampler_correction
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.lab_trainer import LabTrainer
 from grpo_lab.trainer.trl_bridge.names import WHILE_TRAINING
@@ -545,7 +545,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
     assert isinstance(logged, deque)
     assert logged.maxlen == trainer.args.generation_batch_size == len(logged)
     ours = torch.arange(float(len(logged)))
-    trl_bridge.replace_logged_advantages(trainer, ours)
+    trl_bridge.replace_logged_rows(trainer, {"advantages": ours.tolist()})
     assert list(trainer._logs["advantages"]) == ours.tolist()
     assert trainer._logs["advantages"].maxlen == trainer.args.generation_batch_size
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_lab import KimiTrainer, LabConfig
 from grpo_lab.rewards import KimiLengthReward
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 

@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import arguments, problems
 
 RESUME_AT = 3

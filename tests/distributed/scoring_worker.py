@@ -19,7 +19,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.advantages import GroupMean
 from grpo_lab.batch import RewardTable
 from grpo_lab.rewards import step_reward
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 
 

@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rewards import KimiLengthReward, group_reward
 from grpo_lab.rewards.protocol import Group
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import arguments, mixed_reward, problems
 
 

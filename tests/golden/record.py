@@ -33,8 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from golden.in_double import everything_in_double
 from golden.settings import SETTINGS, STEPS, Setting
 from grpo_lab import LabConfig
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout, tiny_model
 from parity.harness import LENGTHS, arguments, problems
 from parity.sampler import NoisySampler, as_with_vllm
 

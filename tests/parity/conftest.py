@@ -25,8 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.tokenizer import CHAT_TEMPLATE
+from grpo_lab.testing import CHAT_TEMPLATE, tiny_model
 from parity.tiny_vlm import save_tiny_llava
 
 #: a template that TRL knows to parse tool calls of

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.sampler import NoisySampler, as_with_vllm
 from parity.stock_like import Case, prompts, spread_reward
 from parity.tiny_vlm import with_images

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer.resume.state import EARLIER, STATE, read_state, write_state
 from tolerance import movement_gap
 

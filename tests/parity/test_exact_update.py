@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer.step import exact_update
 from parity.harness import (
     LENGTHS,

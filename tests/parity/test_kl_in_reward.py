@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from metrics_oracle import in_float64
 from parity.harness import arguments, mixed_reward, movement_bound, movement_difference, train
 

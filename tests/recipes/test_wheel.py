@@ -25,7 +25,7 @@ MOST_LINES = 25
 IMPORT_ALL = """
 import importlib, pkgutil, grpo_lab
 for module in pkgutil.walk_packages(grpo_lab.__path__, "grpo_lab."):
-    if not module.name.endswith(("__main__", "math_worker", "server_worker", "vllm.access")):
+    if not module.name.endswith(("__main__", "server_worker", "vllm.access")):
         importlib.import_module(module.name)
 print(grpo_lab.__file__)
 """

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, train
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "grpo_flat.py"

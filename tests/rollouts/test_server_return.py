@@ -21,7 +21,7 @@ from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_read
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
 from grpo_lab.trainer.generation import server
-from grpo_lab.trainer.generation.server_return import LOSSES, ServerReturn
+from grpo_lab.trainer.generation.server import LOSSES, ServerReturn
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 
@@ -100,10 +100,7 @@ class Story:
         self.done: list[str] = []
         self.faults = faults
         self.counted: list[float] = []
-        client = SimpleNamespace(
-            close_communicator=lambda: None,
-            wait=lambda limit: self.step("wait"),
-        )
+        client = SimpleNamespace(wait=lambda limit: self.step("wait"))
         accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
         generation = SimpleNamespace(accelerator=accelerator, vllm_client=client, waiting=contextlib.nullcontext)
         monkeypatch.setattr(server, "connect", lambda *_: self.step("connect"))
@@ -112,9 +109,8 @@ class Story:
         self.run = ServerReturn(generation, ServerSettings(**settings))
         book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
         proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
-        self.run.attach(
-            SimpleNamespace(parts=SimpleNamespace(sync_proof=proof), recorder=SimpleNamespace(book=lambda: book))
-        )
+        parts, recorder = SimpleNamespace(sync_proof=proof), SimpleNamespace(book=lambda: book)
+        self.run.trainer = SimpleNamespace(parts=parts, recorder=recorder)  # type: ignore[assignment]
 
     def step(self, name: str) -> Any:
         self.done.append(name)

@@ -142,7 +142,7 @@ def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp
         rows = load_file(done.folder / name, template="none")
         assert rows["question"] == [row["question"] for row in done.rows]
         assert rows["pass_rate"] == [row["pass_rate"] for row in done.rows]
-        with pytest.raises(ValueError, match="made with template none and the setting template is 'r1'"):
+        with pytest.raises(ValueError, match="made with template none and template is 'r1'"):
             load_file(done.folder / name, template="r1")
     source = str(done.folder / "curated.parquet")
     second = curate(
@@ -227,7 +227,7 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     samples = tmp_path / "killed" / "pass_rates.jsonl"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HOLD_AT_CALL": "7"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_lab.cli", *words, str(samples.parent)],
+        [sys.executable, "-m", "grpo_lab", *words, str(samples.parent)],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer.metrics.progress import HealthLine
 from parity.harness import Run, arguments, mixed_reward, train
 

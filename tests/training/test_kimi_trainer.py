@@ -16,8 +16,7 @@ from transformers import TrainerCallback
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, R1ZeroTrainer
 from grpo_lab.data import word_problems
 from grpo_lab.rewards import AccuracyReward, KimiLengthReward, LanguageConsistencyReward
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout, tiny_model
 from grpo_lab.trainer.ports import Phase
 from grpo_lab.trainer.step.iteration import OptimizerReset, empty_optimizer
 from tolerance import log_prob_gap, movement_gap, two_walks

@@ -17,7 +17,7 @@ from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train as pipeline
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.rewards import EquationSteps, TokenClassificationSteps, step_reward, steps_as_outcome
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, assert_same_movement, mixed_reward, problems, train
 from process_oracle import LR, PROCESS, literal, ragged_steps, replayed, scored
 from step_judge import saved_judge

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_difference, train
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.objectives import KLTerm, Objective, aggregation, surrogate
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from metrics_oracle import in_float64
 from parity.harness import LENGTHS, Run, arguments, mixed_reward, movement_bound, movement_difference, train
 

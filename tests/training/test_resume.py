@@ -25,8 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout, tiny_model
 from grpo_lab.trainer.carried import POLICY_VERSION
 from grpo_lab.trainer.resume.generation_buffer import rows_file
 from grpo_lab.trainer.resume.state import STATE, read_state

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import KimiTrainer, LabConfig, LabTrainer
 from grpo_lab.rewards import group_reward
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 from parity.harness import LENGTHS, arguments, problems
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.rewards import group_reward
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout
 from parity.harness import LENGTHS, arguments, problems
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # a mean of four numbers up to 2, a difference, and (z-scores) a quotient

@@ -18,8 +18,7 @@ from torch import Tensor
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.batch import Denominators, RewardTable, TokenBatch, masked_sum, safe
 from grpo_lab.data import word_problems
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.rollouts import ScriptedRollout
+from grpo_lab.testing import ScriptedRollout, tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tables")]
 

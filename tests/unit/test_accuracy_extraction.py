@@ -7,8 +7,7 @@ import time
 import pytest
 
 from grpo_lab.rewards.math.accuracy import gold_answer
-from grpo_lab.rewards.math.extraction import closed_boxes, extract_answer
-from grpo_lab.rewards.math.run_on import next_turn_start
+from grpo_lab.rewards.math.extraction import closed_boxes, extract_answer, next_turn_start
 from grpo_lab.verifiers.canonical import canonical
 
 
@@ -242,7 +241,7 @@ def test_no_gold(solution: object) -> None:
     ],
 )
 def test_boxes_are_found_from_the_first_one_on(text: str, inside: list[str]) -> None:
-    assert [text[box.inside : box.inside_end] for box in closed_boxes(text)] == inside
+    assert [text[start:end] for _, _, start, end in closed_boxes(text)] == inside
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from grpo_lab.advantages import (
     Raw,
     advantage_rule,
 )
-from grpo_lab.advantages.groups import group_average, is_dead, population_std, sample_std
+from grpo_lab.advantages.group import group_average, is_dead, population_std, sample_std
 from grpo_lab.batch import RewardTable
 
 NAN = math.nan

@@ -270,7 +270,7 @@ def test_a_prompt_that_fills_the_context(tiny_folder: Path, tmp_path: Path) -> N
 
 
 def test_the_same_where_a_rollout_makes_the_completions(tiny_folder: Path, tmp_path: Path) -> None:
-    from grpo_lab.testing.rollouts import ScriptedRollout
+    from grpo_lab.testing import ScriptedRollout
 
     trainer = build(
         tiny_folder,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.curation.rejection import Sampled, contrast_pairs, normalised, right_answers
-from grpo_lab.rewards.arithmetic.steps import calculates_right, equation_list
+from grpo_lab.rewards.arithmetic import calculates_right, equation_list
 
 
 def problem(*answers: tuple[str, float | None], prompt: Any = "q", **columns: Any) -> Sampled:

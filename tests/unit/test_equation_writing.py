@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from grpo_lab.rewards.arithmetic.equations import judged, plain
+from grpo_lab.rewards.arithmetic import judged, plain
 
 pytestmark = pytest.mark.slow
 

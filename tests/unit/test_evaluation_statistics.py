@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lab.evaluation.outcomes import vote_key
+from grpo_lab.evaluation.result import vote_key
 from grpo_lab.evaluation.statistics import (
     accuracy_interval,
     clustered_interval,

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from grpo_lab.cli import main
-from grpo_lab.engines.vllm import serve
+from grpo_lab.engines.vllm import server
 from grpo_lab.engines.vllm import token as server_token
 from grpo_lab.engines.vllm.server import ServerOptions, server_command
 
 
 def chosen(*words: str) -> ServerOptions:
     parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve.options_from(parser.parse_args(["--model", "some/model", *words]))
+    server.add_arguments(parser)
+    return server.options_from(parser.parse_args(["--model", "some/model", *words]))
 
 
 def test_options_reach_the_server_s_command_line() -> None:
@@ -84,7 +84,7 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(a_model: str, capsys: 
         port = taken.getsockname()[1]
         assert main(["serve", "--model", a_model, "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
-    serve.refuse_taken_port(port)
+    server.refuse_taken_port(port)
 
 
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_an_address_beyond_this_machine_is_named_and_warned_of() -> None:
     assert chosen("--host", "fd00::7").base_url == "http://[fd00::7]:8000"
     said = dict(itertools.pairwise(server_command(options, on_cpu=False)))
     assert said["--host"] == "10.0.0.3"
-    assert "10.0.0.3:8001 and asks for a token, but nothing is encrypted" in serve.exposed(options)
+    assert "10.0.0.3:8001 and asks for a token, but nothing is encrypted" in server.exposed(options)
 
 
 def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(

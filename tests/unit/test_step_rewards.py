@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from grpo_lab.rewards import EquationSteps, SplitStepReward, StepReward, step_reward, steps_as_outcome
-from grpo_lab.rewards.arithmetic.equations import NotArithmetic, judged, value_of
+from grpo_lab.rewards.arithmetic import NotArithmetic, judged, value_of
 from grpo_lab.rewards.steps import by_line, token_ends
-from grpo_lab.testing.tokenizer import tiny_tokenizer
+from grpo_lab.testing import tiny_tokenizer
 
 
 @step_reward

@@ -15,8 +15,7 @@ from tokenizers import pre_tokenizers
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.sections import RewardSection
 from grpo_lab.rewards import TokenClassificationSteps, steps_as_outcome
-from grpo_lab.testing import tiny_model
-from grpo_lab.testing.tokenizer import tiny_tokenizer
+from grpo_lab.testing import tiny_model, tiny_tokenizer
 from step_judge import byte_tokenizer, judge_model, saved_judge
 
 TEMPLATE = (

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, is_plain_number
+from grpo_lab.verifiers.math_equality import compare_in_worker
 from grpo_lab.verifiers.side_by_side import read_together
 
 
 def by_math_verify(gold: str, answer: str) -> bool:
-    from grpo_lab.verifiers.math_worker import compare
-
-    return compare({"gold": gold, "answer": answer})["verdict"] == "equal"
+    return compare_in_worker({"gold": gold, "answer": answer})["verdict"] == "equal"
 
 
 def spelled(whole: int, places: str, commas: bool, sign: str) -> str:

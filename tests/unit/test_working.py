@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_lab.rewards import worked_out
-from grpo_lab.rewards.arithmetic.steps import MOST_READ, works_out
+from grpo_lab.rewards.arithmetic import MOST_READ, works_out
 
 CALCULATES = [
     "Ann has 4*6=24 stamps.\n#### 24",

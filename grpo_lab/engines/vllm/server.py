@@ -1,53 +1,61 @@
-"""A vLLM server on 127.0.0.1: its command line, its start and its end.
+"""A vLLM server and the command that serves it, `grpo-lab serve`: in the foreground, until it is interrupted or ends.
 
 It is vLLM's own server (`vllm serve`), which TRL's `vllm_mode: server` talks to. Its development endpoints are on,
 since weight sync needs them; they let whoever may ask replace the model. So the address is 127.0.0.1 unless another one
-is named (`host`: between the machines of a cluster), and every request needs a token (`server_token`, `server_access`).
+is named (`--host`: between the machines of a cluster), and every request needs a token (`token.py`, `access.py`).
 """
 
 from __future__ import annotations
 
+import argparse
 import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from grpo_lab.engines.vllm.engine import EngineOptions, runs_on_cpu
-from grpo_lab.engines.vllm.talk import wait_until_ready
-from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, Token, of_server, own_folder
+from grpo_lab.engines.vllm import token as tokens
+from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
+from grpo_lab.engines.vllm.talk import ServerGone, wait_until_ready
+from grpo_lab.io import looks_local
 from grpo_lab.sandbox.kernel import die_with_parent
+from grpo_lab.signals import handle
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-SOCKETS_PREFIX = "grpo-lab-sockets-"
-#: a second token, and unpickling what is sent
-NOT_OURS = ("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION")
-#: of the trainer that starts a server, and not for it
-OF_ANOTHER_RUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: not for the server: a second token, unpickling what is sent, a size of the cache beside the options', and what is of
+#: the trainer that starts it
+HIDDEN = (
+    *("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+#: what a folder must hold to be served → files of which it needs one
+NEEDED = {
+    "config": ("config.json",),
+    "weights": ("*.safetensors", "*.bin", "*.gguf"),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json"),
+}
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve and where.
+    """What to serve and where; ValueError for what is not allowed.
 
-    `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU. `token_file`: see
-    `server_token`. `allow_hosts`: names under which it is asked, beside its address and this machine's.
-    `max_request_mib`: longest request.
+    `allow_hosts`: names under which it is asked, beside its address and this machine's.
     """
 
     model: str
     port: int = 8000
     engine: EngineOptions = field(default_factory=EngineOptions)
-    trainer_dtype: str = "float32"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     host: str = HOST
@@ -56,104 +64,86 @@ class ServerOptions:
     max_request_mib: int = 256
 
     def __post_init__(self) -> None:
-        if not 1024 <= self.port <= 65535:
-            raise ValueError(f"server port must lie in 1024..65535, got {self.port}")
-        self._check_host()
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
         share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {share}")
-        if self.max_request_mib < 1:
-            raise ValueError(f"max_request_mib must be >= 1, got {self.max_request_mib}")
-        for name in self.allow_hosts:
-            if not name or not name.isascii() or any(character in name for character in ",/: "):
-                raise ValueError(f"a host that is allowed must be a name such as node7, without a port, got {name!r}")
-
-    def _check_host(self) -> None:
+        for name, right, allowed in (
+            ("port", 1024 <= self.port <= 65535, "lie in 1024..65535"),
+            ("tensor_parallel_size", self.tensor_parallel_size >= 1, "be >= 1"),
+            ("gpu_memory_utilization", share is None or 0 < share <= 1, "lie in (0, 1]"),
+            ("max_request_mib", self.max_request_mib >= 1, "be >= 1"),
+        ):
+            if not right:
+                raise ValueError(f"server {name} must {allowed}, got {getattr(self, name)}")
+        for host in self.allow_hosts:
+            if not host or not host.isascii() or any(character in host for character in ",/: "):
+                raise ValueError(f"a host that is allowed must be a name such as node7, without a port, got {host!r}")
         try:
-            address = address_of(self.host)
+            unspecified = self._address().is_unspecified
         except ValueError:
+            raise ValueError(f"server host must be an address of this machine, as {HOST}; got {self.host!r}") from None
+        if unspecified:
             raise ValueError(
-                f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
-            ) from None
-        if address.is_unspecified:
-            raise ValueError(
-                f"server host {self.host} means every network of this machine, and the token travels in clear: name "
-                "one "
-                f"address in a private network that you trust, or leave the host out ({HOST})"
+                f"server host {self.host} means every network of this machine, and the token travels in clear: name one"
+                f" address in a private network that you trust, or leave the host out ({HOST})"
             )
+
+    def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        """::ffff:0.0.0.0 is the 0.0.0.0 that it listens at. ValueError for a name."""
+        address = ipaddress.ip_address(self.host)
+        return getattr(address, "ipv4_mapped", None) or address
 
     @property
     def is_local(self) -> bool:
-        return address_of(self.host).is_loopback
+        return self._address().is_loopback
 
     @property
     def base_url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
-
-
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address; ::ffff:0.0.0.0 is the 0.0.0.0 that it listens at. ValueError for a name."""
-    address = ipaddress.ip_address(host)
-    return getattr(address, "ipv4_mapped", None) or address
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     """The server's command line as an argument list, for this interpreter's vLLM.
 
-    Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a GPU weights
-    come over NCCL; on a CPU through `WeightLoading`. On a CPU `vllm serve` itself ends at once (it asks for the
-    metadata of a package "vllm", and the CPU build is called vllm-cpu), so the module behind it is run.
+    Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a CPU `vllm
+    serve` ends at once (it asks for the metadata of a package "vllm", not vllm-cpu), so the module behind it is run.
     """
     import torch
 
-    arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=getattr(torch, options.trainer_dtype))
-    if on_cpu:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
-    else:
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
+    cpu = ["vllm.entrypoints.openai.api_server", "--model"]
+    command = [sys.executable, "-m", *(cpu if on_cpu else ["vllm.entrypoints.cli.main", "serve"]), options.model]
     command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed or 0)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
+    arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=torch.float32)
+    arguments["tensor_parallel_size"] = options.tensor_parallel_size
+    arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     for name, value in arguments.items():
-        flag = "--" + name.replace("_", "-")
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            command.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            command += [flag, str(value)]
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            command += [f"--{flag}", str(value)]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     command += ["--middleware", GUARD, "--allowed-origins", "[]", "--disable-fastapi-docs"]
-    if options.tensor_parallel_size > 1:
-        command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
-    if options.gpu_memory_utilization is not None:
-        command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if not on_cpu:
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return command
 
 
-def server_environment(options: ServerOptions, token: str, sockets: str | None = None) -> dict[str, str]:
-    """This process's environment with the server's development endpoints on, usage statistics off, and what `Guard`
-    reads.
+def server_environment(options: ServerOptions, token: str, sockets: str) -> dict[str, str]:
+    """This process's environment with the server's development endpoints on, and what `Guard` reads.
 
-    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect to
-    them.
+    `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect.
 
-    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
-    more and pins itself to a core; the engine has a process of its own in any case.
+    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
     """
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name in ("VLLM_CPU_KVCACHE_SPACE", *NOT_OURS, *OF_ANOTHER_RUN):
-        environment.pop(name, None)
+    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    hosts = ",".join((str(ipaddress.ip_address(options.host)), *options.allow_hosts))
     environment |= {
-        VARIABLE: token,
-        HOSTS_VARIABLE: ",".join((str(ipaddress.ip_address(options.host)), *options.allow_hosts)),
+        tokens.VARIABLE: token,
+        tokens.HOSTS_VARIABLE: hosts,
+        tokens.LIMIT_VARIABLE: str(options.max_request_mib * 1024**2),
     }
-    if sockets is not None:
-        environment[SOCKETS_VARIABLE] = sockets
-    environment[LIMIT_VARIABLE] = str(options.max_request_mib * 1024**2)
+    environment[SOCKETS_VARIABLE] = sockets
     return environment
 
 
@@ -169,57 +159,153 @@ class Server:
         self.log = log
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
-        self.token: Token | None = None
+        self.token: tokens.Token | None = None
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:
         """Start the process and wait until it is healthy. Its token's file is there before it is."""
-        self.token = of_server(self.options.base_url, self.options.token_file)
+        options, log = self.options, self.log
+        self.token = tokens.of_server(options.base_url, options.token_file)
+        token, parent = self.token.value, os.environ.get(SOCKETS_VARIABLE)
         try:
-            self._start(self.token.value)
-            return self
+            sockets = str(self._until_stopped.enter_context(tokens.own_folder("grpo-lab-sockets-", parent)))
+            with nullcontext() if log is None else log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    server_command(options, on_cpu=runs_on_cpu()),
+                    env=server_environment(options, token, sockets),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
+                )
+            wait_until_ready(options.base_url, self.start_timeout, token=lambda: token, process=self.process, log=log)
         except BaseException:
             self.stop()
             raise
+        return self
 
-    def _start(self, token: str) -> None:
-        command = server_command(self.options, on_cpu=runs_on_cpu())
-        sockets = self._until_stopped.enter_context(own_folder(SOCKETS_PREFIX, os.environ.get(SOCKETS_VARIABLE)))
-        with nullcontext() if self.log is None else self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=server_environment(self.options, token, str(sockets)),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
-            )
-        limit = self.start_timeout
-        wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)
-
-    def stop(self, grace: float = 10.0) -> None:
+    def stop(self) -> None:
         """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
         if self.token is not None:
             self.token.forget()
         if self.process is not None:
-            self._end(self.process, grace)
+            for sign in (signal.SIGTERM, signal.SIGKILL):
+                try:
+                    os.killpg(self.process.pid, sign)  # its own session, so its own group
+                    self.process.wait(timeout=10)
+                except ProcessLookupError:
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+            self.process.wait()
         self._until_stopped.close()
-
-    def _end(self, process: subprocess.Popen[bytes], grace: float) -> None:
-        for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
-            try:
-                os.killpg(process.pid, sign)  # its own session, so its own group
-                process.wait(timeout=patience)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        process.wait()
 
     def __enter__(self) -> Server:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def add(flag: str, told: str, kind: Any = str, **how: Any) -> None:
+        parser.add_argument(flag, help=told, **({} if "action" in how else {"type": kind}), **how)
+
+    warned = "at another one prompts and token cross the network unencrypted"
+    add("--model", "folder or hub name; the trainer's weights replace its own", required=True)
+    add("--port", "port of the server", int, default=8000)
+    add("--host", f"address to listen at, default {HOST}; {warned}", default=HOST)
+    add("--token-file", f"the token's file, made if need be (default: ${tokens.VARIABLE}, else made)", Path)
+    names = {"dest": "allow_hosts", "metavar": "NAME", "action": "append", "default": []}
+    add("--allow-host", "a further name that it is asked by, without port", **names)
+    add("--max-request-mib", "longest request, in MiB", int, default=256)
+    add("--dtype", "auto: float32 on a CPU, else vLLM's rule", default="auto", choices=ENGINE_DTYPES)
+    add("--max-model-len", "prompt + completion, in tokens", int)
+    add("--kv-cache-gib", "KV cache in GiB (default on a CPU: 1)", float)
+    add("--block-size", "tokens of a KV page (default on a CPU: 32)", int)
+    anew = "compute a prompt anew for each completion"
+    add("--no-prefix-caching", anew, dest="prefix_caching", action="store_false")
+    add("--enforce-eager", "no compilation (default on a CPU)", action="store_true", default=None)
+    add("--seed", "seed of the sampler", int, default=0)
+    add("--tensor-parallel-size", "GPUs of one copy of the model", int, default=1)
+    add("--gpu-memory-utilization", "share of a GPU's memory (vLLM's default: 0.9)", float)
+    add("--start-timeout", "seconds until it must be up", float, default=600.0)
+    add("--log", "file for vLLM's output instead of the terminal", Path)
+
+
+def options_from(chosen: argparse.Namespace) -> ServerOptions:
+    """Parsed command line -> what to serve. ValueError for a value that is not allowed."""
+    given = {**vars(chosen), "allow_hosts": tuple(chosen.allow_hosts)}
+    engine = EngineOptions(**{one.name: given[one.name] for one in fields(EngineOptions)})
+    asked = {one.name: given[one.name] for one in fields(ServerOptions) if one.name in given}
+    return ServerOptions(**asked, engine=engine)
+
+
+def refuse_taken_port(port: int, host: str = HOST) -> None:
+    """ValueError where something listens already: vLLM would find out only after loading the model."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            said = f"port {port} at {host} cannot be used ({error.strerror})"
+            raise ValueError(f"{said}: choose another --port, or an address of this machine") from error
+
+
+def refuse_no_model(model: str) -> None:
+    """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback.
+
+    A folder must hold a config, weights and a tokenizer; a hub name is asked for its config.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        for what, patterns in NEEDED.items():
+            if not any(next(folder.glob(pattern), None) for pattern in patterns):
+                raise ValueError(f"--model {model}: the folder holds no {what} ({' or '.join(patterns)})")
+        return
+    if looks_local(model):
+        raise ValueError(f"--model {model}: no such folder; give a folder of a saved model, or a hub name 'owner/name'")
+    from transformers.utils import cached_file
+
+    try:
+        cached_file(model, "config.json")
+    except OSError as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"--model {model}: no such folder, and no config.json of it on the hub ({why})") from error
+
+
+def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
+    """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
+
+    refuse_no_model(options.model)
+    refuse_taken_port(options.port, options.host)
+    handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C, so that the server ends with this process
+    if not options.is_local:
+        print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
+    print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
+    try:
+        with Server(options, log=log, start_timeout=start_timeout) as server:
+            assert server.process is not None
+            assert server.token is not None
+            token = server.token.file  # where it is, never what
+            where = f"the environment ({tokens.VARIABLE})" if token is None else str(token)
+            found = token in (None, tokens.default_file(options.base_url))
+            print(
+                f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"
+                f"  --use_vllm true --vllm_mode server --vllm_server_base_url {options.base_url}"
+                + ("" if found else f" --rollout.server.token_file {where}"),
+                flush=True,
+            )
+            status = server.process.wait()
+    except KeyboardInterrupt:
+        print("grpo-lab: the server was stopped", flush=True)
+        return 0
+    raise ServerGone(f"the vLLM server ended by itself with status {status}" + (f"; see {log}" if log else ""))
+
+
+def exposed(options: ServerOptions) -> str:
+    return (
+        f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: "
+        "whoever reads along in that network has prompts and token, and with it the model. Only in a private network "
+        "that you trust; else leave --host out and forward the port (ssh -L)"
+    )

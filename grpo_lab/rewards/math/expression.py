@@ -2,22 +2,18 @@
 
 A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
 
-    "12 million people"          -> "12 million"
-    "3 and a half hours"         -> "3 and a half"
-    "8 out of 10 voters"         -> "8 out of 10"
-    "3 apples and 5 pears"       -> "3 apples and 5"      (several answers: equal to no single number)
-    "18 because 3 + 15 = 18"     -> "18"
+    "12 million people"  -> "12 million"      "3 apples and 5 pears"   -> "3 apples and 5" (equal to no one number)
+    "8 out of 10 voters" -> "8 out of 10"     "18 because 3 + 15 = 18" -> "18"
 
-Every scan is linear in the text: no pattern revisits what it has passed, and each looks a bounded number of words
-ahead.
+Every scan is linear: no pattern revisits what it has passed, and each looks a bounded number of words ahead.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from grpo_lab.verifiers.canonical import CURRENCY, prose_words
 from grpo_lab.verifiers.quantity import exact_value, is_value_word, read_quantity
@@ -55,57 +51,6 @@ _ASKED = re.compile(
     rf"({_SCALE})s(?![\w-])",
     re.IGNORECASE,
 )
-
-
-def asked_unit(question: str) -> Fraction | None:
-    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands of dollars,
-    …?`; else None."""
-    found = _ASKED.search(question)
-    return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
-
-
-def whole_number(text: str, start: int, end: int) -> int:
-    """Where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
-    read = read_quantity(text, start)
-    if read is not None and not read.plain:
-        end = max(end, read.end)
-    listed = _LIST.match(text, end)
-    if listed:
-        return listed.end()
-    following = _FOLLOWING.match(text, end) or _SMALLER_MEASURE.match(text, end)
-    if following is None:
-        following = _OF_OR_IN.match(text, end)
-        if following is None:
-            return end
-        second = _figure_end(text, following.end())
-        return second if following[1] or _ENDS.match(text, second) else end
-    return _figure_end(text, following.end())
-
-
-def _figure_end(text: str, start: int) -> int:
-    read = read_quantity(text, start)
-    return read.end if read else start
-
-
-def number_in_words(text: str) -> str | None:
-    """The text, where it is a number written in words, alone or with what it counts: `five thousand`, `three eggs`."""
-    text = text.strip()
-    if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
-        return None
-    read = read_quantity(text)
-    if read is None:
-        return None
-    rest = text[read.end :]
-    counted = re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", rest)
-    return text if counted is not None else None
-
-
-def stated_in_words(content: str) -> str | None:
-    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
-    content = content.strip(" \t\n*_.\"'")
-    return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
-
-
 _MAX_SPAN = 600
 _MAX_EXPRESSION = 2000
 _SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
@@ -113,7 +58,7 @@ _CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 _CURRENCY_CLASS = re.escape(CURRENCY)
 NUMBER = re.compile(
     rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?",
+    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?"
 )
 _LEADING = re.compile(
     rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -144,8 +89,45 @@ _FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)  # 18, -3.5: an ex
 _MARKDOWN = " \t\r\n*_`>"
 
 
-@dataclass(frozen=True)
-class Span:
+def asked_unit(question: str) -> Fraction | None:
+    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands, …?`."""
+    found = _ASKED.search(question)
+    return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
+
+
+def whole_number(text: str, start: int, end: int) -> int:
+    """Where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
+    read = read_quantity(text, start)
+    if read is not None and not read.plain:
+        end = max(end, read.end)
+    listed = _LIST.match(text, end)
+    if listed:
+        return listed.end()
+    of = None
+    following = _FOLLOWING.match(text, end) or _SMALLER_MEASURE.match(text, end) or (of := _OF_OR_IN.match(text, end))
+    if following is None:
+        return end
+    read = read_quantity(text, following.end())
+    second = read.end if read else following.end()
+    return second if of is None or of[1] or _ENDS.match(text, second) else end
+
+
+def number_in_words(text: str) -> str | None:
+    """The text, where it is a number written in words, alone or with what it counts: `five thousand`, `three eggs`."""
+    text = text.strip()
+    if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
+        return None
+    read = read_quantity(text)
+    return text if read and re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", text[read.end :]) else None
+
+
+def stated_in_words(content: str) -> str | None:
+    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
+    content = content.strip(" \t\n*_.\"'")
+    return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
+
+
+class Span(NamedTuple):
     """A stretch of mathematics between delimiters: `text[start:end]`, and its inside."""
 
     start: int
@@ -154,8 +136,7 @@ class Span:
 
 
 def math_spans(text: str) -> list[Span]:
-    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money, not
-    mathematics."""
+    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money."""
     spans: list[Span] = []
     opened: tuple[str, int, int] | None = None
     for token in _SPAN_TOKEN.finditer(text):
@@ -175,9 +156,8 @@ def math_spans(text: str) -> list[Span]:
 
 def is_expression(text: str) -> bool:
     """True when the text is one expression through and through: no sentence around it."""
-    return (
-        0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text and not prose_words(text)
-    )
+    read = 0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text
+    return read and not prose_words(text)
 
 
 def joined(parts: list[str]) -> str:
@@ -207,9 +187,14 @@ def _whole_or_leading(content: str) -> str | None:
     spans = math_spans(content)
     if is_expression(content.replace("$", "")) and (content.count("$") <= 2 or len(spans) <= 1):
         return content
-    if spans and spans[0].start == 0:
-        return _leading_spans(content, spans)
-    return _leading_number(content)
+    if not spans or spans[0].start:
+        return _leading_number(content)
+    taken = [spans[0]]
+    for span in spans[1:]:
+        if not _LIST_GLUE.fullmatch(content, taken[-1].end, span.start):
+            break
+        taken.append(span)
+    return _with_what_follows(content, taken[0]) if len(taken) == 1 else joined([span.inside for span in taken])
 
 
 def _leading_number(content: str) -> str | None:
@@ -222,17 +207,6 @@ def _leading_number(content: str) -> str | None:
     return f"-{rest}" if rest else None
 
 
-def _leading_spans(content: str, spans: list[Span]) -> str:
-    taken = [spans[0]]
-    for span in spans[1:]:
-        if not _LIST_GLUE.fullmatch(content, taken[-1].end, span.start):
-            break
-        taken.append(span)
-    if len(taken) > 1:
-        return joined([span.inside for span in taken])
-    return _with_what_follows(content, taken[0])
-
-
 def _with_what_follows(content: str, span: Span) -> str:
     """The inside of a span, `12 million` for `$12$ million`, `8 out of 10` for `$8$ out of $10$`."""
     inside = span.inside.strip()
@@ -241,24 +215,18 @@ def _with_what_follows(content: str, span: Span) -> str:
     if re.fullmatch(r"[-+]?[\d.,]*\d", inside) is None:
         return inside
     following = inside + content[span.end :]
-    whole = following[: whole_number(following, 0, len(inside))]
-    return whole.replace("$", "")
+    return following[: whole_number(following, 0, len(inside))].replace("$", "")
 
 
 def _after_last_verb(content: str) -> str | None:
     spans = math_spans(content)
     heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
-    if not heads or _side_by_side(content, heads):
+    if not heads:
         return None
+    between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start()) if len(heads) > 1 else None
+    if between and not _SUMMARY.search(between[1]):
+        return None  # `x is 3 and y is 5`, `Anna: 3, Tomas: 5`: one of two, not what the text comes to
     return _whole_or_leading(content[heads[-1].end() :])
-
-
-def _side_by_side(content: str, heads: list[re.Match[str]]) -> bool:
-    """`x is 3 and y is 5`, `Anna: 3, Tomas: 5`: the last statement is one of two, not what the text comes to."""
-    if len(heads) < 2:
-        return False
-    between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
-    return between is not None and not _SUMMARY.search(between[1])
 
 
 def expressions_in(text: str) -> list[tuple[int, str]]:
@@ -267,10 +235,9 @@ def expressions_in(text: str) -> list[tuple[int, str]]:
     found = [
         (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
     ]
-    cursor = 0
-    for start, end in [(span.start, span.end) for span in spans] + [(len(text), len(text))]:
-        found += _numbers(text, cursor, start)
-        cursor = end
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    for start, stop in zip([0, *ends], [*starts, len(text)], strict=True):
+        found += _numbers(text, start, stop)
     return sorted(found)
 
 
@@ -289,9 +256,3 @@ def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
         done = end if end <= stop else match.end()
         found.append((done, text[match.start() : done]))
     return found
-
-
-def last_expression(text: str) -> str | None:
-    """The last number or stretch of mathematics, for lenient reading."""
-    found = expressions_in(text)
-    return found[-1][1] if found else None

@@ -1,23 +1,16 @@
 """Two questions to the model itself, once, before the first update: may rows be in bins, and may they be under dropout?
 
 ``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
-positions and no attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that
-masks padding these are one number. They are two for encoders used as language models (BERT's family: every token sees
-the padding), where positions are counted from the tokens (RoBERTa's), where a state runs through padding, where a
-missing mask means another attention (Doge); lists of names are never complete. So two short rows are forwarded both
-ways. What differs only by rounding is told from what differs by formula by forwarding in float32 where the weights are,
-and beyond that by the model's own rounding: TRL's batch against each of its rows alone.
+positions and no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
+RoBERTa's families, Doge) these are two numbers, and lists of names are never complete: so two short rows are forwarded
+both ways. Rounding is told from a formula by float32 where the weights are, else by the model's own: TRL's batch
+against each of its rows alone.
 
-``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what
-a row adds is its own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row
-are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through:
-
-    a random number is drawn all the same      something else is random (a router, noise, adapters that drop whole
-                                               modules)
-    a call whose input is not twice as large   its mask does not grow with the rows: they share it
-
-In the first optimizer step the real forwards are looked at likewise, every call of dropout apart
-(``apart_from_dropout``).
+``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then rows may be left out and
+re-cut (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two and then four,
+with every call of torch's dropout passing its input through. A number that is drawn all the same is another's (a
+router's, an adapter's that drops whole modules); a mask that does not grow with the rows is shared. In the first
+optimizer step the real forwards are looked at likewise, every call of dropout apart (``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -63,14 +56,12 @@ class _Question:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        self._asked = False
-        self._reason: str | None = None
+        self._answered: tuple[str | None] | None = None
 
     def why_stock(self) -> str | None:
         """Why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
-        if not self._asked:
-            self._asked, self._reason = True, self._answer()
-        return self._reason
+        self._answered = self._answered or (self._answer(),)
+        return self._answered[0]
 
     def _answer(self) -> str | None:
         raise NotImplementedError
@@ -115,23 +106,19 @@ class BinProbe(_Question):
         """Mean |difference| between a bin and TRL's batch, and what rounding may make of it."""
         trainer, rows = self._trainer, two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
+        single = [{name: values[i : i + 1] for name, values in rows.items()} for i in range(mask.size(0))]
         with _looked_at(trainer):
-            theirs = self._trls(rows)
-            alone = torch.cat([self._trls({n: v[i : i + 1] for n, v in rows.items()}) for i in range(mask.size(0))])
+            theirs = trl_bridge.stock_forward(trainer, trainer.model, rows)[0]
+            alone = torch.cat([trl_bridge.stock_forward(trainer, trainer.model, row)[0] for row in single])
             part = RowTable.of([rows]).bin(list(range(mask.size(0))))
             scored, _ = trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
         ours = scored.gather(1, part.take)
         least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
         return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
 
-    def _trls(self, rows: dict[str, Tensor]) -> Tensor:
-        found: Tensor = trl_bridge.stock_forward(self._trainer, self._trainer.model, rows)[0]
-        return found
-
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
-    """Two rows of ordinary tokens as TRL pads them: ``prompt_ids``, ``prompt_mask``, ``completion_ids``,
-    ``completion_mask``."""
+    """Two rows of ordinary tokens as TRL pads them."""
     tokenizer, device = trainer._tokenizer, trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
     special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
@@ -153,8 +140,7 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _looked_at(trainer: StepPort) -> Iterator[None]:
-    """The model in evaluation mode, without checkpointing and, where it can be, in float32; modes and random states are
-    as before afterwards."""
+    """The model in evaluation mode, without checkpointing and, where it can be, in float32; then all is as before."""
     training = [module for module in trainer.model.modules() if module.training]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states_kept(trainer.accelerator.device))
@@ -184,8 +170,7 @@ def _in_float32(trainer: StepPort) -> bool:
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
-    found = (one.double() - other.double()).abs()[mask].mean().item()
-    return found if found == found else float("inf")
+    return (one.double() - other.double()).abs()[mask].mean().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 
 class MaskProbe(_Question):
@@ -211,8 +196,7 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """Values that each call of dropout in one training forward had a draw for; ``None`` where anything else
-        drew."""
+        """How many values each call of dropout in a training forward had a draw for; ``None``: anything else drew."""
         trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
@@ -245,12 +229,8 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, and of its attention
-    with dropout.
-
-    ``size``: how many values have a draw. ``draw()``: the call as it is. ``without()``: the same without dropping
-    anything.
-    """
+    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, also inside attention:
+    ``size`` values have a draw; ``draw()`` is the call as it is; ``without()`` the same, with nothing dropped."""
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()

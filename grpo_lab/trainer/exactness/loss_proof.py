@@ -1,10 +1,9 @@
 """Start-up proof: the loss in force is the one that was configured.
 
-Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook,
-its aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
-denominator or an option that stopped having an effect shows here, not after a day.
-
-The same toy batches answer what the exact update asks of every loss; ``part_questions`` asks the parts of a team more.
+Before the first step a toy batch goes through the very path that training uses (the ``token_loss`` hook, the
+aggregation) and is compared with the formula written out as plain Python over single numbers. A subclass hook, a wrong
+denominator or an option that stopped having an effect shows here. The same toy batches answer what the exact update
+asks of every loss; ``part_questions`` asks the parts of a team more.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def _batch(
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
-    """Compare the loss in force with the written-out formula. Returns a sentence for the log.
-
-    Parts that a team brought (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so.
-
-    Raises:
-        RuntimeError: the values differ.
-        ValueError: the loss is not finite, has no gradient or another shape than it may have.
-    """
+    """Compare the loss in force with the written-out formula; returns a sentence for the log. Parts that a team brought
+    (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so. ``RuntimeError``: the values
+    differ. ``ValueError``: the loss is not finite, has no gradient, or another shape than it may have."""
     batch, named = toy_batch(objective), f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
     average = objective.aggregate
@@ -99,8 +93,7 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Whether a row whose advantage is 0 has exactly zero loss and zero gradient, also beside rows that have one: else
-    no row may be skipped."""
+    """Whether rows of advantage 0 have exactly zero loss and gradient, beside any others: else none may be skipped."""
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
@@ -118,9 +111,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
     """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed: so that
     bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
 
-    Args:
-        several_generations: an optimizer step may hold rows of several generation batches; the token count is then one
-            number a row, ``[B, 1]``.
+    With ``several_generations`` in an optimizer step the token count is one number a row, ``[B, 1]``.
     """
 
     def average(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
@@ -148,8 +139,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """The formula over single floats, by loops; ``None`` where the surrogate or the aggregation has not written it
-    out."""
+    """The formula over single floats, by loops; ``None`` where surrogate or aggregation has not written it out."""
     push, average = _literal_of(objective.surrogate), _literal_of(objective.aggregate)
     if push is None or average is None:
         return None
@@ -160,21 +150,19 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
         logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
         row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
-        losses.append([push(row, t) + _literal_kl(objective, row, ref, t) for t in range(len(logps))])
+        losses.append([push(row, t) + _literal_kl(objective, row, ref[t] - logps[t], t) for t in range(len(logps))])
     return float(average(losses, _DENOMINATORS))
 
 
 def _literal_of(part: Any) -> Any:
-    """The formula of a part, if it is of this very class or function: a subclass that changes the tensors has not
-    written it out."""
+    """The formula of this very class or function: a subclass that changes the tensors has not written it out."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
     return part.literal if ours is None and "literal" in vars(type(part)) else ours
 
 
-def _literal_kl(objective: Objective, row: LiteralRow, ref: list[float], t: int) -> float:
+def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> float:
     kl = objective.kl_in_loss
     if kl is None:
         return 0.0
-    x = ref[t] - row.logps[t]
     value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
     return kl.coefficient * value * (math.exp(row.log_ratios[t]) if kl.ratio_weighted else 1.0)

@@ -1,12 +1,10 @@
 """Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
 
 The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
-a row depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in
-pairs, in reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since
-what it answers may follow a schedule. Asking leaves no trace (``StateWatch``): random states and the part's own state
-are put back, and a part that touched either is one whose value depends on how often it is called.
-
-What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
+a row depends on that row alone. A part of a team is asked on toy batches before every optimizer step, since what it
+answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one whose
+value depends on how often it is called. What cannot be seen: a dependence that shows only on values that no toy batch
+has, or that changes within one step.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from types import FunctionType, MethodType
@@ -25,13 +24,8 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective, is_ours
-from grpo_lab.trainer.exactness.loss_proof import (
-    TokenLoss,
-    is_sum_over_rows,
-    toy_batch,
-    vanishes_without_advantage,
-    wide_toy_batch,
-)
+from grpo_lab.trainer.exactness import loss_proof
+from grpo_lab.trainer.exactness.loss_proof import TokenLoss
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
@@ -40,22 +34,20 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: state larger than this is a table, not a memory; not looked at
 MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3
 #: what a trainer remembers by itself when a hook logs or says something
 OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
 #: objects of these packages are not looked into
-LIBRARIES = {"torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "grpo_lab"}
-LIBRARIES |= {"builtins", "logging"}
+LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "grpo_lab", "builtins", "logging"
 
 
 class StateWatch:
     """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
 
-    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of
-    those that they hold), closures, and module variables that a function names, as far as they are numbers, texts,
-    tensors, or small lists, sets and dictionaries of such.
+    ``touched`` then says what they had changed, or is ``None``. Looked at: attributes of objects (also of those that
+    they hold), closures, and module variables that a function names, where they are numbers, texts, tensors, or small
+    lists, sets and dictionaries of such.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -93,27 +85,18 @@ def _plain_of(place: MutableMapping[str, Any], names: tuple[str, ...] | None) ->
     return {name: _detached(value) for name, value in chosen.items() if name not in OURS and _is_plain(value)}
 
 
-class _Cells(MutableMapping[str, Any]):
+class _Cells(UserDict[str, Any]):
     """The variables of a closure as a mapping."""
 
     def __init__(self, function: FunctionType) -> None:
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self.cells = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
+        self.data = {name: cell for name, cell in cells if cell != type(cell)()}  # without those not yet assigned
 
     def __getitem__(self, name: str) -> Any:
-        return self.cells[name].cell_contents
+        return self.data[name].cell_contents
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.cells[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.cells[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
-
-    def __len__(self) -> int:
-        return len(self.cells)
+        self.data[name].cell_contents = value
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
@@ -147,7 +130,7 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
         return depth > 0 and len(value) <= MOST_ITEMS and all(_is_plain(item, depth - 1) for item in inner)
-    return isinstance(value, (*PLAIN, random.Random))
+    return isinstance(value, (bool, int, float, complex, str, bytes, type(None), random.Random))
 
 
 def _detached(value: Any) -> Any:
@@ -199,11 +182,6 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
-#: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
-PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
-FURTHER_PADDING = 3
-
-
 class Answers(NamedTuple):
     """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
     advantage is 0; "" where nothing has."""
@@ -227,12 +205,12 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
             stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
-            quiet = objective.kl_in_loss is not None or vanishes_without_advantage(trainer.token_loss, objective)
-            pull = "" if quiet else per_token
+            silent = loss_proof.vanishes_without_advantage
+            pull = "" if objective.kl_in_loss is not None or silent(trainer.token_loss, objective) else per_token
             several = trainer.args.gradient_accumulation_steps > trainer.args.steps_per_generation
             if stock is not None:
                 stock = f"{per_token}: {stock}"
-            elif not objective.local_denominator and not is_sum_over_rows(objective, several):
+            elif not objective.local_denominator and not loss_proof.is_sum_over_rows(objective, several):
                 average = f"the aggregation `{name_of(objective.aggregate)}` is no sum over rows"
                 stock = f"{average}, so its value depends on how rows share micro-batches"
         except Exception as error:
@@ -259,24 +237,21 @@ def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], lis
 
 
 def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | None:
-    for whole in (toy_batch(objective), wide_toy_batch(objective)):
+    for whole in (loss_proof.toy_batch(objective), loss_proof.wide_toy_batch(objective)):
         loss, gradient = _asked(token_loss, whole)
-        again = _asked(token_loss, whole)
-        if not (torch.equal(loss, again[0]) and torch.equal(gradient, again[1])):
+        if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
             return "asked twice, it gives two answers"
         rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
-        padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
+        padded = _asked(token_loss, cut(whole, rows, width + 3))
         if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
             return "its value depends on how wide a batch is padded"
-        for part in (*PARTS, rows[::-1]):
+        for part in ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0), rows[::-1]):  # each cut to its longest row
             longest = int(whole.mask[list(part)].sum(1).max())
-            found = _asked(token_loss, cut(whole, part, longest))
             expected = loss[list(part), :longest], gradient[list(part), :longest]
-            if not _alike(expected, found):
+            if not _alike(expected, _asked(token_loss, cut(whole, part, longest))):
                 return "the loss of a row depends on the other rows of its batch, or on its width"
-        quiet = (torch.arange(len(rows)) % 2 == 0).unsqueeze(1)
-        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(quiet, 0.0)))
-        loud = ~quiet.squeeze(1)
+        loud = torch.arange(len(rows)) % 2 == 1
+        muted = _asked(token_loss, replace(whole, advantages=whole.advantages.masked_fill(~loud.unsqueeze(1), 0.0)))
         if not _alike((loss[loud], gradient[loud]), (muted[0][loud], muted[1][loud])):
             return "the loss of a row depends on the advantages of others"
     return None

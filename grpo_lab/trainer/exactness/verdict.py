@@ -19,17 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.trainer.exactness import model_conditions as seen
 from grpo_lab.trainer.exactness.bin_probe import BinProbe, MaskProbe, apart_from_dropout
-from grpo_lab.trainer.exactness.model_conditions import (
-    RandomnessWatch,
-    dropout_rate,
-    layer_drop_rate,
-    mixes_rows,
-    moves_positions,
-    padding_reaches_state,
-    router_noise,
-    shared_dropout_rate,
-)
 from grpo_lab.trainer.exactness.part_questions import answers, has_team_parts
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import hf_runs_the_step, may_bring_images, teams
@@ -41,15 +32,13 @@ if TYPE_CHECKING:
     from grpo_lab.trainer.ports import StepPort
 
 
-_HOOK = "`token_loss` is the hook that keeps the exact update"
 #: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside
-#: its last ``compute_loss``
-AROUND: dict[str, str] = {
-    "_compute_loss": f"makes the loss of TRL's micro-batches; {_HOOK}",
-    "compute_loss": f"stands around the loss of each of TRL's micro-batches; {_HOOK}",
-    "_get_per_token_logps_and_entropies": f"makes the log-probs of TRL's micro-batches; {_HOOK}",
-    "training_step": "runs the backward of TRL's micro-batches itself; around `super().training_step` it keeps the "
-    "exact update",
+#: its last ``compute_loss``; and what keeps the exact update
+AROUND: dict[str, tuple[str, str]] = {
+    "_compute_loss": ("makes the loss of", "`token_loss` is the hook that"),
+    "compute_loss": ("stands around the loss of each of", "`token_loss` is the hook that"),
+    "_get_per_token_logps_and_entropies": ("makes the log-probs of", "`token_loss` is the hook that"),
+    "training_step": ("runs by itself the backward of", "around `super().training_step` it"),
 }
 
 
@@ -58,8 +47,7 @@ class UpdateVerdict:
     """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
 
     ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
-    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches
-    they are in.
+    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, in any batch.
     """
 
     stock: str | None
@@ -79,7 +67,7 @@ class StandingVerdict:
         self._trainer = trainer
         self.probe, self.masks = BinProbe(trainer), MaskProbe(trainer)
         self.saw_randomness = False
-        self._watch: RandomnessWatch | None = RandomnessWatch(trainer.accelerator.device)
+        self._watch: seen.RandomnessWatch | None = seen.RandomnessWatch(trainer.accelerator.device)
         self._found: UpdateVerdict | None = None
         self._asked_at: tuple[int, int | None] | None = None
 
@@ -97,9 +85,9 @@ class StandingVerdict:
     def forget(self) -> None:
         self._found = None
 
+    @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        return model
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,26 +96,23 @@ class StandingVerdict:
             yield
             return
         self._watch.start()
-        with apart_from_dropout(self._watch) if dropout_rate(self._model()) > 0 else contextlib.nullcontext():
+        with apart_from_dropout(self._watch) if seen.dropout_rate(self._model) > 0 else contextlib.nullcontext():
             yield
         self._watch.stop()
 
     def after_first_step(self) -> None:
         """A forward that drew random numbers keeps TRL's batches from now on. A collective, the first time."""
-        if self._watch is None:
-            return
-        drawn, self._watch = self._watch.drawn_anywhere(self._trainer.accelerator), None
-        if drawn:
+        if self._watch is not None and self._watch.drawn_anywhere(self._trainer.accelerator):
             self.saw_randomness = True
             self.forget()
+        self._watch = None
 
     def _asked(self, ask_model: bool) -> UpdateVerdict:
-        model = self._model()
         random = {
-            "dropout": dropout_rate(model),
-            "shared_dropout": shared_dropout_rate(model),
-            "layer_drop": layer_drop_rate(model),
-            "router_noise": router_noise(model),
+            "dropout": seen.dropout_rate(self._model),
+            "shared_dropout": seen.shared_dropout_rate(self._model),
+            "layer_drop": seen.layer_drop_rate(self._model),
+            "router_noise": seen.router_noise(self._model),
             "embedding_noise": self._trainer.args.neftune_noise_alpha or 0.0,
             "random_forward": self.saw_randomness,
         }
@@ -137,17 +122,29 @@ class StandingVerdict:
         trainer = self._trainer
         if trainer.lab_settings.update.is_off:
             return UpdateVerdict.as_trl("update is 'off'", chosen=True)
-        for method, does in AROUND.items():
+        for method, (does, instead) in AROUND.items():
             home = teams(trainer, method)
             if home is not None and not (method == "training_step" and (hf_runs_the_step() or not ask_model)):
-                return UpdateVerdict.as_trl(f"`{home}` {does}")
+                return UpdateVerdict.as_trl(f"`{home}` {does} TRL's micro-batches; {instead} keeps the exact update")
         objective = trainer.algorithm.objective
         if objective is None:
             return UpdateVerdict.as_trl(f"the loss is left to TRL ({trainer.algorithm.left_to_trl})")
         parts = answers(trainer, objective)
         if parts.stock is not None:
             return UpdateVerdict.as_trl(parts.stock)
-        conditions = self._conditions(parts.pull, random)
+        conditions = LiveConditions(
+            kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
+            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
+            pull=parts.pull,
+            moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+            same_draws=trainer.lab_settings.randomness == "same_draws",
+            mixed_rows=seen.mixes_rows(self._model, trainer.accelerator.mixed_precision),
+            moved_positions=seen.moves_positions(self._model),
+            state_reads_padding=seen.padding_reaches_state(self._model),
+            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
+            multimodal=may_bring_images(trainer),
+            **random,
+        )
         stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
             chosen = why_stock_batches(replace(conditions, same_draws=False)) is None
@@ -159,21 +156,3 @@ class StandingVerdict:
         if all_rows is None and trainer.lab_settings.update.dead_groups == "keep":
             return UpdateVerdict(stock, "update.dead_groups is 'keep'", chosen=True)
         return UpdateVerdict(stock, all_rows)
-
-    def _conditions(self, pull: str, random: dict[str, Any]) -> LiveConditions:
-        trainer, model = self._trainer, self._model()
-        objective = trainer.algorithm.objective
-        assert objective is not None
-        return LiveConditions(
-            kl_in_loss=0.0 if objective.kl_in_loss is None else objective.kl_in_loss.coefficient,
-            value_loss=0.0 if trainer.algorithm.value is None else trainer.algorithm.value.vf_coef,
-            pull=pull,
-            moe_aux_loss=trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
-            same_draws=trainer.lab_settings.randomness == "same_draws",
-            mixed_rows=mixes_rows(model, trainer.accelerator.mixed_precision),
-            moved_positions=moves_positions(model),
-            state_reads_padding=padding_reaches_state(model),
-            local_average=name_of(objective.aggregate) if objective.local_denominator else "",
-            multimodal=may_bring_images(trainer),
-            **random,
-        )

@@ -24,7 +24,6 @@ from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
-from grpo_lab.trainer.generation.server_return import ServerReturn
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
@@ -53,18 +52,21 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def _init_vllm(self) -> None:
             if self.mode == "server":
-                self.server_return = ServerReturn(self, settings.server, args.ddp_timeout)
+                self.server_return = server.ServerReturn(self, settings.server, args.ddp_timeout)
                 server.connect(self, settings.server)
                 return
-            options = EngineOptions.from_mapping(settings.engine or {})
+            # where the options name no seed: the run's; TRL's 0 in a drop-in run
+            seed = 0 if getattr(args, "objective", None) is None else int(args.seed)
             dtype = next(self.model.parameters()).dtype
-            factory = engine_factory(options, trainer_dtype=dtype, run_seed=run_seed(args))
-            with replaced(trl_vllm, "LLM", factory):
+            options = EngineOptions.from_mapping(settings.engine or {})
+            with replaced(trl_vllm, "LLM", engine_factory(options, trainer_dtype=dtype, run_seed=seed)):
                 super()._init_vllm()
             self.context = int(self.llm.llm_engine.model_config.max_model_len)
 
         def _iter_named_params(self) -> Any:
-            put_away(self.model)
+            for module in self.model.modules():  # TRL's full_tensor() is of sharded parameters only, and FSDP2 leaves
+                if isinstance(module, FSDPModule):  # the root's whole after a forward without a backward (the proof)
+                    module.reshard()
             yield from without_critic(super()._iter_named_params())
 
         def sync_weights(self) -> None:
@@ -75,53 +77,31 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
                 push_weights(self.llm, self._iter_named_params())
             else:
                 super().sync_weights()
-            without_nan(self)
+            if self.llm.faulty and not self.enable_sleep_mode:  # one that sleeps gets a new cache
+                clear_cache(worker_runner(self.llm))
+            self.llm.faulty = False
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
+            prompts = args[0] if args else kwargs["prompts"]
             if self.mode == "server":
                 ask = functools.partial(super().generate, *args, **kwargs)
-                prompts = args[0] if args else kwargs["prompts"]
                 return self.server_return.generate(ask, super().sync_weights, prompts)
-            refuse_long(args[0] if args else kwargs["prompts"], self.context, 1, self.processing_class.decode)
+            refuse_long(prompts, self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
     return LabVLLMGeneration
 
 
-def without_nan(generation: Any) -> None:
-    """After a sync: no NaN is left in the cache of an engine whose answers held some. One that sleeps gets a new
-    cache."""
-    if generation.llm.faulty and not generation.enable_sleep_mode:
-        clear_cache(worker_runner(generation.llm))
-    generation.llm.faulty = False
-
-
-def run_seed(args: Any) -> int:
-    """Seed of a colocated engine whose options name none: the run's; TRL's 0 in a drop-in run (``objective`` unset)."""
-    return 0 if getattr(args, "objective", None) is None else int(args.seed)
-
-
-def put_away(model: Any) -> None:
-    """Shard again what FSDP2 left whole after a forward without a backward (the root's parameters, for the proof).
-
-    TRL reads sharded parameters by ``full_tensor()``, which a whole one does not have.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-class SyncProof:
-    """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps."""
+class SyncProof(TrainerCallback):  # type: ignore[misc]
+    """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
         self.settings = settings
-        self._last = -1
-        self._done = 0
+        self._last, self._done, self._doubts = -1, 0, 0
         self.doubted = False
         if trainer.use_vllm:
-            trainer.add_callback(ProofWatch(self))
+            trainer.add_callback(self)
 
     def is_due(self) -> bool:
         step = self.trainer.state.global_step
@@ -129,14 +109,12 @@ class SyncProof:
             return False
         return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
 
-    def tolerance(self, engine: torch.dtype) -> float:
+    def tolerance(self, *engine: torch.dtype) -> float:
         """Largest gap in nats per token, for an engine with weights of this dtype."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return self.settings.tolerance or tolerance_for(engine, _training_dtype(self.trainer, model))
-
-    def last_proven(self) -> str:
-        """When the sync was proven last, in words."""
-        return "never" if self._done == 0 else f"at step {self._last}"
+        trainer = self.trainer
+        own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
+        training = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else own
+        return self.settings.tolerance or tolerance_for(*engine, training)
 
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
         """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
@@ -144,7 +122,7 @@ class SyncProof:
         A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven
         instead (``strict``: an error in any case).
         """
-        trainer = self.trainer
+        trainer, accelerator = self.trainer, self.trainer.accelerator
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
         gap: SyncGap | None = None
         try:
@@ -153,7 +131,9 @@ class SyncProof:
             if strict:
                 raise
             trainer.parts.guard.engine_fault(fault)
-        self.doubted = anywhere(trainer.accelerator, gap is None)
+        self.doubted = gap is None
+        if accelerator.num_processes > 1:  # on any rank
+            self.doubted = bool(accelerator.gather(torch.tensor([self.doubted], device=accelerator.device)).any())
         if gap is None or self.doubted:
             return
         self._last, self._done = trainer.state.global_step, self._done + 1
@@ -179,55 +159,32 @@ class SyncProof:
         finally:
             model.train(was_training)
 
-
-def anywhere(accelerator: Any, here: bool) -> bool:
-    """Whether it is so on any rank. A collective where there are several."""
-    if accelerator.num_processes == 1:
-        return here
-    return bool(accelerator.gather(torch.tensor([here], device=accelerator.device)).any())
-
-
-class ProofWatch(TrainerCallback):  # type: ignore[misc]
-    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
-
-    def __init__(self, proof: SyncProof) -> None:
-        self.proof = proof
-        self._doubts = 0
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        every = self.proof.settings.verify_every
+        every = self.settings.verify_every
         if every == 0 or every > MANY_STEPS:
             when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
-            self.proof.trainer.recorder.say(
+            self._warn(
                 f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): "
-                "in between, completions of stale weights would be trained on; up to "
-                f"{MANY_STEPS} is usual, 50 the default",
-                key="proof off",
-                level=logging.WARNING,
+                f"in between, completions of stale weights would be trained on; up to {MANY_STEPS} is usual",
+                "proof off",
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        trainer = self.proof.trainer
+        trainer = self.trainer
         gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
-        limit = GAP_FACTOR * self.proof.tolerance(
-            _training_dtype(trainer, trainer.accelerator.unwrap_model(trainer.model))
-        )
+        limit = GAP_FACTOR * self.tolerance()
         if gap is None or gap <= limit / min(trainer.temperature, 1.0):
             return
-        proves = self.proof.settings.verify_every > 0
-        self.proof.doubted = proves and self._doubts < DOUBTS
+        proves = self.settings.verify_every > 0
+        self.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
-        trainer.recorder.say(
+        last = "never" if self._done == 0 else f"at step {self._last}"
+        self._warn(
             f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: "
-            "the engine may "
-            f"not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
+            f"the engine may not hold the trainer's weights (proven last: {last}). "
             + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
-            key="logp difference",
-            level=logging.WARNING,
+            "logp difference",
         )
 
-
-def _training_dtype(trainer: GRPOTrainer, model: Any) -> torch.dtype:
-    if trainer.args.bf16:
-        return torch.bfloat16
-    return torch.float16 if trainer.args.fp16 else next(model.parameters()).dtype
+    def _warn(self, message: str, key: str) -> None:
+        self.trainer.recorder.say(message, key=key, level=logging.WARNING)

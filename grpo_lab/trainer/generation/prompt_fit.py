@@ -1,5 +1,4 @@
-"""Prompts that do not fit the engine: found in the data before the first step where that can be, else named when they
-come.
+"""Prompts that do not fit the engine: found in the data before the first step where that can be, else when they come.
 
 vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for
 ``max_completion_length`` tokens; an engine in the process takes one that leaves room for any, and ends completions at
@@ -26,6 +25,14 @@ class PromptTooLong(ValueError):
     """A prompt leaves no room for its completion in the engine's context."""
 
 
+def _no_room(who: str, context: int, room: int) -> str:
+    return (
+        f"{who} no room for {room} tokens of completion in the engine's context of {context} tokens: drop or shorten "
+        f"prompts of more than {context - room} tokens, lower `max_completion_length`, or give the engine a larger "
+        "context (`grpo-lab serve --max-model-len`, `rollout.engine.max_model_len`)"
+    )
+
+
 def refuse_long(
     prompts: Sequence[Sequence[int]], context: int, room: int, decode: Callable[[list[int]], str] | None = None
 ) -> None:
@@ -33,29 +40,11 @@ def refuse_long(
     for ids in prompts:
         if len(ids) > context - room:
             text = "" if decode is None else f" (it begins {decode(list(ids[:60]))[:160]!r})"
-            raise PromptTooLong(
-                f"a prompt of {len(ids)} tokens{text} leaves no room for {room} tokens of completion in the engine's "
-                "context of "
-                f"{context}: {advice(context, room)}"
-            )
-
-
-def advice(context: int, room: int) -> str:
-    """What to do about prompts that are too long."""
-    return (
-        f"drop or shorten prompts of more than {context - room} tokens, lower `max_completion_length`, or give the "
-        "engine a larger "
-        "context (`grpo-lab serve --max-model-len`, `rollout.engine.max_model_len`)"
-    )
+            raise PromptTooLong(_no_room(f"a prompt of {len(ids)} tokens{text} leaves", context, room))
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """Prompts (token ids) of a generation must leave room in the engine's and in the model's context; a tight one is
-    said once.
-
-    Raises:
-        ValueError: a prompt fills a context.
-    """
+    """``ValueError`` for a prompt (token ids) that fills the engine's or the model's context; a tight one is said."""
     if trainer.use_vllm:
         refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
     limit = trainer.args.vllm_max_model_length if trainer.use_vllm else None
@@ -66,14 +55,10 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """Every prompt of the data sets must leave room in the engine's context; only rows that could be too long are
-    tokenized.
+    """``ValueError`` with the rows of the data sets that leave no room in the engine's context.
 
     Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a
     subclass that tokenizes in its own way. Every rank looks at all rows, so all of them end together.
-
-    Raises:
-        ValueError: names the rows.
     """
     own_rollout = trainer.rollout_func is not None and not getattr(trainer.rollout_func, "drives_trls_engine", False)
     if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:
@@ -81,43 +66,32 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
     generation = trainer.vllm_generation
     room = trainer.max_completion_length if generation.mode == "server" and trainer.max_completion_length else 1
     for setting, rows in (("train_dataset", trainer.train_dataset), ("eval_dataset", trainer.eval_dataset)):
-        if (
-            isinstance(rows, Dataset)
-            and "prompt" in rows.column_names
-            and not {"image", "images"} & {*rows.column_names}
-        ):
-            found = too_long(trainer, rows["prompt"], generation.context - room)
-            if found:
-                named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
-                more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-                raise ValueError(
-                    f"`{setting}`: {named}{more} leave no room for {room} tokens of completion in the engine's "
-                    "context of "
-                    f"{generation.context} tokens: {advice(generation.context, room)}"
-                )
+        if not isinstance(rows, Dataset) or {"prompt", "image", "images"} & {*rows.column_names} != {"prompt"}:
+            continue
+        found = too_long(trainer, rows["prompt"], generation.context - room)
+        if found:
+            named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
+            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            raise ValueError(_no_room(f"`{setting}`: {named}{more} leave", generation.context, room))
 
 
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
     """(row, tokens) of the prompts with more than ``limit`` tokens.
 
-    A token stands for at least one byte, so a prompt of few bytes is short; what a chat template adds is measured on
-    the first.
+    A token stands for at least one byte, so a prompt of few bytes is short and is not tokenized; what a chat template
+    adds is measured on the first.
     """
     if len(prompts) == 0:
         return []
-    added = _lengths(trainer, [prompts[0]])[0]
-    maybe = [row for row, prompt in enumerate(prompts) if _bytes(prompt) + added > limit]
-    found = []
-    for start in range(0, len(maybe), BATCH):
-        rows = maybe[start : start + BATCH]
-        lengths = _lengths(trainer, [prompts[row] for row in rows])
-        found += [(row, length) for row, length in zip(rows, lengths, strict=True) if length > limit]
-    return found
 
+    def tokens(some: list[Any]) -> list[int]:
+        return [len(ids) for ids in GRPOTrainer._tokenize_prompts(trainer, some)[0]]
 
-def _lengths(trainer: GRPOTrainer, prompts: list[Any]) -> list[int]:
-    return [len(ids) for ids in GRPOTrainer._tokenize_prompts(trainer, prompts)[0]]
+    def size(prompt: Any) -> int:
+        return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
 
-
-def _bytes(prompt: Any) -> int:
-    return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
+    (added,) = tokens([prompts[0]])
+    maybe = [row for row, prompt in enumerate(prompts) if size(prompt) + added > limit]
+    batches = (maybe[start : start + BATCH] for start in range(0, len(maybe), BATCH))
+    counted = ((row, n) for rows in batches for row, n in zip(rows, tokens([prompts[r] for r in rows]), strict=True))
+    return [(row, length) for row, length in counted if length > limit]

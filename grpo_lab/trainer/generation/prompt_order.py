@@ -4,12 +4,8 @@
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
     sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
 
-The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries numbers between them and the trainer:
-
-    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also
-                 where prompts are drawn past the sampler (`update.dead_groups: resample`)
-    success      right and scorable completions of each problem, counted over all ranks from the correctness reward
-    checkpoint   its state is an entry of the checkpoint's record, loaded before the first batch is drawn again
+The samplers stand in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number, so
+that a reward is put down to its problem also where prompts are drawn past the sampler (`update.dead_groups: resample`).
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from torch import Tensor
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.resume.state import STATE, SavedState
-from grpo_lab.trainer.settings.parse import SamplerSettings
+from grpo_lab.trainer.settings.parse import KNOBS, SamplerSettings
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
@@ -33,22 +29,16 @@ ROW_COLUMN = "grpo_lab_row"
 
 
 def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
-    """The data set with what the sampler needs, or ValueError where it cannot have it.
-
-    Args: reward_funcs: one reward or a list, as the trainer got them.
-    """
+    """The data set with what the sampler needs, or ValueError where it cannot have it."""
     if settings is None:
         return dataset
     if dataset is None:
         raise ValueError(
             f"`sampler`={settings.name!r} draws rows of `train_dataset`, and there is none (an environment makes the "
-            "prompts): "
-            "give a data set, or leave `sampler` out"
+            "prompts): give a data set, or leave `sampler` out"
         )
     if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"`sampler` draws rows by number, but `train_dataset` is a {type(dataset).__name__}; use a datasets.Dataset"
-        )
+        raise ValueError(f"`sampler` draws rows by number: give it a Dataset, not a {type(dataset).__name__}")
     column = settings.column
     if column is not None and column not in dataset.column_names:
         raise ValueError(
@@ -69,19 +59,12 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
 
 
 def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The row of the data set that each completion belongs to; −1 where it is not known (evaluation, other
-    samplers)."""
+    """The row of the data set of each completion; −1 where it is not known (evaluation, other samplers)."""
     return [int(row.get(ROW_COLUMN, -1)) for row in inputs]
 
 
 class PromptOrder:
-    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing.
-
-    Args:
-        args: the run's configuration.
-        group_size: completions of a prompt.
-        every: micro-batches that a generation batch serves (``Phase.every``).
-    """
+    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
 
     def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
         self.settings = settings
@@ -90,9 +73,9 @@ class PromptOrder:
 
     def built(self, dataset: Any) -> RoundSampler | None:
         """A new sampler in the shape of TRL's `RepeatSampler`; None where TRL's own is to be used."""
-        if self.settings is None:
-            return None
         settings = self.settings
+        if settings is None:
+            return None
         shape = {
             "mini_repeat_count": self._group_size,
             "batch_size": self._args.generation_batch_size // self._group_size,
@@ -100,19 +83,21 @@ class PromptOrder:
             "seed": self._args.seed,
         }
         rates = list(dataset[settings.column]) if settings.column else None
+        how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:
-            self.sampler = _sampler(settings, dataset, rates, shape)
+            if settings.name == "prioritized":  # a problem without a pass rate (nothing was scorable) starts from 0
+                initial = 0.0 if rates is None else [0.0 if rate is None else float(rate) for rate in rates]
+                self.sampler = PrioritizedSampler(dataset, **shape, initial=initial, **how)
+            else:
+                curve = CurriculumSampler if settings.name == "curriculum" else UniformThenHardSampler
+                self.sampler = curve(dataset, rates, **shape, **how)
         except ValueError as error:
             raise ValueError(f"`sampler`: {error}") from error
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
-        """Give the sampler what a generation showed.
-
-        Args:
-            rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
-            correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
-        """
+        """Give the sampler what a generation showed, of all ranks: ``rows`` (−1 unknown) and correctness rewards (NaN
+        unscorable), both ``[N]``."""
         if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
             for row, successes, trials in outcomes(rows, correct):
                 self.sampler.update(row, successes, trials)
@@ -130,9 +115,7 @@ class PromptOrder:
             return None
         prints = gather_object([self.sampler.fingerprint()])
         if len(set(prints)) > 1:
-            raise RuntimeError(
-                f"the sampler differs between ranks (fingerprints {prints}): they would draw other prompts"
-            )
+            raise RuntimeError(f"the sampler differs between ranks ({prints}): they would draw other prompts")
         return dict(self.sampler.state_dict())
 
     def load(self, saved: SavedState | None) -> None:
@@ -141,9 +124,8 @@ class PromptOrder:
             return
         if "sampler" not in saved.entries:
             raise ValueError(
-                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its "
-                f"{STATE}); resume with "
-                "the settings of the run, or leave `sampler` out"
+                f"`resume_from_checkpoint`: {saved.checkpoint} was written without `sampler` (no entry in its {STATE});"
+                " resume with the settings of the run, or leave `sampler` out"
             )
         try:
             self.sampler.load_state_dict(saved.entries["sampler"])
@@ -159,32 +141,3 @@ def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
     successes = torch.zeros_like(found).index_add_(0, place, right)
     trials = torch.zeros_like(found).index_add_(0, place, torch.ones_like(right))
     return list(zip(found.tolist(), successes.tolist(), trials.tolist(), strict=True))
-
-
-def _sampler(
-    settings: SamplerSettings, dataset: Any, rates: list[float] | None, shape: Mapping[str, Any]
-) -> RoundSampler:
-    if settings.name == "prioritized":
-        return PrioritizedSampler(
-            dataset,
-            **shape,
-            initial=0.0 if rates is None else _known(rates),
-            floor=settings["floor"],
-            decay=settings["decay"],
-        )
-    assert rates is not None
-    if settings.name == "curriculum":
-        return CurriculumSampler(dataset, rates, **shape)
-    return UniformThenHardSampler(
-        dataset,
-        rates,
-        **shape,
-        uniform_rounds=settings["uniform_rounds"],
-        hard_below=settings["hard_below"],
-        floor=settings["floor"],
-    )
-
-
-def _known(rates: list[float | None]) -> list[float]:
-    """Start a problem without a pass rate (no completion could be scored) from 0, as without the column."""
-    return [0.0 if rate is None else float(rate) for rate in rates]

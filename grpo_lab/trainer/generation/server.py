@@ -3,14 +3,23 @@
 TRL lets the main process talk to the server while the others wait for what it broadcasts; an error on the main process
 leaves them waiting. Here every talk ends in ``raise_together``: the same error on every rank at the same place, so that
 a checkpoint, which takes all of them, can be written before the run ends.
+
+A server that is lost in the middle of a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it
+again, and ``rollout.server.return_timeout`` waits for it (``ServerReturn``). Then, on every rank at the same place:
+connect as at the start (is it this model), send all weights, prove them with the prompts of the generation that failed,
+and ask for it again. The completions are other samples than they would have been: the random numbers of the new server
+begin with its ``--seed``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -18,12 +27,11 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, read_as_vllms
-from grpo_lab.engines.weights.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
+from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
+from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, forward_logprobs, judge, sync_gap
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server_check import check_same_model
-from grpo_lab.trainer.generation.server_client import LabVLLMClient, RequestRefused
+from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_model, read_to_end
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
@@ -31,33 +39,33 @@ from grpo_lab.trainer.trl_bridge import replaced
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+Proven = TypeVar("Proven")
+logger = logging.getLogger("grpo_lab")
+
 FAULTS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, TokenRefused, ValueError)
 }
 #: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
+#: times that one generation may lose its server; a batch that the server dies of is not tried for ever
+LOSSES = 3
+
+
+def from_main(accelerator: Any, value: Any) -> Any:
+    box = [value]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(box, from_process=0)
+    return box[0]
 
 
 def raise_together(accelerator: Any, failure: Exception | None) -> None:
     """Raise ``failure`` of the main process on every rank; nothing where it is None. Every rank must call this."""
-    news = [None if failure is None else (type(failure).__name__, str(failure))]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(news, from_process=0)
+    news = from_main(accelerator, None if failure is None else (type(failure).__name__, str(failure)))
     if failure is not None:
         raise failure
-    if news[0] is not None:
-        kind, message = news[0]
-        raise FAULTS.get(kind, RuntimeError)(message)
-
-
-def from_main(accelerator: Any, value: Any) -> Any:
-    """The main process's ``value`` on every rank."""
-    if accelerator.num_processes == 1:
-        return value
-    box = [value]
-    broadcast_object_list(box, from_process=0)
-    return box[0]
+    if news is not None:
+        raise FAULTS.get(news[0], RuntimeError)(news[1])
 
 
 def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
@@ -72,50 +80,35 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
     return from_main(accelerator, value)
 
 
-# -- the three things TRL's VLLMGeneration does ------------------------------------------------------------------------
-
-
 def connect(generation: Any, settings: ServerSettings) -> None:
-    """Wait for the server, see that it serves this model, open the way for the weights.
+    """``VLLMGeneration._init_vllm`` in server mode: wait for the server, open the way for the weights.
 
-    What ``VLLMGeneration._init_vllm`` does in server mode. Raises ``ValueError`` where the server serves another model.
+    ``ValueError`` where it serves another model, or its context has no room beside the longest completion.
     """
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
+    def meet(client: LabVLLMClient) -> None:
+        longest = generation.max_completion_length
+        if longest is not None and longest >= client.context:
+            raise ValueError(
+                f"`max_completion_length` is {longest}, and the vLLM server at {url} has a context of {client.context} "
+                "tokens for prompt and completion: start it with a larger --max-model-len, or shorten the completions"
+            )
+        check_same_model(client, generation.model, generation.processing_class)
+
     def talk() -> int:
-        client = LabVLLMClient(
-            settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
-        )
-        client.meet = functools.partial(_meet, generation, client)
-        client.meet()
-        client.open_way(torch.device(generation.accelerator.device))
-        client.decode = generation.processing_class.decode
-        generation.vllm_client = client
-        return client.context
-
-    def talk_to_vllm() -> int:
         with read_as_vllms(url):
-            return talk()
+            client = LabVLLMClient(
+                settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
+            )
+            client.meet = functools.partial(meet, client)
+            client.meet()
+            client.open_way(torch.device(generation.accelerator.device))
+            client.decode = generation.processing_class.decode
+            generation.vllm_client = client
+            return client.context
 
-    generation.context = on_main(generation.accelerator, talk_to_vllm)
-
-
-def _meet(generation: Any, client: LabVLLMClient) -> None:
-    """See that the server serves this model."""
-    check_length(generation.max_completion_length, client)
-    check_same_model(client, generation.model, generation.processing_class)
-
-
-def check_length(max_completion_length: int | None, client: LabVLLMClient) -> None:
-    """``ValueError`` where the server's context has no room for a prompt beside the longest completion."""
-    context = client.context
-    if max_completion_length is not None and max_completion_length >= context:
-        raise ValueError(
-            f"`max_completion_length` is {max_completion_length}, and the vLLM server at {client.base_url} has a "
-            "context of "
-            f"{context} tokens for prompt and completion: start it with a larger --max-model-len, or shorten the "
-            "completions"
-        )
+    generation.context = on_main(generation.accelerator, talk)
 
 
 def sync(generation: Any, stock: Callable[[], None]) -> None:
@@ -144,9 +137,8 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
 class KeptFailure:
     """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
 
-    So the main process still reaches the broadcast in which the others wait; the failure is raised after it,
-    everywhere. ``on_fault`` is given the ``EngineFault`` of log-probs that are not finite; unless it raises,
-    completions come without them.
+    So the main process reaches the broadcast in which the others wait. ``on_fault`` is given the ``EngineFault`` of
+    log-probs that are not finite; unless it raises, completions come without them.
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
@@ -178,59 +170,120 @@ class KeptFailure:
         return otherwise
 
 
-# -- proof -------------------------------------------------------------------------------------------------------------
-
-
 def prove(
     generation: Any, model: nn.Module, prompt_ids: list[list[int]], tolerance: Callable[[torch.dtype], float]
 ) -> SyncGap:
     """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
 
-    ``tolerance(dtype of the server's weights)`` in nats per token. Raises ``WeightSyncError`` or ``EngineFault`` on
-    every rank.
+    ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``.
     """
-    accelerator = generation.accelerator
-    client = generation.vllm_client if accelerator.is_main_process else None
-
-    def talk() -> tuple[Probe, torch.dtype, bool]:
-        assert client is not None
-        return client.probe(prompt_ids), client.dtype, client.reads_tensors
-
-    probe, dtype, readable = on_main(accelerator, talk)
+    accelerator, client = generation.accelerator, getattr(generation, "vllm_client", None)
+    asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
+    probe, dtype, readable = asked
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
-    limit = tolerance(dtype)
+    found: list[TensorDifference] = []
     if readable:
-        judge(gap, differing(generation, client), tolerance=limit)
-    elif gap.mean > limit:
-        raise WeightSyncError(
-            f"{describe(gap, limit, [])} (The server's tensors could not be read: it runs without our worker "
-            "extension, or on another machine.)"
-        )
+        params = generation._iter_named_params()
+        if not accelerator.is_main_process:
+            read_to_end(params)
+        found = on_main(accelerator, lambda: client.differing(params))
+    unread = " (The server's tensors could not be read: it runs without our worker extension, or on another machine.)"
+    judge(gap, found, tolerance=tolerance(dtype), note="" if readable else unread)
     return gap
 
 
-def differing(generation: Any, client: LabVLLMClient | None) -> list[TensorDifference]:
-    """Tensors in which the server differs, on every rank; gathering the trainer's takes all of them."""
-    params = generation._iter_named_params()
-    if client is None:
-        for _ in params:
-            pass
-    result: list[TensorDifference] = on_main(
-        generation.accelerator, lambda: client.differing(params) if client is not None else []
-    )
-    return result
+class ServerReturn:
+    """Syncs and generations of one run in server mode, each with a server that may be lost meanwhile.
 
+    What cannot be had back in time ends the run as a lost server does without ``return_timeout``: a checkpoint, then
+    ``ServerGone``. ``patience``: seconds that ranks wait for each other (``ddp_timeout``), more than for the server.
+    """
 
-# -- the end of a run --------------------------------------------------------------------------------------------------
+    trainer: GRPOTrainer | None = None  # set once it is built: it proves and records
+
+    def __init__(self, generation: Any, settings: ServerSettings, patience: float = math.inf) -> None:
+        self.waits = settings.return_timeout or 0.0
+        if generation.accelerator.num_processes > 1 and self.waits >= patience:
+            raise ValueError(
+                f"a lost server is waited for {self.waits:.0f} s (`rollout.server.return_timeout`), and ranks wait for "
+                f"each other {patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or "
+                "lengthen the other"
+            )
+        self.generation, self.settings = generation, settings
+        self._since = 0  # returns since the last generation
+        self._unproven = False
+
+    def sync(self, stock: Callable[[], None]) -> None:
+        """``sync_weights``: the weights are with the server, or with the one that came in its place."""
+        try:
+            sync(self.generation, stock)
+        except ServerGone as lost:
+            self._reconnect(lost, stock)
+
+    def generate(self, stock: Callable[[], Any], stock_sync: Callable[[], None], prompts: list[list[int]]) -> Any:
+        """``generate``: asked again of a server that came back, after its proof."""
+        for left in reversed(range(LOSSES)):
+            try:
+                self._prove(prompts)
+                answer = generate(self.generation, stock)
+                break
+            except ServerGone as lost:
+                if left == 0 and self.waits:
+                    raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one generation") from lost
+                self._reconnect(lost, stock_sync)
+        if self.waits and self.trainer is not None:
+            returns = torch.tensor([float(self._since)])
+            self.trainer.recorder.book().add_alike("rollout/server_returns", returns, 1)
+        self._since = 0
+        return answer
+
+    def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
+        """``prove()`` between two generations; after a loss in it once more, of the server that came back."""
+        try:
+            return prove()
+        except ServerGone as lost:
+            self._reconnect(lost, stock_sync)
+        proven = prove()
+        self._unproven = False
+        return proven
+
+    def _reconnect(self, lost: ServerGone, stock_sync: Callable[[], None]) -> None:
+        """Wait for the server, connect, send the weights; else ``lost``. Every rank calls this with the same fault."""
+        if not self.waits:
+            raise lost
+        start, says = time.monotonic(), self.generation.accelerator.is_main_process
+        if says:
+            waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
+            logger.warning(f"the vLLM server is lost ({lost}); {waiting}")
+        try:
+            with self.generation.waiting():
+                on_main(self.generation.accelerator, lambda: self.generation.vllm_client.wait(self.waits))
+                connect(self.generation, self.settings)
+                sync(self.generation, stock_sync)
+        except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
+            raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
+        self._since, self._unproven = self._since + 1, True
+        if says:
+            waited = time.monotonic() - start
+            logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
+
+    def _prove(self, prompts: list[list[int]]) -> None:
+        """The proof of a server that came back, however seldom the run proves otherwise."""
+        if not self._unproven or self.trainer is None:
+            return
+        try:
+            self.trainer.parts.sync_proof.prove(prompts, strict=True)
+        except (EngineFault, WeightSyncError) as failure:
+            raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
+        self._unproven = False
 
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
-    """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last optimizer step and says how to go
-    on.
+    """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server.
 
-    So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one
-    rank's own: with several ranks it ends the run without a checkpoint, which would take all of them.
+    A prompt that is too long for engines in the processes is one rank's own: with several ranks it ends the run without
+    a checkpoint, which would take all of them.
     """
     try:
         yield
@@ -238,28 +291,24 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
         alone = trainer.accelerator.num_processes == 1
         if isinstance(fault, PromptTooLong) and not alone and trainer.vllm_mode != "server":
             raise
-        lost = isinstance(fault, ServerGone)
-        raise type(fault)(f"{fault}. {save_for_resume(trainer, NEW_SERVER if lost else MENDED)}") from fault
+        then = "Start a server again (`grpo-lab serve --model …`) and resume"
+        if not isinstance(fault, ServerGone):
+            then = "Resume when that is mended"
+        raise type(fault)(f"{fault}. {save_for_resume(trainer, then)}") from fault
     except KeyboardInterrupt:
         if not trainer.parts.stop.broke_off_a_wait:
             raise
         save_for_resume(trainer, "")
         step = trainer.state.global_step
-        raise KeyboardInterrupt(
-            kept(checkpoint_folder(trainer), step) if step else "interrupted; nothing to save"
-        ) from None
-
-
-NEW_SERVER = "Start a server again (`grpo-lab serve --model …`) and resume"
-MENDED = "Resume when that is mended"
+        said = kept(checkpoint_folder(trainer), step) if step else "interrupted; nothing to save"
+        raise KeyboardInterrupt(said) from None
 
 
 def checkpoint_folder(trainer: GRPOTrainer) -> str:
-    """Where the checkpoint of the current step is or would be."""
     return f"{trainer._get_output_dir(trial=None)}/{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 
-def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
+def save_for_resume(trainer: GRPOTrainer, then: str) -> str:
     """Write a checkpoint as TRL would after this step → a sentence that says where, and what to do ``then``."""
     if not trainer.is_in_train:
         return "No training was in progress, so there was nothing to save"
@@ -270,9 +319,8 @@ def save_for_resume(trainer: GRPOTrainer, then: str = NEW_SERVER) -> str:
     trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     trainer.accelerator.wait_for_everyone()
     folder = checkpoint_folder(trainer)
-    partly = (
-        " (weights only, as `save_only_model` asks: the optimizer starts anew)" if trainer.args.save_only_model else ""
-    )
+    weights_only = trainer.args.save_only_model
+    partly = " (weights only, as `save_only_model` asks: the optimizer starts anew)" if weights_only else ""
     return (
         f"A checkpoint of step {step} was written to {folder}{partly}. {then}: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

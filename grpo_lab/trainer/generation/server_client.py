@@ -4,45 +4,36 @@
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
                     server's own reload (``engines/vllm/worker.py``), on one machine
 
-Which one is settled once, before the first step, by the devices of both sides and by what the server says about itself.
+Before anything is sent the server's model is compared with the trainer's (``check_same_model``): with another
+end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading fails.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION
-from grpo_lab.engines.vllm.talk import (
-    CONNECT_TIMEOUT,
-    NAN_ADVICE,
-    ServerGone,
-    bound_session,
-    check_answer,
-    post_json,
-    read_as_vllms,
-    refusal,
-    refuse_other_completions,
-    server_errors,
-    wait_until_ready,
-    watched,
-)
-from grpo_lab.engines.vllm.token import Bearer, of_trainer, token_of
-from grpo_lab.engines.vllm.worker import WeightCourier
+from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_of
+from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.settings.parse import ServerSettings
 
+logger = logging.getLogger("grpo_lab")
+
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
-LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
@@ -53,57 +44,61 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     way = ("nccl" if gpus else "shared_memory") if chosen == "auto" else chosen
-    sides = f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}"
-    if way == "nccl":
-        if not gpus:
-            raise ValueError(f"`rollout.server.weights: nccl` needs a GPU on both sides; {sides}: use shared_memory")
-        if server.get("weight_transfer_config") is None:
-            raise ValueError(
-                f"{sides}, so the weights go over NCCL, but the server has no weight-transfer engine: start it with "
-                """`grpo-lab serve`, or add --weight-transfer-config '{"backend": "nccl"}' to `vllm serve`"""
-            )
-        return way
-    if urlparse(url).hostname not in LOOPBACK:
-        raise ValueError(
-            f"{sides}, so the weights go through shared memory, but the server is not on this machine: run it at "
-            "127.0.0.1, or train on a GPU with a server on GPUs"
-        )
     extension = (server.get("parallel_config") or {}).get("worker_extension_cls")
-    if extension != WORKER_EXTENSION:
-        raise ValueError(
-            f"{sides}, so the weights go through shared memory, but the server cannot read them (its worker "
-            "extension is "
+    if way == "nccl" and not gpus:
+        lacks = "`rollout.server.weights: nccl` needs a GPU on both sides: use shared_memory"
+    elif way == "nccl" and server.get("weight_transfer_config") is None:
+        lacks = (
+            "the weights go over NCCL, but the server has no weight-transfer engine: start it with `grpo-lab serve`, "
+            """or add --weight-transfer-config '{"backend": "nccl"}' to `vllm serve`"""
+        )
+    elif way == "shared_memory" and urlparse(url).hostname not in LOCAL_NAMES:
+        lacks = (
+            "the weights go through shared memory, but the server is not on this machine: run it at 127.0.0.1, or "
+            "train on a GPU with a server on GPUs"
+        )
+    elif way == "shared_memory" and extension != WORKER_EXTENSION:
+        lacks = (
+            "the weights go through shared memory, but the server cannot read them (its worker extension is "
             f"{extension!r}): start it with `grpo-lab serve --model …`"
         )
-    return way
+    else:
+        return way
+    raise ValueError(f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}; {lacks}")
 
 
-class RequestRefused(ValueError):
-    """The server answered that it will not do what it was asked for."""
+def read_to_end(stream: Iterator[Any]) -> None:
+    """Also after a failure: gathering a shard needs every rank, and merged adapters are unmerged at the end."""
+    for _ in stream:
+        pass
 
 
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     """``VLLMClient`` whose calls end in time and fail with ``ServerGone``, ``EngineFault`` or ``WeightSyncError``."""
 
+    way = ""  # of the weights, settled by open_way
+    decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
+    meet: Callable[[], None] = staticmethod(lambda: None)  # set by server.connect: is it this model
+    faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
+
     def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
         self.settings = settings
         super().__init__(**arguments)
         self.info = self.get_server_info()
-        self.courier = WeightCourier(functools.partial(post_json, self.session, self.base_url))
-        self.way = ""  # settled by open_way
-        self.decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
-        self.meet: Callable[[], None] = lambda: None  # set by server.connect: is it this model
-        self.faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
+        #: POST JSON to a path of the server → its answer, or ``ServerGone``
+        self.post = functools.partial(talk.post_json, self.session, self.base_url)
+        self.courier = WeightCourier(self.post)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
         limit = min(self.settings.request_timeout, self.settings.silence_timeout)
-        bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
-        wait_until_ready(self.base_url, total_timeout, token=self._find_token)
+        talk.bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
+        talk.wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
     def wait(self, limit: float) -> None:
-        """Until the server answers that was lost (``wait_until_ready``)."""
-        wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
+        """Until the server answers that was lost."""
+        self.close_communicator()
+        talk.wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
     def _find_token(self) -> str | None:
         """The server's token, for every request from here on; None for a server of somebody else's."""
@@ -111,63 +106,38 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.session.auth = None if token is None else Bearer(token)
         return token
 
-    @property
-    def token(self) -> str | None:
-        """What requests of this client carry."""
-        return token_of(self.session)
-
     def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
-        with server_errors(self.base_url, self.token):
-            response = self.session.get(url, **arguments)
-        return self._read(url, response)
-
-    def _read(self, url: str, response: Any) -> dict[str, Any]:
-        """A response as JSON; what is wrong with one that is no success."""
-        if response.status_code == 200:
-            with read_as_vllms(self.base_url):
-                return dict(response.json())
-        said = f"{url} answered {response.status_code}: {response.text[:500]}"
-        if response.status_code == 401:
-            raise ServerGone(f"{refusal(self.base_url, self.token is not None)}. Was it started again? {said}")
-        if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
-            raise EngineFault(
-                f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}"
-            )
-        if response.status_code >= 500:
-            raise ServerGone(f"the vLLM server failed a request for good: {said}")
-        raise RequestRefused(f"the vLLM server refused a request: {said}")
+        return talk.answer_of(self.session, self.base_url, url, lambda: self.session.get(url, **arguments))
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        answer = self._read(url, self._answer(url, **arguments))
-        if url.endswith(GENERATIONS):
-            with read_as_vllms(self.base_url):
-                refuse_other_completions(arguments["json"], answer, self.base_url)
-        return answer
-
-    def _answer(self, url: str, **arguments: Any) -> Any:
-        """The response to a POST; a generation is watched, since it may rightly take long."""
+        """A generation is watched, since it may rightly take long."""
         if not url.endswith(GENERATIONS):
-            with server_errors(self.base_url, self.token):
-                return self.session.post(url, **arguments)
+            return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
-        def call() -> Any:
-            with server_errors(self.base_url, self.token):
-                return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
+        def ask() -> Any:
+            return self.session.post(url, timeout=(talk.CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
 
-        body = arguments.get("json", {})
+        body = arguments["json"]
         rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
-        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
-        return watched(call, self.base_url, silence=self.settings.silence_timeout, what=what, token=self.token)
+        answer = talk.watched(
+            lambda: talk.answer_of(self.session, self.base_url, url, ask),
+            self.base_url,
+            silence=self.settings.silence_timeout,
+            what=f"{rows * body.get('n', 1)} completions of {rows} prompts",
+            token=token_of(self.session),
+        )
+        with talk.read_as_vllms(self.base_url):
+            talk.refuse_other_completions(body, answer, self.base_url)
+        return dict(answer)
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (TRL 1.15's client cannot ask for it)."""
         try:
             answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
-        except RequestRefused as refused:
+        except talk.RequestRefused as refused:
             raise RuntimeError(
                 f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it "
-                "with "
-                f"`grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment): {refused}"
+                f"with `grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment): {refused}"
             ) from refused
         return dict(answer["vllm_config"])
 
@@ -182,15 +152,14 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return bool((self.info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION)
 
     @property
+    def reads_tensors(self) -> bool:
+        """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
+        return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
+
+    @property
     def context(self) -> int:
         """Tokens of prompt and completion together that the server takes."""
         return int(self.info["model_config"]["max_model_len"])
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """POST JSON to a path of the server → its answer, or ``ServerGone``."""
-        return post_json(self.session, self.base_url, path, body)
-
-    # -- weights -----------------------------------------------------------------------------------------------------
 
     def open_way(self, device: torch.device) -> None:
         """Settle how weights travel, and try it. Raises ``ValueError`` where no way is possible."""
@@ -200,14 +169,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         else:
             self.courier.try_shared_memory()
 
-    @property
-    def reads_tensors(self) -> bool:
-        """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
-        return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
-
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every
-        rank, and merged adapters are unmerged at the end of it."""
+        """All weights to the server."""
         try:
             self._see_that_it_is_the_same()
             if self.way == "nccl":
@@ -220,36 +183,31 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                 self.courier.clear_cache()
             self.faulty = False
         finally:
-            for _ in named_params:
-                pass
+            read_to_end(named_params)
 
     def _see_that_it_is_the_same(self) -> None:
         """A server that was started since the last sync may serve another model, and is compared as at the start."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
             return
         self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
+        again = f"the vLLM server at {self.base_url} was started again since the last sync"
         try:
             self.meet()
         except ValueError as other:
-            raise ServerGone(f"the vLLM server was started again since the last sync: {other}") from other
+            raise talk.ServerGone(f"{again}: {other}") from other
         if self.way == "nccl":
-            raise ServerGone(
-                f"the vLLM server at {self.base_url} was started again since the last sync, without this run's NCCL "
-                "group"
-            )
+            raise talk.ServerGone(f"{again}, without this run's NCCL group")
 
     def reset_prefix_cache(self) -> None:
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs in
-        it)."""
+        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs)."""
         if self.has_worker and not self.courier.is_current():
-            raise ServerGone(
+            raise talk.ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "
-                "another run "
-                "uses it too"
+                "another run uses it too"
             )
 
     def differing(self, named_params: Iterator[tuple[str, torch.Tensor]]) -> list[TensorDifference]:
@@ -257,18 +215,15 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         try:
             return [TensorDifference(**entry) for entry in self.courier.differing(named_params)]
         finally:
-            for _ in named_params:
-                pass
-
-    # -- completions -------------------------------------------------------------------------------------------------
+            read_to_end(named_params)
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         try:
-            with read_as_vllms(self.base_url):
+            with talk.read_as_vllms(self.base_url):
                 answer: dict[str, Any] = super().generate(*args, **kwargs)
-            check_answer(answer["logprobs"])
+            talk.check_answer(answer["logprobs"])
         except EngineFault:
             self.faulty = True
             raise
@@ -276,16 +231,87 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return answer
 
     def generate_unscored(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The same, drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as
-        JSON."""
+        """Drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
         answer: dict[str, Any] = super().generate(*args, **{**kwargs, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]
         self.check_same_weights()
         return {**answer, "logprobs": unscored, "logprob_token_ids": [[[token] for token in row] for row in ids]}
 
-    def probe(self, prompt_ids: list[list[int]], max_tokens: int = 16) -> Probe:
-        """Fresh samples at temperature 1 from the whole vocabulary, see ``rollouts.proof``."""
-        answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=max_tokens, logprobs=0)
+    def probe(self, prompt_ids: list[list[int]]) -> Probe:
+        """Fresh samples at temperature 1 from the whole vocabulary, see ``engines/weights/proof.py``."""
+        answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=16, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
+
+
+def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
+    """``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
+
+    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out; shapes are
+    then not compared, and a warning says so. So does one of another chat template, which changes nothing here.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    ours = describe_tokenizer(tokenizer)
+    ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
+    if client.has_worker:
+        theirs = worker_reports(client.post, "grpo_lab_describe")[0]
+        told = {  # of the tokenizer, the first that differs
+            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's "
+            f"{ours['vocabulary_size']}",
+            "vocabulary": "its vocabulary has other tokens behind the same ids",
+            "encoding": "its tokenizer cuts the same text into other tokens",
+        }
+        found = [sentence for key, sentence in told.items() if theirs[key] != ours[key]][:1]
+        if theirs["end_ids"] != ends:
+            found.append(
+                f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
+                "tokenizer): completions would not end where the trainer takes them to end"
+            )
+        found += shape_mismatches(type(base), base.config, theirs["config"])
+        alike = theirs["chat_template"] == ours["chat_template"]
+        warning = "its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"
+    else:
+        found, alike = _tried_out(client, tokenizer, ends), False
+        warning = (
+            "it runs without grpo_lab's worker: shapes of its parameters were not compared with the trainer's "
+            "(`grpo-lab serve` starts one with it)"
+        )
+    if found:
+        raise ValueError(
+            f"the vLLM server at {client.base_url} serves another model than the trainer trains: {'; '.join(found)}. "
+            "Start it from the folder that training starts from: `grpo-lab serve --model FOLDER`"
+        )
+    if not alike:
+        logger.warning(f"the vLLM server at {client.base_url}: {warning}")
+
+
+def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
+    """Sentences about parameters in which a model of our config and one of theirs differ; no memory is used."""
+    if theirs.get("model_type") != ours.model_type:
+        return [f"its model is a {theirs.get('model_type')!r}, the trainer's a {ours.model_type!r}"]
+    with torch.device("meta"):
+        models = model_class(ours), model_class(type(ours).from_dict(dict(theirs)))
+    mine, other = ({name: list(one.shape) for name, one in model.named_parameters()} for model in models)
+    wrong = [f"{n}: {other[n]}, the trainer's {mine[n]}" for n in mine if n in other and mine[n] != other[n]]
+    wrong += [f"{n}: not there, the trainer's {mine[n]}" for n in mine if n not in other]
+    wrong += [f"{n}: {other[n]}, the trainer has none" for n in other if n not in mine]
+    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"] if wrong else []
+
+
+def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
+    """What differs as far as completions and the tokenizer's endpoint show it."""
+    found, missed = [], []
+    body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
+    ours = list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
+    if list(client.post("/tokenize", body)["tokens"]) != ours:
+        found.append("its tokenizer cuts the same text into other tokens")
+    for token in ends:  # the server may write nothing else
+        body = {"model": client.model, "prompt": [[token]], "max_tokens": 2, "allowed_token_ids": [token]}
+        if client.post("/v1/completions", body)["choices"][0]["finish_reason"] != "stop":
+            missed.append(token)
+    if missed:
+        found.append(f"its completions do not end at the trainer's end-of-sequence ids {missed}")
+    return found

@@ -1,8 +1,8 @@
 """From configuration to the algorithm in force: an advantage rule and an objective, or TRL's own loss.
 
-Three sources, in this order: the ``objective``/``advantage``/``kl`` mappings of ``LabConfig``; class attributes of the
-trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which are mapped to ours where we have the same.
-TRL's fields are kept saying what ours say: whatever reads those (model card, logs) reads the truth.
+The ``objective``/``advantage``/``kl`` mappings of ``LabConfig`` come before TRL's flat settings (``loss_type``,
+``scale_rewards``, …), which are mapped to ours where we have the same. TRL's fields are kept saying what ours say:
+whatever reads those (model card, logs) reads the truth.
 """
 
 from __future__ import annotations
@@ -68,15 +68,9 @@ HOOKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the trainer runs.
-
-    Args:
-        objective: ours, or ``None``: TRL's own loss is in force, for the reason in ``left_to_trl``.
-        advantage: our rule, or ``None``: TRL's own advantages (``scale_rewards``, ``multi_objective_aggregation``).
-        left_to_trl: why the loss is left to TRL; ``None`` when it is ours.
-        names: what each part is called, for logs, the model card and ``--dry-run``.
-        value: the critic, or ``None``.
-    """
+    """What the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in ``left_to_trl``), the
+    ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in ``names`` what each part is
+    called, for logs, the model card and ``--dry-run``."""
 
     objective: Objective | None
     advantage: AdvantageRule | None
@@ -113,9 +107,14 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     push = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
-    knobs.refuse_two_rules(settings.advantage, chosen.advantage)
     beside = chosen.advantage or row.rule
     named, own = knobs.advantage_choice(settings.advantage, beside)
+    other = knobs.advantage_choice(None, chosen.advantage)[0] if chosen.advantage else None
+    if other is not None and other != named:
+        raise ValueError(
+            f"`advantage` is {name_of(named)!r} and `objective.advantage` is {name_of(other)!r}: they are one setting; "
+            "leave one out"
+        )
     rule = knobs.advantage_from(settings.advantage, beside)
     value = (settings.value or ValueSettings()) if reads_values(rule) else None
     rule = _with_discounts(rule, value, own)
@@ -126,8 +125,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 
 
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
-    """The rule with ``value.gamma`` and ``value.lam``, where they are set. ``ValueError`` where the rule has none, or
-    another is ``written`` beside its name."""
+    """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
     for name in ("gamma", "lam"):
         number = None if value is None else getattr(value, name)
         if number is None:
@@ -162,7 +160,11 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
-    own = knobs.knobs_in_words(objective.surrogate)
+    own, kl, said = knobs.knobs_in_words(objective.surrogate), objective.kl, "none"
+    if kl is not None:
+        tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
+        target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
+        said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
     return {
         "objective": objective.name,
         "advantage": advantage,
@@ -170,7 +172,7 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
         "surrogate": name_of(objective.surrogate),
         **({"knobs": own} if own else {}),
         "aggregation": in_words(objective.aggregate, objective.aggregate),
-        "kl": _kl_in_words(objective.kl),
+        "kl": said,
     }
 
 
@@ -208,14 +210,6 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
     return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
 
 
-def _kl_in_words(kl: KLTerm | None) -> str:
-    if kl is None:
-        return "none"
-    tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
-    target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
-    return f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
-
-
 def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
     if level not in allowed:
         raise ValueError(f"`{setting}` is {level!r}; it must be one of {allowed}")
@@ -223,11 +217,7 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
 
 
 def _loss_type(chosen: ObjectiveSettings) -> str:
-    """What TRL's field ``loss_type`` says of an objective of ours: TRL's name where it has the same loss, else ours.
-
-    TRL reads it when it computes a loss of its own, which does not happen then, and refuses names that it does not
-    know.
-    """
+    """TRL's field ``loss_type`` for an objective of ours: TRL's name for the same loss, or one that it refuses."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -266,8 +256,8 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
     for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
         if getattr(args, name) != knobs.default_of(args, name):
             raise ValueError(
-                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and "
-                f"`{place[0]}`={place[1]!r} does not honour it: leave one out"
+                f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
+                "does not honour it: leave one out"
             )
     loss_type = None if chosen is None else _loss_type(chosen)
     for name, (expected, setting, value) in said.items():

@@ -38,8 +38,9 @@ class Case:
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
-    def kl(self) -> Any:
-        return None if self.algorithm.objective is None else self.algorithm.objective.kl
+    def half(self) -> str | None:
+        """The half precision that is set."""
+        return next((name for name in ("bf16", "fp16") if getattr(self.args, name)), None)
 
     @property
     def updates(self) -> float:
@@ -100,8 +101,7 @@ LOWEST, HIGHEST = 0.01, 2.0
 
 
 def _cut(case: Case) -> tuple[str, Any, Any] | None:
-    """The setting that cuts the engine's distribution under the sampler correction, its value, and one that does not;
-    ``generation_kwargs`` win over the flat settings.
+    """The setting that cuts the engine's distribution under the sampler correction, its value, and one that does not.
 
     The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with
     a cut the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
@@ -112,11 +112,6 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
         if value not in allowed:
             return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
     return None
-
-
-def _half(case: Case) -> str | None:
-    batching = case.args.use_transformers_continuous_batching and not case.args.use_vllm
-    return next((name for name in ("bf16", "fp16") if batching and getattr(case.args, name)), None)
 
 
 BEFORE: tuple[Conflict, ...] = (
@@ -130,13 +125,11 @@ BEFORE: tuple[Conflict, ...] = (
     ),
     (
         lambda c: c.args.vllm_mode == "server" and c.of_rollout("engine"),
-        "`rollout.engine` has no effect with `vllm_mode: server`, where the server was started by itself: leave it out "
-        "and give these options to `grpo-lab serve` (--dtype, --max-model-len, …)",
+        "`rollout.engine` has no effect with `vllm_mode: server`: give these options to `grpo-lab serve` (--dtype, …)",
     ),
     (
         lambda c: c.thinks and c.args.max_completion_length is None,
-        "`rollout.thinking_budget` is {ours.rollout.thinking_budget} and `max_completion_length` is None: what is left "
-        "for the answer is the difference; set it",
+        "`rollout.thinking_budget` needs `max_completion_length`, of which the rest is the answer's: set it",
     ),
     (
         lambda c: c.thinks and c.ours.rollout.thinking_budget >= c.args.max_completion_length,
@@ -155,13 +148,11 @@ BEFORE: tuple[Conflict, ...] = (
     ),
     (
         lambda c: c.ours.sampler is not None and not c.args.shuffle_dataset,
-        "`shuffle_dataset`=False asks for the order of the data set and `sampler`={ours.sampler.name!r} for another: "
-        "leave one out",
+        "`shuffle_dataset`=False and `sampler`={ours.sampler.name!r} ask for different orders: leave one out",
     ),
     (
         lambda c: c.ours.sampler is not None and c.args.ignore_data_skip,
-        "`ignore_data_skip`=True would resume with other prompts than the run had: `sampler` replays the epoch from "
-        "its start; leave one out",
+        "`ignore_data_skip`=True would resume with other prompts than `sampler`, which replays: leave one out",
     ),
     (
         lambda c: c.ours.objective is None and c.args.loss_type.startswith(NOT_TRLS),
@@ -173,7 +164,7 @@ BEFORE: tuple[Conflict, ...] = (
         "`kl.coefficient` is {ours.kl.coefficient} and `beta` is {args.beta}: two names for one number; set one",
     ),
     (
-        _half,
+        lambda c: c.args.use_transformers_continuous_batching and not c.args.use_vllm and c.half,
         "`use_transformers_continuous_batching` with `{found}`: for its first generation TRL casts the model itself to "
         "{found}, rotary frequencies too, and leaves it so, whatever it was loaded in: small steps are lost from then "
         "on. Set `{found}: false`, or generate with `use_vllm`, or leave `use_transformers_continuous_batching` out",
@@ -214,13 +205,11 @@ AFTER: tuple[Conflict, ...] = (
     ),
     (
         lambda c: c.algorithm.value is not None and c.ours.update.dead_groups == "resample",
-        "`update.dead_groups` is 'resample', and with a critic no group is dead: every completion has returns; leave "
-        "it out",
+        "`update.dead_groups` is 'resample', and with a critic, where all have returns, no group is dead: leave it out",
     ),
     (
         lambda c: getattr(c.algorithm.value, "missing_eos_penalty", None) and c.args.mask_truncated_completions,
-        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, which takes the same completions "
-        "out of the loss; leave one out",
+        "`value.missing_eos_penalty` has no effect with `mask_truncated_completions`, on the same rows; leave one out",
     ),
     (
         lambda c: c.algorithm.value is not None and c.ours.kl is not None and c.ours.kl.gamma is not None,
@@ -241,7 +230,7 @@ AFTER: tuple[Conflict, ...] = (
         "`ref_model_mixup_alpha`={args.ref_model_mixup_alpha}): leave one out",
     ),
     (
-        lambda c: c.fresh_reference and c.kl is not None and c.kl.placement == "reward",
+        lambda c: c.fresh_reference and c.ours.kl is not None and c.ours.kl.placement == "reward",
         "`reference_every`={args.reference_every!r} makes the reference the policy that generates ({case.updates:g} "
         "updates a generation batch), so a KL in the reward is always 0: raise `reference_every`, or put the KL in the "
         "loss (`kl.placement: loss`)",
@@ -249,15 +238,14 @@ AFTER: tuple[Conflict, ...] = (
     (
         lambda c: c.fresh_reference and c.updates <= 1,
         "`reference_every`={args.reference_every!r} has no effect but to switch the KL off: a generation batch gets "
-        "{case.updates:g} updates, and the reference is the policy itself; raise it, or raise `steps_per_generation` "
-        "or `num_iterations`",
+        "{case.updates:g} updates, and the reference is the policy; raise it, `steps_per_generation` or "
+        "`num_iterations`",
     ),
 )
 
 
 def refuse_sampling_keys(args: Any) -> None:
-    """``ValueError`` for a key of ``generation_kwargs`` that the engine ignores, that says something else than the
-    setting it is another name for, or that changes what TRL reads from the answer."""
+    """``ValueError`` for a key of ``generation_kwargs`` that is ignored, contradicts, or changes what TRL reads."""
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}

@@ -25,11 +25,8 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it.
-
-    A reward that states the columns it reads (``columns = ("solution",)``) must find them, but beside a rollout
-    function, which may bring columns of its own.
-    """
+    """``ValueError`` for what the constructor was given; TRL's own checks follow. A reward must find the columns that
+    it says it reads, but beside a rollout function, which may bring columns of its own."""
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:
@@ -78,8 +75,7 @@ def check_weights(weights: Any, rewards: list[Any]) -> None:
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """What nobody would call is refused by name: ``token_loss`` where the loss is left to TRL, a ``_compute_loss`` that
-    stands behind ours."""
+    """What nobody would call is refused: ``token_loss`` beside TRL's loss, a ``_compute_loss`` that is behind ours."""
     hook = teams(cls, "token_loss")
     if algorithm.objective is None and hook is not None:
         raise ValueError(
@@ -122,15 +118,14 @@ def shared_names(names: list[str]) -> str | None:
     if name is None:
         return None
     return (
-        f"{names.count(name)} rewards are called {name!r}: `rewards/{name}/mean` is the mean of all of "
-        "them, as in TRL, and a group reward that requires this name sees the last; give them `__name__`s of their own "
+        f"{names.count(name)} rewards are called {name!r}: `rewards/{name}/mean` is the mean of all of them, as in "
+        "TRL, and a group reward that requires this name sees the last; give them `__name__`s of their own "
         "(`reward_funcs`)"
     )
 
 
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
-    """A sentence to warn with where the last batch of an evaluation is not full: what is logged of it is not the mean
-    over the rows."""
+    """A warning where an evaluation's last batch is not full: what is logged of it is not the mean over the rows."""
     several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     full, ranks = args.eval_batch_size * args.world_size, args.world_size
     uneven = [len(rows) for rows in several if hasattr(rows, "__len__") and len(rows) * group_size % full]
@@ -145,8 +140,7 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
 
 
 def completion_limit(args: Any) -> int | None:
-    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else
-    unknown."""
+    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else None."""
     written = args.generation_kwargs or {}
     limits = (args.max_completion_length, written.get("max_new_tokens"), written.get("max_tokens"))
     return next((limit for limit in limits if limit is not None), None)
@@ -168,18 +162,11 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
 def check_prompt_lengths(
     lengths: list[int], config: Any, max_completion_length: int | None, limit: int | None = None
 ) -> str | None:
-    """Prompts of ``lengths`` tokens must leave room for a completion in the model's context.
+    """Prompts of ``lengths`` tokens must leave room for a completion (``None``: of one token) in the model's context,
+    or in the smaller one that the engine was given (``limit``, ``vllm_max_model_length``).
 
-    Args:
-        config: the model's; ``max_position_embeddings`` of its text part is the context (none: unlimited).
-        max_completion_length: tokens of the longest completion; ``None``: not known, then one must fit.
-        limit: a smaller context that the engine was given (``vllm_max_model_length``).
-
-    Returns: a sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after
-        it.
-
-    Raises:
-        ValueError: a prompt fills the context.
+    Returns a sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after
+    it. ``ValueError``: a prompt fills the context.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     known = getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model"
@@ -201,8 +188,7 @@ def check_prompt_lengths(
 
 
 def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
-    """``ValueError`` where the critic would not learn. ``own_loss``: whose ``_compute_loss`` makes the loss; None:
-    ours."""
+    """``ValueError`` where the critic would not learn; ``own_loss``: whose ``_compute_loss`` is in force."""
     if value is None:
         return
     if own_loss is not None:

@@ -1,9 +1,6 @@
-"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of
-its dataclass.
-
-A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings
-there are beside the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
-"""
+"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, as a name,
+``"module:attribute"``, a class, or a callable that is set already. Which settings there are beside the choice, its
+dataclass alone says; one that it does not have is refused with the nearest match."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from grpo_lab import registry
 from grpo_lab.advantages import RULES, TOKEN_RULES, level_of
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES, Aggregation, Surrogate, is_ours, preset
 from grpo_lab.objectives.presets import OUR_PRESETS
-from grpo_lab.settings import from_json, read, refuse_unknown, typed
+from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.settings.parse import AdvantageSettings, LabSettings, ObjectiveSettings
 
 #: values of TRL's ``loss_type`` that only TRL computes
@@ -52,6 +49,7 @@ def with_registered(settings: LabSettings) -> LabSettings:
     module, colon, own = chosen.name.partition(":")
     if not colon:
         return settings
+    registry.working_folder_on_path()  # a team's module may stand there
     try:
         part = getattr(import_module(module), own, None)
     except ImportError as error:
@@ -68,41 +66,26 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """The surrogate in force: its own defaults, then TRL's clip settings, then what ``objective`` says.
-
-    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these
-    names; ours take TRL's defaults, too.
-    """
-    part = surrogate_part(chosen)
+    """The surrogate in force: its own defaults, then TRL's clip settings (``CLIP``; of those that a team's has fields
+    for, the ones that are written down), then what ``objective`` says."""
+    part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
             f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
         )
-    _refuse_clip(args, part)
-    known = registry.knobs_of(part) if isinstance(part, type) else {}
-    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **own}, "surrogate")  # type: ignore[no-any-return]
-
-
-def _refuse_clip(args: Any, part: Any) -> None:
-    """A clip setting of TRL's that is not its default and that the surrogate does not read is an error. An object is
-    set already: it may have the same value there (``clip_in_force`` wrote it)."""
     known = registry.knobs_of(part)
-    for name in CLIP:
+    for name in (name for name in CLIP if getattr(args, name) != default_of(args, name)):
         value = getattr(args, name)
-        if value == default_of(args, name):
-            continue
         has_none = f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}"
         if name not in known:
             raise ValueError(f"{has_none}, which reads {list(known) or 'no settings'}; leave it out")
-        if not isinstance(part, type) and value != getattr(part, name):
+        if not isinstance(part, type) and value != getattr(part, name):  # it may be the same: `clip_in_force` wrote it
             raise ValueError(f"{has_none} given as an object with {name}={getattr(part, name)}; set it there")
-
-
-def surrogate_part(chosen: ObjectiveSettings) -> Any:
-    """The class, function or object that ``objective`` names as its surrogate."""
-    return _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
+    if not isinstance(part, type):
+        return _built(part, own, "surrogate")
+    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
+    return _built(part, {**flat, **own}, "surrogate")
 
 
 def aggregation_from(chosen: Any) -> Aggregation:
@@ -110,7 +93,7 @@ def aggregation_from(chosen: Any) -> Aggregation:
     name, knobs = _named(chosen, "aggregation")
     part = _part(name, AGGREGATIONS, "aggregation")
     own = _checked(knobs, part, "aggregation", "aggregation", AGGREGATIONS)
-    return _built(part, own, "aggregation")  # type: ignore[no-any-return]
+    return _built(part, own, "aggregation")
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
@@ -135,33 +118,6 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
         return settings.name, knobs
     name, beside = _named(fallback, "objective.advantage")
     return name, {**beside, **knobs}
-
-
-def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
-    """``ValueError`` where ``advantage`` and ``objective.advantage`` name different rules."""
-    name, _ = _named(beside, "objective.advantage")
-    if own is not None and own.name is not None and name is not None and name != own.name:
-        raise ValueError(
-            f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one "
-            "setting; leave one out"
-        )
-
-
-def kinds_of(objective: Any, advantage: Any) -> dict[str, Any]:
-    """For each of the two settings that is a mapping: the class whose fields are its knobs, where there is one.
-
-    For readers of text, who must know which knobs are numbers.
-    """
-    written = {"objective": from_json(objective, "objective"), "advantage": from_json(advantage, "advantage")}
-    settings = with_registered(read(LabSettings, written))
-    chosen, found = settings.objective, {}
-    if chosen is not None:
-        found["objective"] = surrogate_part(chosen)
-    beside = None if chosen is None else chosen.advantage or preset(chosen.name or "grpo").rule
-    name, _ = advantage_choice(settings.advantage, beside)
-    if name is not None:
-        found["advantage"] = _part(name, {**RULES, **TOKEN_RULES}, "advantage")
-    return {setting: part for setting, part in found.items() if isinstance(part, type)}
 
 
 def in_words(part: Any, chosen: Any) -> str:
@@ -192,10 +148,8 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
 
 
 def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part's fields declare them; finite, unless a default is not.
-
-    One that the part does not read is an error, not silence; one that no part of ``table`` has is misspelt.
-    """
+    """The knobs that are set, numbers and switches as the part declares them; finite, unless a default is not. One that
+    the part does not read is an error, not silence; one that no part of ``table`` has is misspelt."""
     is_class, known = isinstance(part, type), registry.knobs_of(part)
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
     own = {*ObjectiveSettings.__dataclass_fields__} - {"knobs"} if where == "objective" else {"name"}
@@ -206,8 +160,8 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
         if not is_class or name not in known:
             reads = f", which reads {list(known) or 'none of these settings'}; leave it out"
             raise ValueError(
-                f"`{where}.{name}`={chosen[name]} has no effect on the {what} {name_of(part)!r}"
-                f"{reads if is_class else ' given as an object; set it there'}"
+                f"`{where}.{name}`={chosen[name]} has no effect on the {what} "
+                f"{name_of(part)!r}{reads if is_class else ' given as an object; set it there'}"
             )
     found = typed(chosen, part, where) if chosen else {}
     for name, value in found.items():

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, trainer_log_levels
@@ -34,23 +34,16 @@ CHOICES: dict[str, Sequence[str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
 }
-#: numpy's, which transformers seeds beside torch: 0 … 2³² − 1
-SEEDS = 2**32
 
 
-class Range(NamedTuple):
-    """What a number must be, in words and as a question."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-_FINITE = Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
-_ABOVE_0 = Range("a finite number above 0", lambda value: 0 < value < math.inf)
-_BELOW_1 = Range("a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-_SHARE = Range("a number from 0 to 1", lambda value: 0 <= value <= 1)
-_PART = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
-_COUNT = Range("a whole number of at least 1", lambda value: value >= 1)
+#: what a number must be, in words and as a question
+Range = tuple[str, Callable[[Any], bool]]
+_FINITE: Range = "a finite number of at least 0", lambda value: 0 <= value < math.inf
+_ABOVE_0: Range = "a finite number above 0", lambda value: 0 < value < math.inf
+_BELOW_1: Range = "a number of at least 0 and below 1", lambda value: 0 <= value < 1
+_SHARE: Range = "a number from 0 to 1", lambda value: 0 <= value <= 1
+_PART: Range = "a number above 0 and at most 1", lambda value: 0 < value <= 1
+_COUNT: Range = "a whole number of at least 1", lambda value: value >= 1
 RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "dataloader_num_workers"), _FINITE
@@ -68,9 +61,9 @@ RANGES: dict[str, Range] = {
         ),
         _COUNT,
     ),
-    "seed": Range(f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
+    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32),  # as numpy, beside torch
     "eval_steps": _FINITE,  # 0: as `logging_steps`
-    "max_steps": Range("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
+    "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
 #: read only where the strategy is `steps`
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
@@ -127,8 +120,7 @@ SUPERVISED_GONE: dict[str, str] = {
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for a name that its setting does not know, or a number out of its setting's range; ``where``: the
-    section, for messages (``"cold_start"``; empty for a flat setting)."""
+    """``ValueError`` for an unknown name or a number out of range; ``where``: the section, for messages."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)
@@ -139,12 +131,12 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     if not (values.get("max_steps") or -1) > 0:
         ranges["num_train_epochs"] = _ABOVE_0
     off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
-    ranges["top_k"] = Range("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
-    for name, allowed in ranges.items():
+    ranges["top_k"] = ("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
+    for name, (words, holds) in ranges.items():
         value = values.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and not allowed.holds(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not holds(value):
             more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
-            raise ValueError(f"`{prefix}{name}` is {value}; it must be {allowed.words}{more}")
+            raise ValueError(f"`{prefix}{name}` is {value}; it must be {words}{more}")
 
 
 def _text(strategy: Any) -> str:
@@ -152,8 +144,7 @@ def _text(strategy: Any) -> str:
 
 
 def check_batch_sizes(args: Any) -> None:
-    """Check what TRL will derive its generation batch from, before it does: ``ValueError`` with the sizes seen, and for
-    each setting the nearest values that would divide.
+    """``ValueError`` for what TRL will derive no generation batch from, with the nearest values that would divide.
 
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
@@ -174,7 +165,18 @@ def check_batch_sizes(args: Any) -> None:
             )
         args.generation_batch_size = batch = None  # TRL derives it again, and refuses both also where they agree
     if batch is None:
-        _check_derived(args, world, group)
+        setting = "gradient_accumulation_steps" if steps is None else "steps_per_generation"
+        steps = getattr(args, setting)
+        made = size * world * steps
+        if made % group:
+            groups = [str(divisor) for divisor in range(2, made + 1) if made % divisor == 0]
+            raise ValueError(
+                f"`per_device_train_batch_size` × processes × `{setting}` = {size} × {world} × {steps} = {made} "
+                f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
+                f"`{setting}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
+                f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+                + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
+            )
     elif batch % (size * world) or batch % group:
         raise ValueError(
             f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
@@ -185,35 +187,17 @@ def check_batch_sizes(args: Any) -> None:
         _check_eval(args, world)
 
 
-def _check_derived(args: Any, world: int, group: int) -> None:
-    own = args.steps_per_generation is not None
-    steps_name = "steps_per_generation" if own else "gradient_accumulation_steps"
-    size, steps = args.per_device_train_batch_size, getattr(args, steps_name)
-    batch = size * world * steps
-    if batch % group == 0:
-        return
-    groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
-    raise ValueError(
-        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
-        f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or `per_device_train_batch_size` "
-        f"{_nearest(size, group // math.gcd(group, steps * world))}"
-        + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
-    )
-
-
 def _check_eval(args: Any, world: int) -> None:
     setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
-    group = getattr(args, setting)
+    group, size = getattr(args, setting), args.per_device_eval_batch_size
     if group < 1:
         raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
-    size = args.per_device_eval_batch_size
     if size * world % group:
+        fitting = ", ".join(str(divisor) for divisor in range(1, size * world + 1) if size * world % divisor == 0)
         raise ValueError(
             f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
             f"`{setting}` = {group}. What would do: `per_device_eval_batch_size` "
-            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` "
-            f"{', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` {fitting}"
         )
 
 

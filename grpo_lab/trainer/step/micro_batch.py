@@ -41,12 +41,7 @@ def denominators_of(
 
 
 def token_batch(
-    trainer: StepPort,
-    logps: Tensor,
-    entropies: Tensor,
-    mask: Tensor,
-    fields: dict[str, Any],
-    values: Tensor | None = None,
+    trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
     """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its
     old log-probs are the forward's own."""
@@ -72,16 +67,14 @@ def token_batch(
 
 
 def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in; nothing happens without
-    a critic."""
+    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in, with a critic."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
-    """``[B, T]``: the policy's loss (the hook ``token_loss``) and, with a critic, vf_coef times its own; in its warm-up
-    the latter alone."""
+    """``[B, T]``: the policy's loss (the hook) plus vf_coef times a critic's; in its warm-up the latter alone."""
     value = trainer.algorithm.value
     if value is None:
         return trainer.token_loss(batch)

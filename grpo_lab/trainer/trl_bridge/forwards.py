@@ -25,20 +25,18 @@ def completion_log_probs(
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
-    (−100 = not scored, 0 there) by TRL's fused LM head.
+    (−100 = not scored, 0 there) by TRL's fused LM head, at the trainer's sampling temperature.
 
-    Position t scores token t + 1, at the trainer's sampling temperature. TRL feeds left-padded rows without positions,
-    so a row's rotary angles depend on its padding; the ``position_ids`` that it would have had make the same numbers
-    from a differently padded row. Rows are padded on the right, where a causal model cannot look, so there is no
-    ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
+    Position t scores token t + 1. TRL feeds left-padded rows without positions, so a row's rotary angles depend on its
+    padding; the ``position_ids`` that it would have had make the same numbers from a differently padded row. Rows are
+    padded on the right, where a causal model cannot look: an ``attention_mask`` is for a hole in a row alone.
 
-    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with
-    Triton it picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not
-    under ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
+    On a CPU TRL's head projects every position onto the vocabulary and drops most of it. There only scored positions
+    leave the backbone, as one row of ``shift_labels``; not under ``torch.compile``, for which it is a setting of torch
+    whether a changed hook is noticed.
     """
-    inputs = {"input_ids": input_ids, "position_ids": position_ids}
-    if attention_mask is not None:
-        inputs["attention_mask"] = attention_mask
+    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
     if input_ids.device.type != "cpu" or is_compiled(trainer, model):
         with trainer.accelerator.autocast():
             output = model(**inputs, labels=labels, fused_lm_head=True)
@@ -56,16 +54,14 @@ def completion_log_probs(
         output = model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
     def spread(values: Tensor) -> Tensor:
-        flat: Tensor = values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0))
-        return flat.view_as(scored)[:, :-1]
+        return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """TRL's own forward on padded rows: log-probs ``[B, T]`` of the completions, entropies and the router's loss where
-    asked for."""
-    found: tuple[Any, Any, Any] = trainer._get_per_token_logps_and_entropies(
+    """TRL's own forward on padded rows: the completions' log-probs ``[B, T]``; entropies, router's loss if asked."""
+    return trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
         torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
@@ -73,7 +69,6 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
         **options,
         **{name: rows.get(name) for name in MULTIMODAL_FIELDS},
     )
-    return found
 
 
 def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
@@ -84,8 +79,7 @@ def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
 
 def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
     """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
-    found: torch.nn.Module = inside(trainer.accelerator.unwrap_model(model)).base_model
-    return found
+    return inside(trainer.accelerator.unwrap_model(model)).base_model
 
 
 @contextlib.contextmanager
@@ -94,14 +88,10 @@ def forwards_replaced(
 ) -> Iterator[list[str]]:
     """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
 
-    Args:
-        without_policy: the forward of the *policy* (old log-probs) is not run, TRL gets zeros: it asks before it knows
-            the rewards, over all rows. The caller drops what TRL made of the zeros and computes real values where
-            needed.
-
-    Forwards of the reference model are always answered. With PEFT they run through the same model object, under an
-    adapter context; TRL asks for the policy once, and before the reference. Multimodal forwards stay TRL's. Yields a
-    list that holds ``"policy"`` once its forward was left out.
+    ``without_policy``: the policy's (old log-probs), which TRL asks for before it knows the rewards, over all rows, is
+    not run and TRL gets zeros: the caller drops what TRL made of them. Forwards of the reference are always answered;
+    with PEFT they run through the same model object, but TRL asks for the policy once, and before. Multimodal forwards
+    stay TRL's. Yields a list that holds ``"policy"`` once its forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
     left_out: list[str] = []
@@ -121,25 +111,22 @@ def forwards_replaced(
         yield left_out
 
 
-@contextlib.contextmanager
-def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
-    """Inside the block TRL's forward of ``model``, which hands over no positions, gets ``position_ids`` ``[B, L]``
-    (None: as is)."""
+def positions_given(
+    trainer: Any, model: torch.nn.Module, position_ids: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    with trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True):
-        yield
+    return trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
 
 
 @contextlib.contextmanager
 def without_autocast(trainer: Any) -> Iterator[None]:
-    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision (or was not: no
-    change)."""
+    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
     plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
     with contextlib.ExitStack() as stack:
@@ -151,18 +138,12 @@ def without_autocast(trainer: Any) -> Iterator[None]:
 
 def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
-    manager: contextlib.AbstractContextManager[Any] = disable_gradient_checkpointing(
-        trainer.model, trainer.args.gradient_checkpointing_kwargs
-    )
-    return manager
+    return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
 
 
 def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
-    """``(misaligned, corrected)``: why TRL would run the policy once more at generation.
-
-    ``misaligned``: completions outlive an optimizer step, so log-probs at generation differ from those in training.
-    ``corrected``: the sampler correction wants them.
-    """
+    """``(misaligned, corrected)``: why TRL would run the policy once more at generation: completions outlive an
+    optimizer step, so that log-probs differ from those in training; the sampler correction wants them."""
     generate_every = trainer.args.steps_per_generation * trainer.num_iterations
     misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
     return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)

@@ -1,5 +1,4 @@
-"""Backwards and steps as HF's loop, accelerate and DeepSpeed want them; FSDP2's optimizer as it is; TRL's reference, a
-model or the adapter ``ref``; TRL's logs put right."""
+"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference; TRL's logs."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,21 @@ def put_aside(trainer: Any) -> Tensor:
     accelerator = trainer.accelerator
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
-        before = vars(accelerator).get("backward")  # usually none: it is a method
-
-        def once(loss: Tensor, **_: Any) -> None:
-            del accelerator.backward
-            if before is not None:
-                accelerator.backward = before
-
-        accelerator.backward = once
+        _leave_out_next(accelerator, "backward", lambda: None)
     return nothing.clone()  # a loss has a grad_fn
+
+
+def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
+    """The next call of ``owner.method`` is ``instead()``, and the method as it was afterwards."""
+    before = vars(owner).get(method)  # usually none: it is the class's
+
+    def once(*_: Any, **__: Any) -> None:
+        delattr(owner, method)
+        if before is not None:
+            setattr(owner, method, before)
+        instead()
+
+    setattr(owner, method, once)
 
 
 def leave_out_step(optimizer: Any) -> None:
@@ -67,17 +72,13 @@ def leave_out_step(optimizer: Any) -> None:
     Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
     the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
     """
-    before = vars(optimizer).get("step")  # usually none: it is a method
 
-    def nothing(*_: Any, **__: Any) -> None:
-        del optimizer.step
-        if before is not None:
-            optimizer.step = before
+    def nothing() -> None:
         if optimizer.scaler is not None:
             optimizer.scaler.update()
         optimizer._is_overflow = True
 
-    optimizer.step = nothing
+    _leave_out_next(optimizer, "step", nothing)
 
 
 def step_was_taken(optimizer: Any) -> None:
@@ -87,8 +88,7 @@ def step_was_taken(optimizer: Any) -> None:
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Whether a gradient that is not finite may be fp16's scaling: a scaler leaves such a step out and halves its
-    scale, down to 1."""
+    """Whether a gradient that is not finite may be fp16's scaling, which leaves such steps out and halves down to 1."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 
@@ -98,8 +98,8 @@ def reference_model_in_full() -> Iterator[None]:
     """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
 
     With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
-    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference model itself
-    and does not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
+    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference itself and does
+    not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
     """
     from trl.trainer import grpo_trainer
 
@@ -118,18 +118,12 @@ def reference_model_in_full() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def plain_cpu(args: Any) -> Iterator[None]:
-    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0".
-
-    With several processes transformers 5.17 loads an optimizer's tensors to ``args.device``, and torch 2.13 knows no
-    "cpu:0" there.
-    """
+def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0": with several processes transformers 5.17
+    loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
     if args.device.type != "cpu":
-        yield
-        return
-    with replaced(args, "_setup_devices", torch.device("cpu")):
-        yield
+        return contextlib.nullcontext()
+    return replaced(args, "_setup_devices", torch.device("cpu"))
 
 
 #: what TRL calls the copy of an adapter that the policy came with, and the adapter itself
@@ -143,10 +137,9 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if trainer.ref_model is None:
         if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
             raise ValueError(
-                "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
-                "reference is the base model with the adapter off, which cannot move: give the trainer a model that "
-                "has its adapter already (`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave "
-                "`reference_every` out"
+                "`reference_every` copies the policy into the reference, which under a new adapter (`peft_config`) is "
+                "the base model, which cannot move: give the trainer a model that has its adapter already "
+                "(`peft.get_peft_model`), of which TRL keeps a copy, or leave `reference_every` out"
             )
         values = dict(policy.named_parameters())
         own, copied = f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}."
@@ -171,10 +164,10 @@ def copy_to_reference(trainer: Any) -> None:
 
 
 def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
-    """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
+    """The trained adapter of a checkpoint that holds TRL's copy beside it (the folder ``ref``); without one nothing.
 
-    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either
-    the adapters in folders or the one beside them: the copy alone, so that the policy would start where it began.
+    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them:
+    the copy alone, so that the policy would start where it began.
     """
     policy, saved = trainer.accelerator.unwrap_model(trainer.model), Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
@@ -196,11 +189,8 @@ def whole_by_names(trainer: Any) -> str | None:
 
 #: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
-    "sampling/sampling_logp_difference/mean",
-    "sampling/sampling_logp_difference/max",
-    "sampling/importance_sampling_ratio/min",
-    "sampling/importance_sampling_ratio/mean",
-    "sampling/importance_sampling_ratio/max",
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *(f"sampling/importance_sampling_ratio/{what}" for what in ("min", "mean", "max")),
 )
 
 
@@ -213,14 +203,8 @@ def forget_sampling_metrics(trainer: Any, mode: str) -> None:
             del seen[name]
 
 
-def replace_logged_advantages(trainer: Any, advantages: Tensor) -> None:
-    """Put the advantages in force where TRL keeps those of its own for the completions table."""
-    replace_logged_rows(trainer, {"advantages": advantages.tolist()})
-
-
 def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
-    """The last ``count`` rows of TRL's completions table, column by column; a column that not every row has is left
-    out."""
+    """The last ``count`` rows of TRL's completions table by column; without columns that not every row has."""
     logged = trainer._logs
     columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
     columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
@@ -241,26 +225,21 @@ def _is_fsdp2(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
 
 
-@contextlib.contextmanager
-def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
+def optimizer_saved_as_it_is(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """While a checkpoint is written torch makes up no moments.
 
     Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
-    every step so far, an expert that no token was sent to. torch 2.13 makes them up when it saves an FSDP2 optimizer
-    that has none at all (by a step with zero gradients, counted in AdamW's bias correction, in the running training,
-    too), and refuses the checkpoint that lacks some: "Missing optimizer state for parameter". So a checkpoint names
-    them; those alone may be missing, and are missing again after the load.
+    every step, an expert without tokens. torch 2.13 makes them up when it saves an FSDP2 optimizer that has none at all
+    (by a step with zero gradients, counted in AdamW's bias correction, in the running training, too), and refuses the
+    checkpoint that lacks some. So a checkpoint names them; those alone may be missing, and are again after the load.
     """
     if not _is_fsdp2(trainer):
-        yield
-        return
-    with replaced(torchs, "_init_optim_state", lambda optimizer: None):
-        yield
+        return contextlib.nullcontext()
+    return replaced(torchs, "_init_optim_state", lambda optimizer: None)
 
 
 def without_moments(trainer: Any) -> dict[str, Any] | None:
-    """Names of the optimizer's weights for which it holds nothing, for a checkpoint; alike on every rank. None where
-    all have moments, or torch asks for none."""
+    """The optimizer's weights for which it holds nothing, alike on every rank; None where torch asks for none."""
     if not _is_fsdp2(trainer):
         return None
     optimizer = trainer.optimizer
@@ -271,8 +250,7 @@ def without_moments(trainer: Any) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
-    """Inside the block the optimizer of a checkpoint is loaded; the weights ``named`` in it have no moments
-    afterwards."""
+    """Inside the block a checkpoint's optimizer is loaded; the weights ``named`` in it have no moments afterwards."""
     if not named or not _is_fsdp2(trainer):
         yield
         return

@@ -53,7 +53,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
-    "_issue_warnings_after_load": ("self", "load_result"),
     "_load_best_model": ("self",),
     "_init_training_state": (
         *("self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs"),
@@ -100,11 +99,8 @@ def is_multimodal(inputs: dict[str, Any]) -> bool:
 
 
 def may_bring_images(trainer: Any) -> bool:
-    """Whether any batch of the run may carry images, the same on every rank.
-
-    In a mixed data set one rank's batch has images where another's is text only: whoever looks at a batch alone lets
-    ranks part. Only prompts that are text by their type, without tools, are sure to bring none.
-    """
+    """Whether any batch of the run may carry images, the same on every rank: in a mixed data set one rank's has images
+    where another's is text only. Only prompts that are text by their type, without tools, are sure to bring none."""
     if not trainer._is_vlm:
         return False
     columns = getattr(trainer.train_dataset, "features", None) or {}
@@ -132,10 +128,8 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 def teams(trainer: Any, method: str) -> str | None:
     """``Class.method`` where a team's code stands in the place of ``method`` or over it; None where nobody's does.
 
-    Args:
-        trainer: a trainer, which may hold a function of that name itself (``trainer.compute_loss = …``), or its class.
-            A team's class counts wherever it stands among the bases, and so does a team's function on a library's
-            class.
+    ``trainer`` may hold a function of that name itself, or be a class. A team's class counts wherever it stands among
+    the bases, and so does a team's function on a library's class.
     """
     if not isinstance(trainer, type):
         if not _is_librarys(vars(trainer).get(method)):
@@ -147,8 +141,7 @@ def teams(trainer: Any, method: str) -> str | None:
 
 
 def hf_runs_the_step() -> bool:
-    """Whether HF's own ``training_step`` is being run, so that HF runs the backward: a team's asked ``super()``, or
-    there is none."""
+    """Whether HF's ``training_step`` runs, and so the backward: a team's asked ``super()``, or there is none."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 
     code, frame = inspect.unwrap(Trainer.training_step).__code__, inspect.currentframe()

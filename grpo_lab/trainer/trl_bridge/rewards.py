@@ -20,13 +20,11 @@ SHAPING = {
 
 def shaping(name: str) -> Callable[..., Any]:
     """What builds it. TRL loads a parser of LaTeX with the last one, so none is loaded before it is asked for."""
-    found: Callable[..., Any] = getattr(rewards, SHAPING[name])
-    return found
+    return getattr(rewards, SHAPING[name])
 
 
 def reward_name(reward: Any) -> str:
-    """The name that TRL gives a reward: of a model (or its path) the last part of its id, of a ``partial`` the
-    function's."""
+    """The name that TRL gives a reward: the last part of a model's id or path, of a ``partial`` the function's."""
     if isinstance(reward, str):
         return reward.split("/")[-1]
     if isinstance(reward, nn.Module):
@@ -40,8 +38,7 @@ def correctness_column(reward_funcs: list[Any]) -> int | None:
 
 
 def measures_correctness(reward: Any) -> bool:
-    """``measures_correctness = True``, or named accuracy_reward (TRL's class: AccuracyReward); a ``partial`` is what it
-    holds."""
+    """``measures_correctness = True``, or TRL's accuracy_reward or AccuracyReward; a ``partial`` is what it holds."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     own = getattr(reward, "measures_correctness", False)

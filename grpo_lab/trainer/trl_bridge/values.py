@@ -2,10 +2,10 @@
 sees it.
 
 DDP, FSDP2 and DeepSpeed wrap one module and hook its forward. So the critic is a sub-module of the policy model and is
-called inside the policy's forward, from the hidden states of that very forward (``head``). TRL's
-``is_peft_model(self.model)`` and HF's ``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the
-policy could give. What walks over the policy's parameters leaves out those under ``CRITIC``: ``save_pretrained``
-(here), the engine's weight sync (``rollout.engine``), a moving reference (``followed_by_policy_only``).
+called inside its forward, from the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)``
+and HF's ``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the policy could give. What walks over
+the policy's parameters leaves out those under ``CRITIC``: ``save_pretrained`` (here), the engine's weight sync, a
+moving reference (``followed_by_policy_only``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch",
 
 @dataclass
 class ValuedOutput(FusedCausalLMOutput):  # type: ignore[misc]
-    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t the value of the state in which token t + 1 is
-    chosen."""
+    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t of the state in which token t + 1 is chosen."""
 
     state_values: Tensor | None = None
 
@@ -45,27 +44,19 @@ def inside(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def critic_of(model: Any) -> Any:
-    """The critic in an unwrapped policy model, or None."""
-    return getattr(inside(model), CRITIC, None)
-
-
 def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """``model.parameters()`` without the critic's."""
     return (parameter for name, parameter in model.named_parameters() if not is_critics(name))
 
 
 def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Parameters or states by name, without the critic's. The stream is read to its end: sharded ones are gathered on
-    the way."""
+    """Parameters or states by name, without the critic's; all are read: sharded ones are gathered on the way."""
     return ((name, value) for name, value in named if not is_critics(name))
 
 
 def give_critic(model: Any, critic: nn.Module) -> None:
-    """Put ``critic`` into a policy model that has TRL's fused head already, inside PEFT's wrapper and before any other.
-
-    ``critic(states, inputs)``: hidden states ``[B, L, H]`` and the trunk's inputs → ``[B, L - 1]``.
-    """
+    """Put ``critic(states [B, L, H], the trunk's inputs) → [B, L - 1]`` into a policy model that has TRL's fused head
+    already, inside PEFT's wrapper and before any other."""
     policy = inside(model)
     policy.add_module(CRITIC, critic)
     fused = policy.forward
@@ -92,10 +83,8 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
 
 def _policy_alone(module: nn.Module, keys: Any) -> None:
-    """A policy's own file lacks the whole critic, which has files of its own: nothing is missing, and HF has nothing to
-    warn of."""
-    critics = [name for name in keys.missing_keys if is_critics(name)]
-    if len(critics) == len(critic_of(module).state_dict()):
+    """A policy's own file lacks the whole critic, which has files of its own: HF has nothing to warn of."""
+    if sum(map(is_critics, keys.missing_keys)) == len(getattr(inside(module), CRITIC).state_dict()):
         keys.missing_keys[:] = [name for name in keys.missing_keys if not is_critics(name)]
 
 
@@ -106,11 +95,9 @@ def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = N
 
 @contextlib.contextmanager
 def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
-    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each.
-
-    They are read off the outermost wrapper's output, as log-probs are, so that its hooks for the backward see them.
-    Unless ``trunk_learns`` the policy's hidden states are detached first.
-    """
+    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each, read
+    off the outermost wrapper's output, so that its hooks for the backward see them. Unless ``trunk_learns`` the
+    policy's hidden states are detached first."""
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
 

@@ -1,4 +1,4 @@
-r"""Written arithmetic judged by exact fractions: which equations a text states, and whether they hold.
+r"""Written arithmetic judged by exact fractions: which equations a text states, and whether they hold; rewards of it.
 
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
@@ -8,9 +8,8 @@ numbers, remainders, units. What cannot be put so gets ``§`` beside it, tied by
 is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
 
 A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
-What cannot be read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that
-guesses would pay for confusing it. Nothing is ever evaluated as Python; every pattern, size and depth is bounded, so
-that a hostile text costs its length.
+What cannot be read as arithmetic on both sides (units, words, unknowns) is not judged: a checker that guesses would pay
+for confusing it. Every pattern, size and depth is bounded, so that a hostile text costs its length.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
 from grpo_lab.verifiers.quantity import value_of_sign
 
 ABOUT = "≈"
-#: in the place of what is not read; ties what follows to it
-_NOT_READ = " § *"
+_NOT_READ = " § *"  # in the place of what is not read; ties what follows to it
 _SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 #: longest side of an equation that is read, in characters, and deepest nesting
 MAX_SIDE, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 400, 60, 64, 2048
@@ -42,14 +43,18 @@ _SIGN_OF_EQUALITY = re.compile(r"(?<![<>!=:])=(?!=)")
 _BREAK = re.compile(
     r"[;\n]|\((?=[a-z]{2})|[.!?,:](?=\s|$)|\b(?:and|so|then|where|which|because|since|therefore)\b", re.IGNORECASE
 )
+_LONE = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
 _OPEN, _CLOSE = "([{", ")]}"
 _AS_PYTHON = {"^": "**", "[": "(", "{": "(", "]": ")", "}": ")"}
-_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_OPERATIONS: Any = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_DIVIDED = re.compile(
+    r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
+    r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
+)
+#: characters that are read: an answer that is worked out calculates long before them
+MOST_READ = 8_000
+_OPERATION = r"\d[^=\n\d]{0,20}(?:[-+*/×÷·⋅−^]|\bx\b|\\times|\\cdot|\\div)[^=\n\d]{0,20}\d|\\[dt]?frac"
+_CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:{_OPERATION})")
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,15 @@ class NotArithmetic(ValueError):
 
 
 def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation]:
-    """The equations of ``text`` that can be judged, in their order.
-
-    Args:
-        names: what names stand for so far; what the text sets is written into it, for the steps that follow.
-    """
+    """The equations of ``text`` that can be judged, in their order. ``names``: what names stand for so far; what the
+    text sets is written into it, for the steps that follow."""
     known = {} if names is None else names
     found: list[Equation] = []
-    for sides in _chains(text):
-        found += _judge_chain(sides, known)
+    calculations = "".join(f"{inside}\n" for inside in _CALCULATOR.findall(text))
+    for sentence in _BREAK.split(plain(calculations + _CALCULATOR.sub(" ", text))):
+        if sentence is not None and "=" in sentence:
+            sides = _SIGN_OF_EQUALITY.split(sentence)
+            found += _judge_chain([side if len(side) <= MAX_SIDE else "?" for side in sides], known)
     return found
 
 
@@ -93,7 +98,12 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
             implicit = token in _OPEN and written.endswith((")", "_"))
             written += " *" * implicit + " " + _AS_PYTHON.get(token, token)
         else:
-            values.append(_operand(kind, token, names or {}))
+            if kind == "number" and len(token) <= 40:
+                values.append(Fraction(token))
+            elif names and token in names:
+                values.append(names[token])
+            else:
+                raise NotArithmetic(f"{token[:20]!r}")
             written += f" _{len(values) - 1}_"
         if depth > MAX_DEPTH:
             raise NotArithmetic("nested too deeply")
@@ -103,14 +113,6 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
         return _evaluated(ast.parse(written.strip(), mode="eval").body, values)
     except (SyntaxError, RecursionError, MemoryError):
         raise NotArithmetic(f"{expression[:40]!r} is no expression") from None
-
-
-def _operand(kind: str, token: str, names: dict[str, Fraction]) -> Fraction:
-    if kind == "number" and len(token) <= 40:
-        return Fraction(token)
-    if token not in names:
-        raise NotArithmetic(f"{token[:20]!r}")
-    return names[token]
 
 
 def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
@@ -126,28 +128,18 @@ def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
         if isinstance(one, ast.UnaryOp):
             value = -value if isinstance(one.op, ast.USub) else value
         else:
-            value = _bounded(_operated(one.op, value, _evaluated(one.right, values)))
+            right = _evaluated(one.right, values)
+            if isinstance(one.op, ast.Pow):
+                if right.denominator != 1 or abs(right) > MAX_EXPONENT or (value == 0 and right < 0):
+                    raise NotArithmetic("an exponent that is not read")
+                value = value**right.numerator
+            elif isinstance(one.op, ast.Div) and right == 0:
+                raise NotArithmetic("divides by zero")
+            else:
+                value = _OPERATIONS[type(one.op)](value, right)
+            if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+                raise NotArithmetic("too large")
     return value
-
-
-def _operated(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    if isinstance(sign, ast.Pow):
-        if right.denominator != 1 or abs(right) > MAX_EXPONENT or (left == 0 and right < 0):
-            raise NotArithmetic("an exponent that is not read")
-        return left**right.numerator
-    if isinstance(sign, ast.Div) and right == 0:
-        raise NotArithmetic("divides by zero")
-    return _OPERATIONS[type(sign)](left, right)
-
-
-def _chains(text: str) -> Iterator[list[str]]:
-    calculations = "".join(f"{inside}\n" for inside in _CALCULATOR.findall(text))
-    text = calculations + _CALCULATOR.sub(" ", text)
-    for sentence in _BREAK.split(plain(text)):
-        if sentence is not None and "=" in sentence:
-            sides = _SIGN_OF_EQUALITY.split(sentence)
-            if len(sides) > 1:
-                yield [side if len(side) <= MAX_SIDE else "?" for side in sides]
 
 
 def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]:
@@ -156,13 +148,15 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
     for place, (before, after) in enumerate(itertools.pairwise(sides)):
         about, after = after.lstrip().startswith(ABOUT), after.lstrip().removeprefix(ABOUT)
         left, right = _piece(before, at_its_end=True), _piece(after, at_its_end=False)
-        starts = place == 0 or any(kind == "word" for *_, kind in _tokens(before))
+        worded = any(kind == "word" for *_, kind in _tokens(before))
+        starts = place == 0 or worded
         if starts:
             name = left if left is not None and re.fullmatch(r"[A-Z]", left) else None
         sets = starts and name is not None
-        values = None if left is None or sets else _value(left, known), None if right is None else _value(right, known)
-        counted = place == 0 and left is not None and right is not None and _counts(before, left, right)
-        if left is not None and right is not None and values[0] is not None and values[1] is not None and not counted:
+        values = None if sets else _value(left, known), _value(right, known)
+        # a lone number behind words set to another (`4 boxes with 6 = 24`): what was counted is not written
+        counted = place == 0 and worded and _LONE.fullmatch(left or "") and _LONE.fullmatch(right or "")
+        if left and right and values[0] is not None and values[1] is not None and not counted:
             same = _about if about else _same
             found.append(Equation(left, right, same(values[0], values[1], right)))
         if name is not None and values[1] is not None:
@@ -170,18 +164,16 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
     return found
 
 
-def _value(piece: str, known: dict[str, Fraction]) -> Fraction | None:
+def _value(piece: str | None, known: dict[str, Fraction]) -> Fraction | None:
     try:
-        return value_of(piece, known)
+        return None if piece is None else value_of(piece, known)
     except NotArithmetic:
         return None
 
 
 def _same(left: Fraction, right: Fraction, written: str) -> bool:
-    """Equal, or equal when rounded as the right side was written (``2/3 = 0.67``); whole numbers are not rounded.
-
-    ``18 / 450 * 100 = 4%`` is meant as it is written: a bare percentage is its number, too.
-    """
+    """Equal, or equal when rounded as the right side was written (``2/3 = 0.67``); whole numbers are not rounded. In
+    ``18 / 450 * 100 = 4%`` a bare percentage is its number, too."""
     if left == right or (re.fullmatch(r"\s*\(\d*\.?\d+/100\)\s*", written) and left == 100 * right):
         return True
     decimals = re.fullmatch(r"[\s(\[{-]*\d*\.(\d+)[\s)\]}]*", written)
@@ -189,8 +181,7 @@ def _same(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _about(left: Fraction, right: Fraction, written: str) -> bool:
-    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``≈ 4``, ``1,234 ≈
-    1,200``)."""
+    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``1,234 ≈ 1,200``)."""
     digits = re.fullmatch(r"[\s(\[{+-]*(\d*)\.?(\d*)(/100)?[\s)\]}]*", written)
     if digits is None:
         return left == right
@@ -199,17 +190,8 @@ def _about(left: Fraction, right: Fraction, written: str) -> bool:
     return abs(left - right) < unit / (100 if percent else 1)
 
 
-def _counts(before: str, left: str, right: str) -> bool:
-    """Whether a lone number behind words is set to another (``4 boxes with 6 = 24``): something was counted that is not
-    written."""
-    lone = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
-    said = any(kind == "word" for *_, kind in _tokens(before))
-    return said and lone.fullmatch(left) is not None and lone.fullmatch(right) is not None
-
-
 def _piece(side: str, at_its_end: bool) -> str | None:
-    """The arithmetic that touches the sign of equality behind (or before) ``side``; None where words are part of the
-    sum."""
+    """The arithmetic that touches the sign of equality behind (or before) ``side``; None where words are in the sum."""
     runs: list[list[tuple[int, int]]] = [[]]
     for start, end, kind in _tokens(side):
         if kind == "word":
@@ -223,16 +205,15 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 
 
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
-    """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``): alone it says
-    something else."""
+    """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``)."""
     if first:
-        if side[: run[0][0]] and not (side[run[0][0] - 1].isspace() or side[run[0][0] - 1] in "\"'`*_~:.,"):
+        start, end = run[0]
+        if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
             return True
-        head = side[run[0][0] : run[0][1]].strip()
-        spaced = side[run[0][1] : run[0][1] + 1].isspace()
+        head = side[start:end].strip()
         before = next((other for other in reversed(runs[:-1]) if other), None)
         ties = before is not None and side[before[-1][0] : before[-1][1]].strip() in "+-*/^"
-        return head in "+*/^" or (head == "-" and spaced) or ties
+        return head in "+*/^" or (head == "-" and side[end : end + 1].isspace()) or ties
     if re.match(r"[a-z](?![a-zA-Z])", side[run[-1][1] :]):
         return True
     tail = side[run[-1][0] : run[-1][1]].strip()
@@ -258,8 +239,7 @@ def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _balanced(piece: str, first: bool) -> str | None:
-    """Without a bracket that the piece did not open (``(so 2 + 3`` or ``5)``); None where brackets cannot be
-    matched."""
+    """Without a bracket that the piece did not open (``(so 2 + 3``, ``5)``); None where brackets cannot be matched."""
     depth, low = 0, 0
     for character in piece:
         depth += (character in _OPEN) - (character in _CLOSE)
@@ -271,12 +251,6 @@ def _balanced(piece: str, first: bool) -> str | None:
     if depth < 0 and not first and piece.rstrip()[-1] in _CLOSE:
         return _balanced(piece.rstrip()[:-1], first)
     return None
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise NotArithmetic("too large")
-    return value
 
 
 def _vulgar(match: re.Match[str]) -> str:
@@ -334,13 +308,7 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"/ (\d{1,6}/\d{1,6})(?![\d./])"), r"/ (\1)"),
     (re.compile(r"(?<![\d.])(\d{1,2})!(?!=) ?(?=[=*/+\-)])"), _factorial),
     (re.compile(r"(?<=\d)!(?!=)"), f"{_NOT_READ} "),
-    (
-        re.compile(
-            r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
-            r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
-        ),
-        _remainder,
-    ),
+    (_DIVIDED, _remainder),
     (re.compile(r"= ?(\d{1,9})(?=[^=;\n]{0,20}\bremainder\b)"), rf"= {_NOT_READ} \1"),
     (re.compile(r"(?<![\d.%])(\d[\d.]{0,15}) ?[-+] ?(?=\d[\d.]{0,15} ?\\?%(?! of\b))"), _NOT_READ),
     (re.compile(r"(\d[\d.]{0,15}) ?\\?% of (?=[\d(])"), r"(\1/100)*"),
@@ -360,3 +328,61 @@ def plain(text: str) -> str:
     for pattern, form in _FORMS:
         text = pattern.sub(form, text)
     return text
+
+
+class EquationSteps(SplitStepReward):
+    """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not
+    scored else.
+
+    A name that the solution set (``A = 3 + 4``) is its value in later steps. A wrong *plan* in right arithmetic is not
+    seen, and a model could learn to write trivial equations: use it beside an outcome reward.
+
+    Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).
+
+    Args:
+        split: ``text -> ends`` of the steps in characters, or ``"line"`` (default), ``"paragraph"``.
+        tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
+    """
+
+    def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
+        super().__init__(split, tokenizer)
+        self.__name__ = "equation_steps"
+
+    def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
+        return self.judge(steps)
+
+    @staticmethod
+    def judge(steps: Sequence[str]) -> list[float | None]:
+        """1, 0 or ``None`` for each step of one solution, in order."""
+        names: dict[str, Fraction] = {}
+        found = [[equation.holds for equation in judged(step, names)] for step in steps]
+        return [float(all(holds)) if holds else None for holds in found]
+
+
+def equation_list(text: str) -> tuple[str, ...]:
+    """The equations of ``text`` that can be judged, in their order, without blanks; a chain a = b = c counts as two.
+
+    Two texts with the same list are one way of solving (RFT, arXiv 2308.01825, section 3.3): "Ann has 4 * 6 = 24
+    stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19").
+    """
+    return tuple("".join(f"{one.left}={one.right}".split()) for one in judged(text))
+
+
+def calculates_right(text: str) -> bool:
+    """Whether every equation of ``text`` that can be judged holds; true where there is none."""
+    return all(one.holds for one in judged(text))
+
+
+def works_out(text: str) -> bool:
+    """Whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong: ``4*6=24``, not
+    ``x = 24``. ``MOST_READ`` characters are read; words that reason without a calculation are not seen."""
+    return _CALCULATION.search(text[:MOST_READ]) is not None
+
+
+def worked_out(completions: list[Any], **_: Any) -> list[float]:
+    """1 where a completion writes a calculation down (``works_out``), else 0.
+
+    To be watched at weight 0 (``rewards/worked_out/mean``): paid for, it would teach a model to write calculations,
+    needed or not. TRL sums what is scorable: a completion that every other reward calls unscorable counts as 0 with it.
+    """
+    return [float(works_out(completion_text(completion))) for completion in completions]

@@ -1,1 +1,0 @@
-"""Equations in a text: found, checked, counted."""
