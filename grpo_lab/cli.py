@@ -36,8 +36,7 @@ class Command:
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
         options: gets the parser of a command that reads no recipe.
-        read: of a pipeline: what is written, and a name where it has none → the recipe; plan: what ``--dry-run`` shows
-            of it.
+        read, plan: of a pipeline: what is written, and a name where it has none → the recipe; what ``--dry-run`` shows.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
     """
@@ -50,6 +49,10 @@ class Command:
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
+
+
+def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
+    return {"run": f"pipelines.{module}:{run}", "plan": f"pipelines.{module}:{plan}", "read": f"pipelines.{read}"}
 
 
 _TRAINING: Any = {
@@ -65,30 +68,22 @@ COMMANDS = {
     ),
     "curate": Command(
         "choose training rows: pass rates and filters; goes on where it was killed",
-        run="pipelines.curate:curate",
-        read="pipelines.curate:curation_recipe_from",
-        plan="pipelines.curate:plan_of_curation",
+        **_pipeline("curate", "curate", "plan_of_curation", "curate:curation_recipe_from"),
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
-        run="pipelines.long2short:long2short",
-        read="pipelines.long2short:long2short_recipe_from",
-        plan="pipelines.long2short:plan_of_long2short",
+        **_pipeline("long2short", "long2short", "plan_of_long2short", "long2short:long2short_recipe_from"),
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        run="pipelines.rounds:run_rounds",
-        read="pipelines.rounds_recipe:rounds_recipe_from",
-        plan="pipelines.rounds:plan_of_rounds",
+        **_pipeline("rounds", "run_rounds", "plan_of_rounds", "rounds_recipe:rounds_recipe_from"),
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "pipeline": Command(
         "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
-        run="pipelines.runner:run_pipeline",
-        read="pipelines.runner:pipeline_from",
-        plan="pipelines.runner:plan_of_pipeline",
+        **_pipeline("runner", "run_pipeline", "plan_of_pipeline", "runner:pipeline_from"),
         recipes="docs/recipes.md",
     ),
     "evaluate": Command(
@@ -251,19 +246,15 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         except KeyboardInterrupt as stop:
             if hasattr(stop, "what"):
                 raise
-            raise _with_words(recipe) from stop
+            from grpo_lab.runs.folder import kept
+            from grpo_lab.runs.stop import StoppedByUser
+
+            try:
+                said = kept(recipe)
+            except (ValueError, OSError):
+                said = NOTHING
+            raise StoppedByUser(said) from stop
     return 0
-
-
-def _with_words(recipe: Any) -> KeyboardInterrupt:
-    """Ctrl-C, with what is on disk."""
-    from grpo_lab.runs.folder import kept
-    from grpo_lab.runs.stop import StoppedByUser
-
-    try:
-        return StoppedByUser(kept(recipe))
-    except (ValueError, OSError):
-        return StoppedByUser(NOTHING)
 
 
 def _serve(known: argparse.Namespace) -> int:

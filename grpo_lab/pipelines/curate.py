@@ -76,8 +76,7 @@ class CurationRecipe:
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:
-    """A recipe from a plain mapping. ValueError for an unknown or misspelt key (with the nearest match) or a missing
-    section."""
+    """A recipe from a plain mapping. ValueError for an unknown key (with the nearest match) or a missing section."""
     check_command(written, "curate")
     return read(CurationRecipe, with_name(written, default_name))
 
@@ -105,22 +104,20 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         at = _loaded(recipe, asked, against, stop)
         carry_out(stages_of(recipe), at)
         report, kept = at.selection.report(at.notes), write_rows(folder, at.selection)
-        write_json(
-            folder / MARKER,
-            {
-                "name": recipe.name,
-                "data": told(recipe.data),
-                "reward": told(recipe.reward),
-                "model": recipe.model.path if recipe.model else None,
-                "time": duration(time.perf_counter() - began),
-                "completions of this session": at.sampler.made if at.sampler else 0,
-                "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if at.sampler else {},
-                "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
-                "versions": versions(),
-                "finished": True,
-                "report": asdict(report),
-            },
-        )
+        summary = {
+            "name": recipe.name,
+            "data": told(recipe.data),
+            "reward": told(recipe.reward),
+            "model": recipe.model.path if recipe.model else None,
+            "time": duration(time.perf_counter() - began),
+            "completions of this session": at.sampler.made if at.sampler else 0,
+            "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if at.sampler else {},
+            "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
+            "versions": versions(),
+            "finished": True,
+            "report": asdict(report),
+        }
+        write_json(folder / MARKER, summary)
         page = write_report(folder)
         report.print(console)
         console.print(f"kept: {folder / 'curated.parquet'}\nreport: {page}", soft_wrap=True)

@@ -111,8 +111,7 @@ def _dropout(recipe: Recipe, config: Any) -> str:
 
 
 def _checked(recipe: Recipe, job: Job) -> str:
-    """Build the trainer around a small stand-in model, with the recipe's own tokenizer where that is here: its own
-    checks speak here."""
+    """Build the trainer around a small stand-in model, with the own tokenizer where that is here: its checks speak."""
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
     section, given = recipe.model, job.arguments
@@ -149,8 +148,7 @@ def _scorer(name: str) -> Any:
 
 
 def _parameters(recipe: Recipe) -> str:
-    """Counted without allocating weights, from the config; a hub model that is not here is not counted. An adapter's
-    target modules must be in the model."""
+    """Counted without allocating weights; a hub model is not. An adapter's target modules must be in the model."""
     import copy
 
     import torch
@@ -175,8 +173,7 @@ def _parameters(recipe: Recipe) -> str:
 
 
 def first_prompt(recipe: Recipe, rows: Any) -> str:
-    """What the model is given for the first row, as Python writes it: rendered where the tokenizer is here and has a
-    template."""
+    """What the model is given for the first row: rendered where the tokenizer is here and has a template."""
     from grpo_lab.engines.sampler import render_prompt
 
     prompt, own = rows[0]["prompt"], own_tokenizer(recipe.model)

@@ -1,5 +1,4 @@
 """`grpo-lab evaluate`: a saved model on held-out rows that the command line, or an earlier run (`--like`), describes.
-
 What decides a score is said with it, in the title and in `summary.json`."""
 
 from __future__ import annotations
@@ -7,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
-from grpo_lab.runs.folder import LOCK, OneWriter
+from grpo_lab.runs.folder import LOCK, one_writer
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
@@ -24,16 +23,7 @@ WORD_PROBLEMS = 500
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
 _TAKEN = (
-    "seed",
-    "mode",
-    "model",
-    "limit",
-    "output",
-    "batch_size",
-    "n_samples",
-    "temperature",
-    "tokenizer",
-    "overwrite",
+    *("seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite"),
 )
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
@@ -76,9 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(known: argparse.Namespace) -> int:
-    """Evaluate, print and, with `--output`, write. Returns the exit code; 130 after Ctrl-C, 75 after SIGTERM or
-    SIGUSR1, each with what was answered kept.
-    """
+    """Evaluate, print and, with `--output`, write. The exit code: 75 after SIGTERM or SIGUSR1, the answers kept."""
     plan = plan_of(known)
     with nullcontext() if known.output is None else claim_output(known.output, known.overwrite):
         if note := _unlike_its_run(known, plan.section.data):
@@ -177,7 +165,7 @@ def title(model: str, plan: HeldOut) -> str:
     return f"{model} on {told(replace(data, arguments=shown))}, {told(plan.section.reward)}, {limits}"
 
 
-def claim_output(folder: Path, overwrite: bool) -> OneWriter:
+def claim_output(folder: Path, overwrite: bool) -> ExitStack:
     """The output folder, made and this process's now, so that nothing is computed in vain. ValueError: it cannot be
     made, is in use, or holds a whole evaluation (without ``overwrite``) or something else."""
     from grpo_lab.evaluation import EvaluationResult
@@ -191,12 +179,14 @@ def claim_output(folder: Path, overwrite: bool) -> OneWriter:
     ended = "summary.json" in names and LOCK not in names  # a kill leaves the lock
     if not overwrite and ended and EvaluationResult.read(folder).stopped is None:
         raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
+    writer = ExitStack()
     try:
-        return OneWriter(folder).take()
+        writer.enter_context(one_writer(folder))
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
+    return writer
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
@@ -270,6 +260,5 @@ def _as_written(section: Any) -> Any:
     for name in ("data", "reward"):
         part = flat.get(name)
         if isinstance(part, Mapping) and isinstance(part.get("arguments"), Mapping):
-            rest = {key: value for key, value in part.items() if key != "arguments"}
-            flat[name] = {**rest, **part["arguments"]}
+            flat[name] = {**{key: value for key, value in part.items() if key != "arguments"}, **part["arguments"]}
     return flat

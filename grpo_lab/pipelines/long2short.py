@@ -5,10 +5,8 @@
     simpo          the same pairs → SimPO (ours in this list: the report names DPO)
     merge          average of the weights with a shorter model, no training
 
-model, data → samples (`samples.jsonl`, a killed run goes on) → rows (`rows.jsonl`) → training → the new model in the
-output folder → `evaluation/before` and `/after`, where the numbers that count are accuracy *and* tokens of right
-answers.
-"""
+The new model is in the output folder, beside `samples.jsonl`, `rows.jsonl` and `evaluation/before` and `/after`: what
+counts is accuracy *and* tokens of right answers."""
 
 from __future__ import annotations
 
@@ -56,13 +54,11 @@ class Long2ShortRecipe:
     """A whole long2short run; every key that is no section is one of `SamplingSettings`.
 
     Args:
-        method: ``shortest_sft``, ``dpo``, ``simpo`` or ``merge``.
         model: the long-winded one, a saved model.
         short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
         data: problems to sample on; not for ``merge``.
         samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
-        max_hours, stop_file: as in a recipe of `grpo-lab train`: what asks the run to stop (docs/resume.md).
     """
 
     name: str
@@ -253,8 +249,7 @@ def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
 
 
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or a run of another
-    recipe."""
+    """What marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another recipe."""
     found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
     if "recipe" not in found and "fingerprint" in found:  # an earlier version's
         said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
@@ -268,7 +263,7 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
 
 
 def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
-    """The markers of a folder that an earlier version left: it said in ``run.json`` how far it had come."""
+    """The markers of a folder that an earlier version left: ``run.json`` said how far it had come."""
     folder = recipe.output_dir
     before, finished = _measured(folder / EVALUATION / "before"), found.get("finished")
     if before is not None and before.stopped is None:

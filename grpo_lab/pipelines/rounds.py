@@ -5,8 +5,6 @@ rounds of one list of stages, each in a folder of its own; the next begins with 
     round-1/, round-2/, …        sample → select → train → evaluate
     rounds.jsonl, report.html    one line a round; the page
     the folder itself            when all rounds are done: the last model, evaluation/before, evaluation/after
-
-A finished run is gone on with where `rounds.count` is larger.
 """
 
 from __future__ import annotations
@@ -129,7 +127,7 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
 
 def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
     """What the recipe names, and the rows of its cold start; nothing is written. ValueError for what would stop the
-    run (a dry run asks the same)."""
+    run."""
     settings = check_training(recipe.method, recipe.training)
     check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
@@ -157,8 +155,8 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
 
 
 def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, rounds of another
-    recipe, or more of them."""
+    """What marks the folder, `{}` for a new one. ValueError: something else, another recipe's rounds, or more of
+    them."""
     found = earlier_run(recipe, ROUNDS, overwrite, settings_of)
     if recipe.rounds.count < found.get("count", 0):
         raise ValueError(
@@ -277,8 +275,8 @@ class RoundStages:
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when
-    fewer are left."""
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order drawn anew when they run
+    out."""
     if asked is None:
         return list(range(total))
     lap, place = divmod(number - 1, total // asked)
@@ -303,11 +301,9 @@ def _lines(folder: Path, count: int) -> list[Line]:
 
 
 def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
-    """The line of round ``number`` (0: the start).
-
-    ``kept_share`` = own rows or pairs / samples; ``ways`` = right answers that differ, a problem solved; ``tokens``
-    generated and optimizer ``steps`` also as totals over the rounds so far (a cold start's steps are not among them).
-    """
+    """The line of round ``number`` (0: the start). ``kept_share`` = own rows or pairs / samples; ``ways`` = right
+    answers that differ, a problem solved; ``tokens`` generated and optimizer ``steps`` also as totals over the rounds
+    so far (a cold start's steps are not among them)."""
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
     accuracy, total = found.get("accuracy") or {}, before[-1] if before else {}
     steps = train.get("steps", 0) if number else 0

@@ -37,14 +37,8 @@ IMITATE = ("rft", "online_rft", "expert_iteration")
 
 @settings()
 class RoundSettings:
-    """``rounds``: how often, on how many questions, and where each training begins.
-
-    Args:
-        count: rounds.
-        questions: questions a round, new ones until all were asked; None: all of ``data``.
-        train_from: ``last``: the model that the round before left. ``base``: the same model each time (STaR, arXiv
-            2203.14465).
-    """
+    """``rounds``: how often, on how many ``questions`` (new ones until all were asked; None: all), and where each
+    training begins: with the ``last`` round's model, or the same ``base`` each time (STaR, arXiv 2203.14465)."""
 
     count: Positive
     train_from: Literal["base", "last"]
@@ -64,14 +58,12 @@ class RoundsRecipe:
     """A whole run of rounds.
 
     Args:
-        method: one of `METHODS`.
         model, cold_start: as in a recipe of `grpo-lab train`; what comes out is the start model, which samples first.
         base: what ``train_from: base`` begins with (default: the start model). The RFT paper takes the pretrained model
             that the start model was made from.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
         evaluation: held-out rows, asked before the first and after each round.
         keep_models: false removes a round's model when the next one is trained.
-        max_hours, stop_file: as in a recipe of `grpo-lab train`: what asks the run to stop (docs/resume.md).
     """
 
     name: str

@@ -44,26 +44,20 @@ LENGTH = ("max_steps", "num_train_epochs")
 
 CANNOT_CHANGE_THE_PAST = frozenset(
     (
-        *ADDRESS, *LENGTH, "name", "output_dir",
-        "logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print",
-        "log_unique_prompts", "log_level", "log_level_replica", "log_on_each_node", "report_to", "run_name", "project",
-        "trackio_space_id", "disable_tqdm",
-        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node",
-        "save_checksums", "max_hours", "stop_file",
-        "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-        "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
-        "hub_revision",
+        *ADDRESS, *LENGTH, "name", "output_dir", "logging_steps", "logging_strategy", "logging_first_step",
+        "log_completions", "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica",
+        "log_on_each_node", "report_to", "run_name", "project", "trackio_space_id", "disable_tqdm", "save_strategy",
+        "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "save_checksums", "max_hours",
+        "stop_file", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "push_to_hub",
+        "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
-        "num_generations_eval",
-        "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-        "dataloader_persistent_workers", "torch_empty_cache_steps", "vllm_gpu_memory_utilization",
-        "vllm_enable_sleep_mode",
+        "num_generations_eval", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory",
+        "dataloader_prefetch_factor", "dataloader_persistent_workers", "torch_empty_cache_steps",
+        "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
     )
 )  # fmt: skip
 """Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the
 way, where its server is, how memory is used."""
-SECTIONS_AFTER = ("evaluation", "eval_dataset", "model.expected")
-"""Measured beside the training, not part of it."""
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -84,8 +78,7 @@ def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
 
 
 def claim(recipe: Recipe, overwrite: bool) -> Path:
-    """The output folder, made and marked as this run's; what differs from an earlier run of it is logged. ``overwrite``
-    removes what that would be gone on with from."""
+    """The output folder, made and marked as this run's; what differs from an earlier run of it is logged."""
     folder = recipe.output_dir
     begun = not overwrite and (folder / RUN).is_file()
     changed = refuse_folder(recipe, overwrite)
@@ -145,13 +138,13 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
 
 
 def may_differ(found: Difference) -> bool:
-    """Whether the setting cannot change what the run has done so far."""
-    return found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST or found.of(*SECTIONS_AFTER)
+    """Whether the setting cannot change what the run has done so far, or is measured beside it."""
+    beside = found.of("evaluation", "eval_dataset", "model.expected")
+    return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST
 
 
 def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
-    """ValueError where a run that still has steps to train would go on with other rows, or by another number of
-    processes."""
+    """ValueError where a run with steps still to train would go on with other rows, or another number of processes."""
     record = read_marker(folder / RUN)
     if 0 < max_steps <= (record.get("trained") or 0):
         return  # only the evaluation is left

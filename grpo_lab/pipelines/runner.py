@@ -46,8 +46,7 @@ PIPELINE = "pipeline"
 
 
 def whole_command(read_recipe: Any, do: Any, **left: str) -> Any:
-    """A kind that is a command: its recipe is the entry, and it goes on by itself in the stage's folder where it was
-    killed."""
+    """A kind that is a command: its recipe is the entry, and killed in the stage's folder it goes on by itself."""
 
     @settings(rest="recipe")
     class WholeCommand:
@@ -89,8 +88,7 @@ KINDS: dict[str, Any] = {
 
 
 def kind_of(name: str, where: str) -> Any:
-    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that is neither, or cannot be
-    run."""
+    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that cannot be run."""
     if ":" not in name and name not in KINDS:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)
@@ -102,8 +100,7 @@ def kind_of(name: str, where: str) -> Any:
 
 @settings(rest="settings")
 class StageSection:
-    """One entry of ``stages``: its kind, the name of its folder and marker, its inputs; every other key is its
-    kind's."""
+    """One entry of ``stages``: its kind, the name of its folder and marker, its inputs; other keys are its kind's."""
 
     stage: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -134,8 +131,7 @@ class PipelineRecipe:
             )
 
     def in_order(self) -> list[StageSection]:
-        """Every stage after those whose things it takes, else as they are written. ValueError for a circle, or a stage
-        that is none."""
+        """Every stage after those whose things it takes. ValueError for a circle, or a stage that is none."""
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
@@ -175,8 +171,8 @@ def run_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> dict[str, F
 
 
 def plan_of_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> Words:
-    """What `grpo-lab pipeline` will do, in words. ValueError for what would stop it, as far as it can be known before a
-    stage is done."""
+    """What `grpo-lab pipeline` will do, in words. ValueError for what would stop it, as far as it can be known
+    before."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab pipeline` runs in one process; start it without `accelerate launch` or torchrun")
     earlier_run(recipe, PIPELINE, overwrite, settings_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
-from grpo_lab.runs.folder import RUN, OneWriter, read_marker, write_run
+from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.runs.stage import console
 from grpo_lab.runs.stop import SIGNALS, Interrupted, ended_by_signals, heed_stop_file
@@ -46,13 +46,13 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
     resume = is_begun(recipe, overwrite, resume)
-    with ended_by_signals(recipe.output_dir, config), OneWriter(recipe.output_dir) as writer:
+    with ended_by_signals(recipe.output_dir, config), ExitStack() as writer:
         job = resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
         state = PartialState()
         if state.is_main_process:
             if resume:
                 refuse_another_run(job.folder, job.rows, state.num_processes, config.max_steps)
-            writer.take()
+            writer.enter_context(one_writer(job.folder))
             claim(recipe, overwrite)
         state.wait_for_everyone()
         job.facts["fingerprint"] = fingerprint(recipe)
@@ -186,8 +186,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
 
 
 def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:
-    """Raise ``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so
-    itself."""
+    """``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
     if asked is None or asked == "SIGINT":
         return
     step = trainer.state.global_step or None
@@ -224,9 +223,8 @@ def _timed(job: Job, seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
-    """The recipe's rewards with the weights in force (``reward_weights`` may have set them), then those beside them:
-    that a named trainer declares, or an environment owns. One that carries its own weight has that when its schedule is
-    over, and the schedule."""
+    """The recipe's rewards with the weights in force, then those that a named trainer declares, or an environment owns.
+    One that carries its own weight has that when its schedule is over, and the schedule."""
     weights = trainer.args.reward_weights or [reward.weight for reward in sections]
     found = [replace(reward, weight=float(weight)) for reward, weight in zip(sections, weights, strict=False)]
     whole = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)

@@ -1,2 +1,1 @@
-"""A run of any command: its folder, whether it is the same one, being asked to stop, and the stages that it is made
-of."""
+"""A run of any command: its folder, whether it is the same one, being asked to stop, and its stages."""

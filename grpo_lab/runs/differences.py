@@ -47,8 +47,7 @@ def plain_settings(recipe: Any) -> dict[str, Any]:
 
 
 def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
-    """What a run's files follow from, as JSON gives it back; ``models``: paths, of which those here count by what they
-    hold, too."""
+    """What a run's files follow from, as JSON gives it back; of ``models``, paths, those here by what they hold."""
     said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
     return {**said, "model_files": {path: model_files(path) for path in sorted(str(m) for m in models if is_local(m))}}
 
@@ -73,8 +72,7 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """What differs between two recipes of plain values, all of it what ``may_differ``. ValueError that names the
-    rest."""
+    """What differs between two recipes of plain values. ValueError that names what is not what ``may_differ``."""
     before, after = dict(_flat(then)), dict(_flat(now))
     every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
     found = [one for one in every if one.old != one.new]

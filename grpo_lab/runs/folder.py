@@ -1,10 +1,8 @@
 """A run's output folder: what marks it as whose, and one process at a time that writes into it.
 
-Two runs in one folder would take each other's checkpoints, samples and log for theirs. ``run.lock`` in the folder is
-locked (POSIX, ``fcntl``) by the process that writes, and goes with its end; the kernel opens the lock of a process that
-was killed. On a file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in
-TRL.
-"""
+Two runs in one folder would take each other's files for theirs. ``run.lock`` is locked (POSIX, ``fcntl``) by the
+process that writes, and opened by the kernel when that is killed. On a file system without such locks nothing is
+guarded. ``trainer.train()`` in a script takes none, as in TRL."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,66 +36,56 @@ class FolderGone(OSError):
     """The folder was removed, or moved away, while a run wrote into it."""
 
 
-class OneWriter:
-    """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this
-    process's. FolderGone, in place of what came of the block: half a run may stand where the folder was."""
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """In the block the folder, made where it is not there, is this process's. ValueError: another process writes there
+    (which, where, since when), or a link stands in the place of the lock. FolderGone, in place of what came of the
+    block: half a run may stand where the folder was."""
+    file = folder / LOCK
+    folder.mkdir(parents=True, exist_ok=True)
 
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / LOCK
-        self._held: int | None = None
-
-    def __enter__(self) -> OneWriter:
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if self._held is None:
-            return
-        gone = not self._is_there(self._held)
-        if not gone:
-            self.file.unlink(missing_ok=True)
-        os.close(self._held)
-        self._held = None
-        if gone:
-            raise FolderGone(
-                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: "
-                "what stands there now is not all of it"
-            ) from error
-
-    def take(self) -> OneWriter:
-        """The folder is made where it is not there. ValueError: another process writes there (which, where, since
-        when), or a link stands in the place of the lock."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        while self._held is None:
-            opened = no_link(str(self.file), os.O_RDWR | os.O_CREAT)
-            if not self._locked(opened):
-                said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
-                os.close(opened)
-                raise ValueError(
-                    f"`output_dir` {str(self.file.parent)!r} is in use: {said} writes there. Wait for its end, end "
-                    "it, or choose another `--output_dir`"
-                )
-            if self._is_there(opened):  # not one that its owner has just removed
-                self._held = opened
-            else:
-                os.close(opened)
-        os.ftruncate(self._held, 0)
-        os.pwrite(self._held, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
-        return self
-
-    def _locked(self, opened: int) -> bool:
+    def is_there() -> bool:
         try:
-            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return False
-            log.warning("%s cannot be locked (%s): nobody keeps a second run out of this folder", self.file, error)
-        return True
-
-    def _is_there(self, opened: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(opened), self.file.stat())
+            return os.path.samestat(os.fstat(opened), file.stat())
         except FileNotFoundError:
             return False
+
+    while True:
+        opened = no_link(str(file), os.O_RDWR | os.O_CREAT)
+        if not _locked(opened, file):
+            said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
+            os.close(opened)
+            raise ValueError(
+                f"`output_dir` {str(folder)!r} is in use: {said} writes there. Wait for its end, end it, or choose "
+                "another `--output_dir`"
+            )
+        if is_there():
+            break
+        os.close(opened)  # one that its owner has just removed
+    os.ftruncate(opened, 0)
+    os.pwrite(opened, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
+    try:
+        yield
+    finally:
+        gone = not is_there()
+        if not gone:
+            file.unlink(missing_ok=True)
+        os.close(opened)
+        if gone:
+            raise FolderGone(
+                f"{str(folder)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: what "
+                "stands there now is not all of it"
+            )
+
+
+def _locked(opened: int, file: Path) -> bool:
+    try:
+        fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        log.warning("%s cannot be locked (%s): nobody keeps a second run out of this folder", file, error)
+    return True
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:

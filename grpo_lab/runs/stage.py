@@ -23,7 +23,7 @@ import torch
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import write_json
 from grpo_lab.runs.differences import versions
-from grpo_lab.runs.folder import OneWriter, read_marker, write_run
+from grpo_lab.runs.folder import one_writer, read_marker, write_run
 from grpo_lab.runs.stop import StopRequests
 
 Facts = dict[str, Any]
@@ -49,9 +49,8 @@ class Stage:
     """One step of a command.
 
     Args:
-        name: its marker is ``<name>.json`` in the folder that it works in.
         run: ``run(at)`` does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and
-            pages read of it.
+            pages read of it. They are its marker, ``<name>.json``.
         plan: what it will do, title → words, for ``--dry-run``; writes nothing, and raises what would stop it.
         inputs: the stages before it whose facts it reads.
         remembered: false leaves no marker: it is cheap, and follows from settings that may change between two runs.
@@ -67,8 +66,8 @@ class Stage:
 
 
 def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage, seconds: None) -> None:
-    """Every stage that has no marker, in order; ``at.facts`` has them all afterwards. ValueError for a damaged marker,
-    or a stage that reads one that does not come before it; Interrupted: asked to stop."""
+    """Every stage that has no marker, in order; ``at.facts`` has them all afterwards. ValueError: a damaged marker, or
+    a stage that reads one that does not come before it; Interrupted: asked to stop."""
     at.folder.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         if missing := [name for name in stage.inputs if name not in at.facts]:
@@ -96,15 +95,11 @@ def plan_of(stages: Iterable[Stage]) -> Words:
 
 @contextmanager
 def working(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
-    """Around a run: its folder is this process's, and it can be asked to stop (``Interrupted``, here or in the block).
-
-    Args:
-        recipe: of any command: its ``output_dir``, ``max_hours``, ``stop_file``.
-        earlier: what an earlier run, which is gone on with, says of itself. Empty: this one is new, and a stop file
-            that waits is an earlier one's.
-    """
+    """Around a run of any command: its folder is this process's, and it can be asked to stop (``Interrupted``, here or
+    in the block). ``earlier``: what an earlier run, which is gone on with, says of itself; empty: this one is new, and
+    a stop file that waits is an earlier one's."""
     folder = recipe.output_dir
-    with OneWriter(folder).take(), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
+    with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
         found = earlier()
         stop.heed_waiting(new=not found)
         yield stop, found

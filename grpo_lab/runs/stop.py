@@ -65,8 +65,7 @@ class StoppedByUser(KeyboardInterrupt):
 
 
 class StopRequests:
-    """``with StopRequests(folder, …) as stop:`` around a command; without ``with`` it hears no signal. ``name``: who
-    asked, None while nobody did."""
+    """``with StopRequests(folder, …) as stop:`` around a command; without ``with`` it hears no signal."""
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
         self.folder, self.max_hours = folder, max_hours

@@ -1,1 +1,1 @@
-"""What pipelines are lists of: stages that sample, filter, select, train and merge."""
+"""What commands and pipelines are lists of: stages that sample, filter, select, train, merge and evaluate."""

@@ -69,12 +69,11 @@ def evaluate_saved_model(
     rows = load_rows(section.data, "evaluation.data")
     reward = parts.build_reward(section.reward, "evaluation.reward")
     loaded, words = load_saved_model(model, use_cpu, tokenizer)
-    limit = section.max_new_tokens or max_new_tokens
-    assert limit is not None, "neither the section nor the caller says how long completions may be"
     how: Any = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
+    how |= {"max_new_tokens": section.max_new_tokens or max_new_tokens, "seed": seed}
     stopped = False
     try:
-        result = evaluate(loaded, words, rows, reward=reward, max_new_tokens=limit, seed=seed, **how)
+        result = evaluate(loaded, words, rows, reward=reward, **how)
     except EvaluationStopped as stop:
         result, stopped = stop.result, True
     result = replace(result, settings={**about(model, section), **result.settings})

@@ -1,7 +1,6 @@
-"""Filter: rows go through filters, first those that read the text, then those that ask a model about what is left.
+"""Filter: rows go through filters, those that read the text, then those that ask a model about what is left.
 
-A filter is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``.
-"""
+A filter is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``."""
 
 from __future__ import annotations
 
@@ -41,14 +40,9 @@ CUT_WARNING = 0.05
 
 @dataclass(kw_only=True)
 class Filtering(At):
-    """The rows on their way through the filters; each sees all rows, and the model is asked about those left.
-
-    Args:
-        shown: column of the text that is read and shown.
-        reward, judge: what judges the model's answers, and that in words.
-        against: rows of evaluation sets.
-        sampler: the model, from `leave_room` on.
-    """
+    """The rows on their way through the filters; each sees all rows, and the model (from `leave_room` on) is asked
+    about those left. ``shown``: column of the text; ``judge``: the reward in words; ``against``: rows of evaluation
+    sets."""
 
     rows: list[dict[str, Any]]
     selection: Selection
@@ -58,16 +52,11 @@ class Filtering(At):
     judge: str
     against: Sequence[Any] = ()
     notes: list[str] = field(default_factory=list)
-    sampler: ModelSampler | None = None
+    sampler: Any = None
 
     @property
     def texts(self) -> list[str]:
         return [text_of(row[self.shown]) for row in self.rows]
-
-    @property
-    def model(self) -> ModelSampler:
-        assert self.sampler is not None, "the stage `room` loads it"
-        return self.sampler
 
     @property
     def left(self) -> list[int]:
@@ -166,9 +155,9 @@ class GuessFilter:
     max_new_tokens: Positive = 32
 
     def apply(self, at: Filtering) -> None:
-        sampler, limit = at.model, self.max_new_tokens
+        sampler, limit = at.sampler, self.max_new_tokens
 
-        def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
+        def briefly(prompts: Sequence[Any], n: int) -> Any:
             return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
 
         how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
@@ -249,7 +238,7 @@ def leave_room(at: Filtering, model: str) -> None:
 
 def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
-    sampler, left = at.model, at.left
+    sampler, left = at.sampler, at.left
     problems, said = [at.rows[i] for i in left], {"reward": at.judge}
     measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
     found = dict(zip(left, measured, strict=True))

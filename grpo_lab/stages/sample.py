@@ -149,9 +149,8 @@ class ModelSampler:
         return pass_rates(problems, stop.before_each(self.written), reward, self.settings.n_samples, **how)
 
     def identity(self) -> dict[str, Any]:
-        """What the samples depend on, for the header of their file: the model's files, all that shape its completions,
-        and the settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
-        """
+        """What the samples depend on, for the header of their file: the model's files, and the settings. The engine
+        counts: its rounding differs. What it is given for a prompt is `rendered`."""
         settings = self.settings
         return {
             "model": self.name,
@@ -263,8 +262,8 @@ def plan_of_samples(
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """ValueError where ``file`` holds another number of samples a problem than ``setting`` asks for; before a model is
-    loaded."""
+    """ValueError, before a model is loaded, where ``file`` holds another number of samples than ``setting`` asks
+    for."""
     if not file.is_file():
         return
     with file.open("rb") as lines:
@@ -278,10 +277,8 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
 
 
 def trim_to_whole_batches(file: Path, size: int) -> None:
-    """Keep the header and the first whole batches of ``size`` problems. The problems of a batch share one stream of
-    random numbers: a batch of which a kill left a part is drawn again as a whole, or its rest would be drawn from
-    another stream.
-    """
+    """Keep the header and the first whole batches of ``size`` problems. A batch shares one stream of random numbers: of
+    one that a kill has torn the rest would be drawn from another."""
     if not file.is_file():
         return
     lines = file.read_bytes().splitlines(keepends=True)

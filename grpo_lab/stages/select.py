@@ -1,10 +1,4 @@
-"""Select: what a training learns from a model's own judged samples. Functions of the samples: same samples, same rows.
-
-Keep       right answers that differ → SFT rows (`right_answers`)
-Contrast   a right answer against a wrong one of the same problem → pairs (`contrast_pairs`)
-Shortest   the shortest right answer of each problem → SFT rows (`shortest_correct`)
-Shorter    the shortest right answer against longer and wrong ones → pairs (`preference_pairs`)
-"""
+"""Select: what a training learns from a model's own judged samples, by one of four ways: same samples, same rows."""
 
 from __future__ import annotations
 
@@ -45,8 +39,8 @@ class Keep:
     Args:
         per_problem: most answers a problem; None keeps all that differ.
         distinct: what makes two answers one: the list of their ``equations``, their ``words``, or the ``text`` itself.
-        gold: the rows' ``worked_solution`` is learned beside the model's own answers.
-        right_calculations: an answer with an equation that does not hold is left out, right or not.
+        gold: the rows' ``worked_solution`` is learned, too; right_calculations: no answer with an equation that does
+            not hold, right or not.
     """
 
     needs: ClassVar[str] = "right on some"
@@ -63,8 +57,8 @@ class Keep:
 
 @settings()
 class Contrast:
-    """``pairs`` of a right and a wrong answer (`contrast_pairs`): most pairs a problem, None: every answer that differs
-    is in one; ``distinct`` as in `Keep`."""
+    """``pairs`` of a right and a wrong answer (`contrast_pairs`), most a problem, None: all; ``distinct`` as in
+    `Keep`."""
 
     needs: ClassVar[str] = "right and wrong on the same"
     per_problem: Positive | None = None
@@ -127,8 +121,8 @@ class Select:
 
 
 def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:
-    """`rows.jsonl` in ``folder``, and what was counted. ValueError where there is none; ``who``, before it, and
-    ``otherwise``, at its end, are the caller's."""
+    """`rows.jsonl` in ``folder``, and what was counted. ValueError, between ``who`` and ``otherwise``: there is
+    none."""
     rows, counts = way.rows(samples)
     if not rows:
         scores = [score for one in samples for score in one.scores]

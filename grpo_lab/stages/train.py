@@ -33,11 +33,10 @@ Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 @settings(rest="training")
 class Train:
-    """``sft``, ``dpo``, ``simpo``: a model trained on selected ``rows``. Other keys: TRL's ``SFTConfig``,
-    ``DPOConfig``, ``CPOConfig``."""
+    """``sft``, ``dpo``, ``simpo``: a model trained on ``rows``. Other keys: TRL's ``SFTConfig``, ``DPOConfig``, …."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
-    method: ClassVar[str] = "sft"
+    method: ClassVar[Any] = "sft"
     model: str
     rows: str
     seed: Whole = 0
@@ -62,8 +61,7 @@ class Train:
             if pairs:
                 from grpo_lab.trainer.supervised.preference import prefer
 
-                method: Any = self.method
-                prefer(method, model, tokenizer, data, folder, arguments, [counted], reference, training)
+                prefer(self.method, model, tokenizer, data, folder, arguments, [counted], reference, training)
             else:
                 from grpo_lab.trainer.supervised.cold_start import supervised
 
@@ -75,20 +73,20 @@ class Train:
 class Dpo(Train):
     """``dpo``: on pairs; the reference is the model as it begins."""
 
-    method: ClassVar[str] = "dpo"
+    method: ClassVar[Any] = "dpo"
 
 
 @settings(rest="training")
 class Simpo(Train):
     """``simpo``: on pairs, without a reference."""
 
-    method: ClassVar[str] = "simpo"
+    method: ClassVar[Any] = "simpo"
 
 
 @settings(rest="training")
 class ColdStart:
-    """``cold_start``: a model, or a tiny one from config, trained on worked solutions; without ``data`` as it is. Other
-    keys: TRL's ``SFTConfig``."""
+    """``cold_start``: a model, or a tiny one, trained on worked solutions (``data``). Other keys: TRL's
+    ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: ModelSection
@@ -100,9 +98,8 @@ class ColdStart:
         from grpo_lab.trainer.supervised.cold_start import check_cold_start
 
         check_cold_start(self.training)
-        return self.model.name + (
-            "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
-        )
+        rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
+        return f"{self.model.name}{rows}"
 
     def run(self, at: At, rows: Any = None) -> Facts:
         """``rows``: of ``data``, where they are loaded already."""
@@ -143,10 +140,8 @@ class Merge:
 def trained(
     at: At, tokenizer: Any, rows: Any, made_from: Any
 ) -> Iterator[tuple[Path, StoppableTraining, TrainingFacts]]:
-    """Where the model of a training goes (`model/`), what trains it, and what is counted of it.
-
-    A training that was stopped is gone on with from `stopped/`, where it is of the same ``rows`` and ``made_from``.
-    """
+    """Where the model of a training goes (`model/`), what trains it, and what is counted of it; one that was stopped is
+    gone on with from `stopped/`, where it is of the same ``rows`` and ``made_from``."""
     counted = TrainingFacts(at.folder / "metrics.jsonl")
     with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
         counted.begin(training.step)
@@ -162,7 +157,7 @@ class TrainingFacts(MetricsFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.steps, self.loss = 0, None
+        self.found: Facts = {"steps": 0, "loss": None}
         self.weights: list[float] = []
 
     def begin(self, step: int) -> None:
@@ -175,14 +170,13 @@ class TrainingFacts(MetricsFile):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         super().on_log(args, state, control, logs, **more)
-        self.loss = (logs or {}).get("train_loss", self.loss)
-        if WEIGHT in (logs or {}):
-            self.weights.append((logs or {})[WEIGHT])
+        said = logs or {}
+        self.found["loss"] = said.get("train_loss", self.found["loss"])
+        self.weights += [said[WEIGHT]] if WEIGHT in said else []
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps = state.global_step
+        self.found["steps"] = state.global_step
 
     def facts(self) -> Facts:
         """Optimizer steps, mean loss; of pairs also w(θ) in the first and the last log."""
-        found: Facts = {"steps": self.steps, "loss": self.loss}
-        return found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})
+        return self.found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})

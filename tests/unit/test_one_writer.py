@@ -22,7 +22,7 @@ from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import refuse_folder
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.runs.folder import LOCK, FolderGone, OneWriter, is_empty, write_run
+from grpo_lab.runs.folder import LOCK, FolderGone, is_empty, one_writer, write_run
 from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.stages.sample import trim_to_whole_batches
 
@@ -30,8 +30,8 @@ HOLDS = """
 import sys
 from pathlib import Path
 from grpo_lab.pipelines.long2short import long2short_recipe_from
-from grpo_lab.runs.folder import OneWriter
-with OneWriter(Path(sys.argv[1])).take():
+from grpo_lab.runs.folder import one_writer
+with one_writer(Path(sys.argv[1])):
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -55,12 +55,12 @@ def test_a_second_writer_is_refused_until_the_first_ends_or_is_killed(
     (tmp_path / "link").symlink_to(folder)
     for name in ("run", "link"):
         with pytest.raises(ValueError, match=rf"in use: process {other.pid} on .*, since .*, writes there"):
-            OneWriter(tmp_path / name).take()
+            lock(tmp_path / name)
     assert is_empty(folder)
     other.send_signal(signal.SIGKILL)
     other.wait()
     assert (folder / LOCK).exists()
-    with OneWriter(folder).take():
+    with one_writer(folder):
         assert is_empty(folder)
     assert not (folder / LOCK).exists()
 
@@ -73,7 +73,7 @@ def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: 
     folder = tmp_path / "run"
 
     def run() -> None:
-        with OneWriter(folder).take():
+        with one_writer(folder):
             folder.rename(tmp_path / "away") if what == "moved away" else shutil.rmtree(folder)
             if what == "made anew":
                 folder.mkdir()
@@ -87,7 +87,8 @@ def test_a_folder_that_goes_meanwhile_is_said(what: str, fails: bool, tmp_path: 
 
 
 def lock(folder: Path) -> None:
-    OneWriter(folder).take()
+    with one_writer(folder):
+        pass
 
 
 def log_a_step(folder: Path) -> None:

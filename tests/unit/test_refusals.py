@@ -15,7 +15,6 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch
 from grpo_lab.cli import main
-from grpo_lab.runs.folder import OneWriter
 
 ROWS = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
 SAMPLED = {"data": ROWS, "n_samples": 2, "max_completion_length": 8, "use_cpu": True}
@@ -143,7 +142,8 @@ def written(command: str, folder: Path, model: Path, tiny: bool = True) -> Path:
 
 @pytest.fixture
 def nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OneWriter, "take", lambda _: pytest.fail("the run began to write"))
+    for module in ("runs.stage", "pipelines.train"):
+        monkeypatch.setattr(f"grpo_lab.{module}.one_writer", lambda _: pytest.fail("the run began to write"))
 
 
 @pytest.mark.parametrize(("command", "words", "said"), CASES, ids=[f"{c}-{' '.join(w)[2:44]}" for c, w, _ in CASES])
