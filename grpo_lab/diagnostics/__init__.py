@@ -15,18 +15,12 @@ SHOWN = 2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run's windows up to ``step`` say.
-
-    Args:
-        wrong: (name of the rule, sentence, settings to look at), most serious first.
-        notes: (name of the rule, sentence) of what looks wrong and is not.
-        now: reward, length and entropy of the last windows, in words.
-    """
+    """What a run's windows up to ``step`` say."""
 
     step: int
-    wrong: tuple[tuple[str, str, str], ...]
-    notes: tuple[tuple[str, str], ...]
-    now: str
+    wrong: tuple[tuple[str, str, str], ...]  # name of the rule, sentence, settings to look at; most serious first
+    notes: tuple[tuple[str, str], ...]  # name of the rule, sentence: what looks wrong and is not
+    now: str  # reward, length and entropy of the last windows, in words
 
     @property
     def healthy(self) -> bool:

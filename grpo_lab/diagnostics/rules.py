@@ -21,12 +21,11 @@ PERSISTENCE = 3
 """Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours."""
 
 TRUNCATED = 0.20
-"""Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models'
-GSM8K answers (trl #6263)."""
+"""Share of completions cut off: the trainer's own warning; 256 tokens cut 50–80% of small models' GSM8K (trl #6263)."""
 
 ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
 """Nats per token, and share of the first windows' entropy, below both of which hardly anything is left to explore.
-Ours: the quick start goes healthily from 0.17 to 0.05; the named cause is DAPO's (arXiv 2503.14476, clip-higher)."""
+Ours (the quick start goes healthily from 0.17 to 0.05); the cause is DAPO's (arXiv 2503.14476, clip-higher)."""
 
 ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
 """Entropy exploding: as many times the first windows' and as many nats per token more. Ours."""
@@ -36,8 +35,7 @@ FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
 windows, the halves differ by less than 2 standard errors (95%)."""
 
 FALLEN = 5.0
-"""Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it
-is asked at every window."""
+"""Reward falling: the later half is as many standard errors lower. Ours: more than NOISE, asked at every window."""
 
 LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
 """Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
@@ -51,8 +49,7 @@ KL_HIGH = 1.0
 """Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
 
 DRIFT = 0.1
-"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16
-(``grpo_lab.engines.weights.proof``)."""
+"""Nats per token between engine and trainer: the sync proof's tolerance in bfloat16 (``engines.weights.proof``)."""
 
 CLIPPED = 0.2
 """Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths."""
@@ -66,17 +63,11 @@ ZERO_LOSS = 1e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """What of the settings the rules must know.
+    """What of the settings the rules must know; None, or 0, where it is not known."""
 
-    Args:
-        updates: optimizer steps on one generation batch; None where it is not known.
-        last_step: ``max_steps`` of the run; 0 where it is not known.
-        moves: whether some parameter group's learning rate is not 0 now; None where it is not known.
-    """
-
-    updates: float | None = None
-    last_step: int = 0
-    moves: bool | None = None
+    updates: float | None = None  # optimizer steps on one generation batch
+    last_step: int = 0  # ``max_steps`` of the run
+    moves: bool | None = None  # whether some parameter group's learning rate is not 0 now
 
 
 Seen = Callable[[History, Facts], str | None]
@@ -84,17 +75,10 @@ Seen = Callable[[History, Facts], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """
-    Args:
-        seen: the sentence, with what was seen, where the history shows it; else None.
-        settings: where to look.
-        healthy: it explains something that looks wrong and is not.
-    """
-
     name: str
-    seen: Seen
-    settings: str
-    healthy: bool = False
+    seen: Seen  # the sentence, with what was seen, where the history shows it; else None
+    settings: str  # where to look
+    healthy: bool = False  # it explains something that looks wrong and is not
 
 
 RULES: list[Rule] = []
@@ -124,8 +108,7 @@ def not_finite(history: History, facts: Facts) -> str | None:
 
 @rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first
-    group's."""
+    """Twice in a row: a warm-up begins at 0. The last step may end there. What is logged is the first group's."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
     if rates != [0.0, 0.0] or ends or facts.moves:

@@ -25,8 +25,7 @@ SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log; an evaluation gets a line of
-    its own."""
+    """HF's bar with the last reward and length in it, in place of a dictionary per log; a line an evaluation."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)

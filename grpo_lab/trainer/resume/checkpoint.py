@@ -145,8 +145,7 @@ def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Calla
 
 
 def _prune(trainer: Any, run: Path) -> None:
-    """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look
-    whole."""
+    """Old checkpoints go once the new one is whole; each leaves its name in one move: half of one could look whole."""
     best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
         left = run / SAVING / going.name
@@ -235,8 +234,7 @@ def _best_of_before(state: Any, run: Path) -> None:
 
 
 def _settle(trainer: Any, partial: Path, place: Path, main: bool) -> None:
-    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there
-    (random numbers, shards)."""
+    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there."""
     if _writes(trainer, main):
         if main and trainer.state.best_global_step == trainer.state.global_step:  # written with the folder it was in
             trainer.state.save_to_json(str(partial / "trainer_state.json"))

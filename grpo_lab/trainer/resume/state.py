@@ -147,12 +147,10 @@ def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor]
     """Put the saved weights into this run's reference, whole or sharded, to the bit.
 
     Args:
-        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference,
-            nothing is read.
+        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference.
 
     Returns:
-        Whether it had moved when the checkpoint was written (then it has been loaded); ``None``: the checkpoint does
-        not say.
+        Whether it had moved when the checkpoint was written (then it is loaded); ``None``: the checkpoint is silent.
 
     Raises:
         ValueError: a file is damaged or missing, or of another model.
