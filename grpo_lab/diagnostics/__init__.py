@@ -9,8 +9,8 @@ from grpo_lab.diagnostics.rules import RULES, Facts, History, recent, step_of
 
 __all__ = ["RULES", "Diagnosis", "Facts", "changes", "diagnose"]
 
+#: Findings that one line names; the others are counted. The first is often the cause of what follows.
 SHOWN = 2
-"""Findings that one line names; the others are counted. The first is often the cause of what follows."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,10 @@ from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
 logger = logging.getLogger("grpo_lab")
 
+#: Between two updates of the line of progress where nobody watches: a log file keeps each of them.
 SECONDS_IN_A_FILE = 30.0
-"""Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
-
+#: (metric, its name on the line, how it is written), the first two that are there.
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
-"""(metric, its name on the line, how it is written), the first two that are there."""
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]

@@ -1,11 +1,10 @@
 """Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the
 checkpoint.
 
-A generation batch serves ``steps_per_generation · num_iterations`` micro-batches E, of which a step takes
+A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, of which a step takes
 ``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are
 still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the
-prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is
-shifted.
+prompts again with a newer policy, trains on all of them, and every later generation is shifted.
 
 Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss
 since the last log. Inside a batch each rank writes its micro-batches beside it
@@ -42,8 +41,8 @@ from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+#: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")
-"""What a rank finds in a checkpoint; the worst of all ranks holds."""
 
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:

@@ -26,30 +26,24 @@ from grpo_lab.finite import ROWS, not_finite
 from grpo_lab.io import move_whole, own_cores, write_whole_text
 from grpo_lab.trainer.resume.state import read_state
 
+#: Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub.
 SAVING = "_saving"
-"""Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
-
+#: Written last: the step, and every file with its bytes and its checksum.
 MARK = "grpo_lab_checkpoint.json"
-"""Written last: the step, and every file with its bytes and its checksum."""
-
+#: Bytes of a file that one thread reads for its checksum.
 PIECE = 64 * 2**20
-"""Bytes of a file that one thread reads for its checksum."""
-
+#: Bytes up to which a pickle is read when checkpoints are looked at: random numbers, schedule, no optimizer.
 SMALL = 16 * 2**20
-"""Bytes up to which a pickle is read when checkpoints are looked at: random numbers, schedule, no optimizer."""
-
+#: transformers' mark of a checkpoint on a signal that was not finished.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""transformers' mark of a checkpoint on a signal that was not finished."""
-
+#: What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's).
 BESIDE_WEIGHTS = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-"""What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's)."""
-
+#: Pickles that a resume loads; torch refuses those that name more than these and torch's own.
 LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
-"""Pickles that a resume loads; torch refuses those that name more than these and torch's own."""
 MAY_BE_NAMED = {"numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"}
 MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 

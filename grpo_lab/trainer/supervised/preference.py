@@ -131,17 +131,14 @@ def _weighted_dpo() -> tuple[Any, Any]:
                 for hook in hooks:
                     hook.remove()
             if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
-                chosen, rejected = self._implicit_rewards(seen, inputs)
-                weights = self.accelerator.gather(implicit_weight(chosen, rejected))
+                length = inputs["completion_mask"].shape[1] - 1
+                # the two halves of TRL's batch: chosen and rejected
+                policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
+                saved = self.precompute_ref_logps
+                reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+                rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
+                weights = self.accelerator.gather(implicit_weight(*rewards))
                 self._metrics[mode][WEIGHT].append(weights.mean().item())
             return loss
-
-        def _implicit_rewards(self, seen: list[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
-            """β (log π − log π₀) of the chosen and the rejected, [pairs] each: the two halves of TRL's batch."""
-            length = inputs["completion_mask"].shape[1] - 1
-            policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
-            saved = self.precompute_ref_logps
-            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
-            return [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
 
     return DPOConfig, WeightedDPOTrainer
