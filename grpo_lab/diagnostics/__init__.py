@@ -9,24 +9,18 @@ from grpo_lab.diagnostics.rules import RULES, Facts, History, recent, step_of
 
 __all__ = ["RULES", "Diagnosis", "Facts", "changes", "diagnose"]
 
+#: Findings that one line names; the others are counted. The first is often the cause of what follows.
 SHOWN = 2
-"""Findings that one line names; the others are counted. The first is often the cause of what follows."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run's windows up to ``step`` say.
-
-    Args:
-        wrong: (name of the rule, sentence, settings to look at), most serious first.
-        notes: (name of the rule, sentence) of what looks wrong and is not.
-        now: reward, length and entropy of the last windows, in words.
-    """
+    """What a run's windows up to ``step`` say."""
 
     step: int
-    wrong: tuple[tuple[str, str, str], ...]
-    notes: tuple[tuple[str, str], ...]
-    now: str
+    wrong: tuple[tuple[str, str, str], ...]  # name of the rule, sentence, settings to look at; most serious first
+    notes: tuple[tuple[str, str], ...]  # name of the rule, sentence: what looks wrong and is not
+    now: str  # reward, length and entropy of the last windows, in words
 
     @property
     def healthy(self) -> bool:

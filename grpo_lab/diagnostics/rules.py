@@ -11,72 +11,51 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
+#: One logged row: metric → number (other values are not looked at), with ``step``, the optimizer step.
 Window = Mapping[str, object]
-"""One logged row: metric → number (other values are not looked at), with ``step``, the optimizer step."""
 
+#: Windows of training, oldest first.
 History = Sequence[Window]
-"""Windows of training, oldest first."""
 
+#: Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours.
 PERSISTENCE = 3
-"""Windows of which a rule takes the mean: one window alone is a few groups, and one bad batch is no illness. Ours."""
-
+#: Share of completions cut off: the trainer's own warning; 256 tokens cut 50–80% of small models' GSM8K (trl #6263).
 TRUNCATED = 0.20
-"""Share of completions cut off. The trainer's own warning has the same; 256 tokens cut off 50–80% of small models'
-GSM8K answers (trl #6263)."""
-
+#: Nats per token, and share of the first windows' entropy, below both of which hardly anything is left to explore. Ours
+#: (the quick start goes healthily from 0.17 to 0.05); the cause is DAPO's (arXiv 2503.14476, clip-higher).
 ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
-"""Nats per token, and share of the first windows' entropy, below both of which hardly anything is left to explore.
-Ours: the quick start goes healthily from 0.17 to 0.05; the named cause is DAPO's (arXiv 2503.14476, clip-higher)."""
-
+#: Entropy exploding: as many times the first windows' and as many nats per token more. Ours.
 ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
-"""Entropy exploding: as many times the first windows' and as many nats per token more. Ours."""
-
+#: Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many
+#: windows, the halves differ by less than 2 standard errors (95%).
 FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
-"""Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many
-windows, the halves differ by less than 2 standard errors (95%)."""
-
+#: Reward falling: the later half is as many standard errors lower. Ours: more than NOISE, asked at every window.
 FALLEN = 5.0
-"""Reward falling: over the same steps, the later half is as many standard errors lower. Ours: more than NOISE, since it
-is asked at every window."""
-
+#: Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
+#: standard errors. Ours: on R1-Zero's curve, where both rise, length is often there first. That length alone grows, and
+#: of wrong answers, is the length bias of arXiv 2503.20783, App. C.
 LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
-"""Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
-standard errors. Ours: on R1-Zero's curve, where both rise, length is often there first. That length alone grows, and of
-wrong answers, is the length bias of arXiv 2503.20783, App. C."""
-
+#: Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours.
 CEILING = 0.95
-"""Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours."""
-
+#: Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average.
 KL_HIGH = 1.0
-"""Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average."""
-
+#: Nats per token between engine and trainer: the sync proof's tolerance in bfloat16 (``engines.weights.proof``).
 DRIFT = 0.1
-"""Nats per token between engine and trainer: the tolerance of the sync proof in bfloat16
-(``grpo_lab.engines.weights.proof``)."""
-
+#: Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths.
 CLIPPED = 0.2
-"""Share of loss tokens held back by the clip. Ours: PPO and GRPO runs of the field log some hundredths."""
-
+#: Share of completions that the correctness reward could not judge. Ours.
 UNSCORABLE = 0.2
-"""Share of completions that the correctness reward could not judge. Ours."""
-
+#: A loss below it prints as 0 with four digits.
 ZERO_LOSS = 1e-4
-"""A loss below it prints as 0 with four digits."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What of the settings the rules must know.
+    """What of the settings the rules must know; None, or 0, where it is not known."""
 
-    Args:
-        updates: optimizer steps on one generation batch; None where it is not known.
-        last_step: ``max_steps`` of the run; 0 where it is not known.
-        moves: whether some parameter group's learning rate is not 0 now; None where it is not known.
-    """
-
-    updates: float | None = None
-    last_step: int = 0
-    moves: bool | None = None
+    updates: float | None = None  # optimizer steps on one generation batch
+    last_step: int = 0  # ``max_steps`` of the run
+    moves: bool | None = None  # whether some parameter group's learning rate is not 0 now
 
 
 Seen = Callable[[History, Facts], str | None]
@@ -84,21 +63,14 @@ Seen = Callable[[History, Facts], str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """
-    Args:
-        seen: the sentence, with what was seen, where the history shows it; else None.
-        settings: where to look.
-        healthy: it explains something that looks wrong and is not.
-    """
-
     name: str
-    seen: Seen
-    settings: str
-    healthy: bool = False
+    seen: Seen  # the sentence, with what was seen, where the history shows it; else None
+    settings: str  # where to look
+    healthy: bool = False  # it explains something that looks wrong and is not
 
 
+#: Most serious first: in the order of this file.
 RULES: list[Rule] = []
-"""Most serious first: in the order of this file."""
 
 
 def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Seen]:
@@ -124,8 +96,7 @@ def not_finite(history: History, facts: Facts) -> str | None:
 
 @rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
 def no_learning_rate(history: History, facts: Facts) -> str | None:
-    """Twice in a row: a warm-up begins at 0. The last step of a schedule may end there. What is logged is the first
-    group's."""
+    """Twice in a row: a warm-up begins at 0. The last step may end there. What is logged is the first group's."""
     rates = [number(window, "learning_rate") for window in history[-2:]]
     ends = facts.last_step and step_of(history[-1]) >= facts.last_step
     if rates != [0.0, 0.0] or ends or facts.moves:

@@ -34,8 +34,7 @@ FORMAT = 1
 
 
 class ValueHead(nn.Linear):
-    """``V = w·h + b``, computed in float32 or better whatever the hidden states come in; starts at V = 0, and draws no
-    random number."""
+    """``V = w·h + b``, computed in float32 or better; starts at V = 0, and draws no random number."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -185,11 +184,8 @@ def is_warming_up(trainer: Any) -> bool:
 
 
 class CriticAlone(TrainerCallback):  # type: ignore[misc]
-    """In the warm-up the policy's zero gradients are taken away: its moments count no steps that it did not make.
-
-    AdamW's bias correction would else divide the policy's first real gradients by a second moment that has forgotten to
-    be one.
-    """
+    """In the warm-up the policy's zero gradients are taken away, so that its moments count no steps that it did not
+    make: AdamW's bias correction would divide its first real gradients by far too small a second moment."""
 
     def __init__(self, trainer: Any, value: ValueSettings) -> None:
         self.trainer, self.steps = trainer, value.warmup_steps
@@ -262,8 +258,7 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
 def take_up(
     trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
-    """The critic's tensors of a checkpoint, into the one that trains. FSDP and DeepSpeed have them in their own states,
-    and loaded.
+    """The critic's tensors of a checkpoint, into the one that trains; FSDP and DeepSpeed have loaded them already.
 
     Raises:
         ValueError: the checkpoint holds none, or another kind.
@@ -281,15 +276,3 @@ def take_up(
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         why = mismatch(error) if isinstance(error, RuntimeError) else error
         raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {why}") from error
-
-
-class WithTheBest(TrainerCallback):  # type: ignore[misc]
-    """``load_best_model_at_end``: HF loads the policy of the best checkpoint; its critic comes with it, before anybody
-    saves."""
-
-    def __init__(self, trainer: Any, critic: Critic) -> None:
-        self.trainer, self.critic = trainer, critic
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.load_best_model_at_end:
-            take_up(self.trainer, self.critic, state.best_model_checkpoint, "load_best_model_at_end")

@@ -264,6 +264,10 @@ class LabTrainer(ResumableTrainer):
         take_up(self, self.parts.critic, checkpoint)
         self.parts.load(saved)
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        take_up(self, self.parts.critic, self.state.best_model_checkpoint, "load_best_model_at_end")
+
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
 

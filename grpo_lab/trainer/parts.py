@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import Given
-from grpo_lab.trainer.critic import CriticAlone, WithTheBest, with_critic
+from grpo_lab.trainer.critic import CriticAlone, with_critic
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
@@ -69,10 +69,8 @@ class Parts:
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)
-        best = self.critic is not None and trainer.args.load_best_model_at_end
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
-            *([WithTheBest(trainer, self.critic)] if best else []),
             *(self.generation_buffer, self.guard, self.reference, self.kl),  # others may write a checkpoint
             *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
         ]

@@ -91,8 +91,7 @@ def at(name: str) -> Iterator[None]:
 
 
 def how_it_broke(error: RuntimeError) -> str | None:
-    """``late``: the time limit passed; ``gone``: the other end closed; None for any other error, and for a
-    ``RankLost``."""
+    """``late``: the time limit passed; ``gone``: the other end closed; None for any other, ``RankLost`` included."""
     text = str(error)
     if isinstance(error, RankLost) or not any(word in text for word in OF_TORCH):
         return None
@@ -112,8 +111,7 @@ def place() -> str:
 
 
 def line_of(thread: int) -> tuple[str, bool]:
-    """The innermost line of a thread that is somebody's own work, and whether it waits inside of
-    ``torch.distributed``."""
+    """The innermost line of a thread that is somebody's own work, and whether it waits in ``torch.distributed``."""
     frame: FrameType | None = sys._current_frames().get(thread)
     waits = False
     while frame is not None:
@@ -247,8 +245,7 @@ def hold_time_limit(args: Any) -> None:
 
 
 class RankAwareTrainer(GRPOTrainer):
-    """``GRPOTrainer``; what it does and returns is unchanged. Raises ``NumbersError`` for torch's word on scores that
-    are not finite."""
+    """``GRPOTrainer``, unchanged; raises ``NumbersError`` for torch's word on scores that are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with RankWatch(self), at("training"):

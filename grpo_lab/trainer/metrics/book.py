@@ -45,33 +45,21 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """Which micro-batch of the optimizer step TRL had each row in.
+    """Which micro-batch of the optimizer step TRL had each row in."""
 
-    Args:
-        micro_batch: long ``[B]``, from 0.
-        count: micro-batches of the step.
-        every: micro-batches that a generation batch serves.
-    """
-
-    micro_batch: Tensor
-    count: int
-    every: int
+    micro_batch: Tensor  # long [B], from 0
+    count: int  # micro-batches of the step
+    every: int  # micro-batches that a generation batch serves
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The rows of an optimizer step, and which of them were not computed.
+    """The rows of an optimizer step, and which of them were not computed."""
 
-    Args:
-        tokens: long ``[N]``, loss tokens of every row.
-        skipped: bool ``[N]``, not computed; on one rank, which speaks for all.
-        width: completion tokens that the step's rows are padded to.
-    """
-
-    tokens: Tensor
-    skipped: Tensor
+    tokens: Tensor  # long [N], loss tokens of every row
+    skipped: Tensor  # bool [N], not computed; on one rank, which speaks for all
     origin: Origin
-    width: int
+    width: int  # completion tokens that the step's rows are padded to
 
 
 class MetricBook:
@@ -91,7 +79,7 @@ class MetricBook:
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
     def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """The same for a pair that every rank computed from the same gathered table: taken once."""
+        """A pair that every rank computed from the same gathered table: taken once."""
         self._settle(name, _pair(total, count))
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
@@ -122,8 +110,7 @@ class MetricBook:
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """What was left out counts in a mean over rows (``of_rows``) or loss tokens, where its value is known to be
-        0."""
+        """What was left out, and is known to be 0, counts in a mean over rows (``of_rows``) or loss tokens."""
         rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
         self._zeros(name, rows if of_rows else self._skipped_tokens(name, left_out), rows)
 
@@ -131,11 +118,8 @@ class MetricBook:
         """The same for a mean that says nothing of what was left out: it is over the rows that were computed."""
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
-        """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names.
-
-        Args:
-            step_ends: no micro-batch of the optimizer step follows; until then pairs wait.
-        """
+        """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names. Pairs
+        wait until the optimizer step ends."""
         names, extremes = sorted(self._fresh), sorted(self._fresh_extremes)
         if not step_ends or (not names and not extremes):
             return
@@ -260,8 +244,7 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
 
 @contextlib.contextmanager
 def unrecorded(trainer: Any) -> Iterator[None]:
-    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, also of a toy batch it is
-    asked about."""
+    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, of a toy batch, too."""
     trls = {mode: defaultdict[str, list[Any]](list) for mode in trainer._metrics}
     ours = {mode: type(book)() for mode, book in trainer.recorder.books.items()}
     with replaced(trainer, "_metrics", trls), replaced(trainer.recorder, "books", ours):
@@ -303,8 +286,7 @@ class SamplerCorrection:
         return SamplerCorrection(trainer.vllm_importance_sampling_mode, low, high)
 
     def keeps(self, weights: Tensor) -> Tensor:
-        """bool like ``weights``: the ratio lay within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the
-        bound)."""
+        """bool like ``weights``: within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the bound)."""
         if self.mode.endswith("mask"):
             return weights != 0
         kept = torch.ones_like(weights, dtype=torch.bool)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
-    """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is
-    completed."""
+    """Inside the block TRL writes its card under our name, without its paper; afterwards it is completed."""
     method = f"grpo_lab ({trainer.algorithm.with_hooks(trainer).describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
         yield
@@ -39,8 +38,7 @@ def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def _facts(trainer: GRPOTrainer) -> str:
-    """A table of the parts, and of every reward with the weight in force over the steps: the trainer's, a schedule's,
-    the reward's own."""
+    """The parts, and every reward with the weight in force over the steps (trainer's, schedule's, or its own)."""
     names = trainer.algorithm.with_hooks(trainer).names
     rows = [*names.items()]
     if preset := PRESETS.get(names.get("objective", "")):

@@ -17,16 +17,14 @@ from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
 logger = logging.getLogger("grpo_lab")
 
+#: Between two updates of the line of progress where nobody watches: a log file keeps each of them.
 SECONDS_IN_A_FILE = 30.0
-"""Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
-
+#: (metric, its name on the line, how it is written), the first two that are there.
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
-"""(metric, its name on the line, how it is written), the first two that are there."""
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log; an evaluation gets a line of
-    its own."""
+    """HF's bar with the last reward and length in it, in place of a dictionary per log; a line an evaluation."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)

@@ -1,10 +1,9 @@
 """A checkpoint is there whole, under its name, or not at all: whoever reads the folder never meets half of one.
 
 transformers and TRL write file by file into ``checkpoint-N``. Here everything (theirs, ours, a critic, the shards of
-every rank) goes into ``_saving/checkpoint-N``; when all ranks are done the list of files (``grpo_lab_checkpoint.json``)
-is written, all of it brought to the disk, and the folder moved to its name: one rename. After that come the push to the
-hub and the pruning of old ones. On nodes that share no file system each node's first process moves what lies on its own
-disk.
+every rank) goes into ``_saving/checkpoint-N``; when all ranks are done the list of files is written, all of it brought
+to the disk, and the folder moved to its name: one rename. Then come the push to the hub and the pruning of old ones. On
+nodes that share no file system each node's first process moves what lies on its own disk.
 
 A rank that cannot write stops all of them with ``CheckpointNotWritten``; the half goes, earlier checkpoints are as they
 were. With FSDP or DeepSpeed, and where a best checkpoint is kept (``metric_for_best_model``), the others may be inside
@@ -145,8 +144,7 @@ def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Calla
 
 
 def _prune(trainer: Any, run: Path) -> None:
-    """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look
-    whole."""
+    """Old checkpoints go once the new one is whole; each leaves its name in one move: half of one could look whole."""
     best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
         left = run / SAVING / going.name
@@ -196,7 +194,7 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
 
 
 def _newest(run: Path) -> str:
-    newest, _ = newest_whole(run)
+    newest = newest_whole(run)[0]
     return "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
 
 
@@ -235,8 +233,7 @@ def _best_of_before(state: Any, run: Path) -> None:
 
 
 def _settle(trainer: Any, partial: Path, place: Path, main: bool) -> None:
-    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there
-    (random numbers, shards)."""
+    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there."""
     if _writes(trainer, main):
         if main and trainer.state.best_global_step == trainer.state.global_step:  # written with the folder it was in
             trainer.state.save_to_json(str(partial / "trainer_state.json"))

@@ -1,11 +1,10 @@
 """Resume in the middle of a generation batch, bit for bit: what TRL keeps in memory between optimizer steps, in the
 checkpoint.
 
-A generation batch serves ``steps_per_generation · num_iterations`` micro-batches E, of which a step takes
+A generation batch serves ``steps_per_generation · num_iterations`` micro-batches, of which a step takes
 ``gradient_accumulation_steps``, so a checkpoint can fall inside of it. TRL 1.16 saves neither the completions that are
 still to be trained on (``_buffered_inputs``) nor how many micro-batches were (``_step``): a resumed run generates the
-prompts of the batch again with a newer policy, trains on them for E micro-batches more, and every later generation is
-shifted.
+prompts again with a newer policy, trains on all of them, and every later generation is shifted.
 
 Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss
 since the last log. Inside a batch each rank writes its micro-batches beside it
@@ -42,8 +41,8 @@ from grpo_lab.trainer.rows import EARLIER, Carried
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+#: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")
-"""What a rank finds in a checkpoint; the worst of all ranks holds."""
 
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
@@ -108,7 +107,7 @@ def rows_file(rank: int) -> str:
 
 
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
-    """Saves and loads what is in memory; a callback because HF clears its running loss when a training begins."""
+    """A callback because HF clears its running loss when a training begins."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer  # TRL's annotations say that the buffer is None
@@ -134,11 +133,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         self._ended = True
 
     def _begin(self, resumed: bool) -> None:
-        """A training begins with nothing of an earlier one of this trainer (broken off by an error, Ctrl-C, SIGTERM).
-
-        One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the
-        generation batch that was open.
-        """
+        """A training begins with nothing of an earlier one of this trainer, but TRL's exception: with ``objective``
+        unset one that follows one that came to its end goes on with the generation batch that was open."""
         trainer = self.trainer
         self._begun, self._loss = trainer.state, None
         trainer.exact_update.forget()
@@ -153,8 +149,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """This rank's rows into a checkpoint folder, and the record's entry; called on every rank. What cannot be
-        written is warned of."""
+        """This rank's rows into a checkpoint, and the record's entry; on every rank. What cannot be written is said."""
         trainer, place = self.trainer, Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -168,20 +163,18 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 key=f"generation buffer: {problem}",
                 level=logging.WARNING,
             )
-        window = None  # metrics and loss since the last log; none inside a step, which the resumed run repeats
-        if trainer._step == self._done:
-            window = {
-                "losses": [loss for _, loss in told],
-                "last_logged": trainer._globalstep_last_logged,
-                "metrics": plain_metrics(trainer._metrics["train"]),
-                "pairs": trainer.recorder.book("train").pending(),
-            }
+        window = {  # metrics and loss since the last log
+            "losses": [loss for _, loss in told],
+            "last_logged": trainer._globalstep_last_logged,
+            "metrics": plain_metrics(trainer._metrics["train"]),
+            "pairs": trainer.recorder.book("train").pending(),
+        }
         return {
             "settings": self._settings(),
             "step": self._done,
             "left_out": problem,
             "random_forward": trainer.exact_update.verdict.saw_randomness,
-            "window": window,
+            "window": window if trainer._step == self._done else None,  # the resumed run repeats a step that is open
             "completions": self._completions(),
         }
 
@@ -217,8 +210,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _completions(self) -> dict[str, Any] | None:
-        """What the next completions table (``log_completions``) shows; None without it, and where it is more than
-        text."""
+        """What the next table of ``log_completions`` shows; None without it, and where it is more than text."""
         logs = self.trainer._logs
         if not self.trainer.log_completions:
             return None

@@ -41,12 +41,10 @@ class WasRead(str):
 
 
 def chosen(trainer: Any, given: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the
-    newest.
+    """What ``resume_from_checkpoint`` means: ``True`` is the newest *whole* checkpoint.
 
     Raises:
-        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was
-            written.
+        ValueError: there are checkpoints, and none is whole; or the one of this path is not what was written.
     """
     reads = trainer.args.local_process_index == 0
     if given is True:
@@ -78,8 +76,7 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
 
 
 def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
-    """``newest_whole`` by its content, the same on every rank: one process of a node ``reads``, and the oldest answer
-    holds."""
+    """``newest_whole`` by its content: one process of a node ``reads``, and the oldest answer holds on every rank."""
     own = newest_whole(folder, read=True) if reads else None
     told = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in told for why in words))
@@ -110,8 +107,10 @@ class ResumableTrainer(RankAwareTrainer):
         epochs, batches = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
         done = checkpoint is not None and 0 < max_steps <= self.state.global_step
         self._at_its_end = checkpoint if done else None
-        if checkpoint is not None and not self.args.ignore_data_skip:
-            pass_epochs(self._order, epochs)
+        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # ours save where they are
+        if checkpoint is not None and not self.args.ignore_data_skip and ordered:
+            for _ in range(epochs):
+                torch.randperm(self._order.num_samples, generator=self._order.generator)
         return (num_epochs, 0) if done else (epochs, batches)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +147,12 @@ class ResumableTrainer(RankAwareTrainer):
         if self._at_its_end is not None:
             self.say(f"all {self.state.max_steps} steps are done: nothing to train")
             self._load_rng_state(self._at_its_end)
-            self._total_loss_scalar += logged_loss(self.state.log_history)
+            last = 0.0
+            for row in self.state.log_history:  # each holds the mean since the one before
+                if "loss" in row:
+                    lost = math.isnan(row["loss"])  # to HF, which filters NaN, its loss was 0
+                    self._total_loss_scalar += 0.0 if lost else row["loss"] * (row["step"] - last)
+                    last = row["step"]
         return super()._finalize_training(trial, num_train_samples, start_time)
 
 
@@ -196,20 +200,3 @@ def mismatch(error: RuntimeError) -> str:
     """torch's list of tensors that do not fit, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
     return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}" if lines else str(error).replace("\n", " ")
-
-
-def pass_epochs(sampler: Any, epochs: int) -> None:
-    """TRL's sampler as it is after so many epochs; any other is left alone (ours save where they are)."""
-    if isinstance(sampler, RepeatSampler) and sampler.shuffle:
-        for _ in range(epochs):
-            torch.randperm(sampler.num_samples, generator=sampler.generator)
-
-
-def logged_loss(history: list[dict[str, Any]]) -> float:
-    """Σ of the steps' losses, from logs that hold the mean since the one before."""
-    total, last = 0.0, 0
-    for row in history:
-        if "loss" in row:
-            lost = math.isnan(row["loss"])  # to HF, which filters NaN, its loss was 0
-            total, last = total + (0.0 if lost else row["loss"]) * (row["step"] - last), row["step"]
-    return total

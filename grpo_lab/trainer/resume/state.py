@@ -147,12 +147,10 @@ def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor]
     """Put the saved weights into this run's reference, whole or sharded, to the bit.
 
     Args:
-        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference,
-            nothing is read.
+        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference.
 
     Returns:
-        Whether it had moved when the checkpoint was written (then it has been loaded); ``None``: the checkpoint does
-        not say.
+        Whether it had moved when the checkpoint was written (then it is loaded); ``None``: the checkpoint is silent.
 
     Raises:
         ValueError: a file is damaged or missing, or of another model.
@@ -195,19 +193,17 @@ def _load(files: list[Path], tensors: Mapping[str, Tensor]) -> None:
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 (no mapping)
                 there.add(name)
-                if name in tensors:
-                    _put(name, stored.get_tensor(name), tensors[name])
+                if name not in tensors:
+                    continue
+                saved, into = stored.get_tensor(name), tensors[name]
+                if saved.shape != into.shape or saved.dtype != into.dtype:
+                    ours = f"{tuple(into.shape)} {into.dtype} in this run"
+                    raise ValueError(f"{name!r} is {tuple(saved.shape)} {saved.dtype} there and {ours}")
+                if isinstance(into, DTensor):
+                    saved = saved.to(into.device)
+                    mine = distribute_tensor(saved, into.device_mesh, into.placements, src_data_rank=None)
+                    into.to_local().copy_(mine.to_local())
+                else:
+                    into.copy_(saved)
     if other := sorted(there ^ tensors.keys()):
         raise ValueError(f"it is of another model: {other[0]!r} is in one of the two only")
-
-
-def _put(name: str, saved: Tensor, into: Tensor) -> None:
-    if saved.shape != into.shape or saved.dtype != into.dtype:
-        raise ValueError(
-            f"{name!r} is {tuple(saved.shape)} {saved.dtype} there and {tuple(into.shape)} {into.dtype} in this run"
-        )
-    if isinstance(into, DTensor):
-        mine = distribute_tensor(saved.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
-        into.to_local().copy_(mine.to_local())
-    else:
-        into.copy_(saved)

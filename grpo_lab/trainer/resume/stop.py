@@ -9,13 +9,12 @@
     ``max_hours``      where it is set: hours of this process, from its  it returns
                        start
 
-Whatever happens meanwhile (generation, scoring, update, saving) ends first: the request is answered at the end of the
-optimizer step, after its log line, where a resume is exact to the bit; in an evaluation or while a checkpoint is
-written, at its end. With several ranks one that was asked is enough. A second Ctrl-C ends at once, without a
-checkpoint; so does, in a run of one process, a signal while the trainer waits for a server, with a checkpoint of the
-last step. A stop file that is older than the process is of an earlier run: a training that begins at its first step
-removes it. HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its events is next, where a resume
-has other completions or the step is not logged: ours takes its place.
+The request is answered at the end of the optimizer step, after its log line, where a resume is exact to the bit; in an
+evaluation or while a checkpoint is written, at its end. With several ranks one that was asked is enough. A second
+Ctrl-C ends at once, without a checkpoint; so does, in a run of one process, a signal while the trainer waits for a
+server, with a checkpoint of the last step. A stop file that is older than the process is of an earlier run: a training
+that begins at its first step removes it. HF's own answer to SIGTERM (transformers 5.17) comes inside whichever of its
+events is next, where a resume has other completions or the step is not logged: ours takes its place.
 
 An evaluation that is due at that step would have come before the checkpoint and drawn from training's random numbers.
 The checkpoint comes first and says that one is due; the resumed run makes it as soon as it has the checkpoint's random
@@ -242,8 +241,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Around ``train()``: the handlers come back however it ends; after one that ended by itself the signal goes to
-        whoever would have had it."""
+        """Around ``train()``: the handlers come back, and then the signal goes to whoever would have had it."""
         try:
             yield
         finally:
@@ -290,8 +288,7 @@ _STARTED = started()  # by the clock as it was then
 
 
 def is_of_an_earlier_run(file: Path) -> bool:
-    """Whether a stop file is older than this process, by the clock as it is and as it was: one that is set may not take
-    a request back."""
+    """Whether it is older than this process, by the clock as it is and as it was: setting it takes no request back."""
     return file.stat().st_mtime < min(started(), _STARTED)
 
 

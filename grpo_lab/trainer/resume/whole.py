@@ -26,32 +26,24 @@ from grpo_lab.finite import ROWS, not_finite
 from grpo_lab.io import move_whole, own_cores, write_whole_text
 from grpo_lab.trainer.resume.state import read_state
 
+#: Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub.
 SAVING = "_saving"
-"""Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub."""
-
+#: Written last: the step, and every file with its bytes and its checksum.
 MARK = "grpo_lab_checkpoint.json"
-"""Written last: the step, and every file with its bytes and its checksum."""
-
+#: Bytes of a file that one thread reads for its checksum.
 PIECE = 64 * 2**20
-"""Bytes of a file that one thread reads for its checksum."""
-
+#: Bytes up to which a pickle is read when checkpoints are looked at: random numbers, schedule, no optimizer.
 SMALL = 16 * 2**20
-"""Bytes up to which a pickle is read when checkpoints are looked at (random numbers, schedule); an optimizer's is
-larger."""
-
+#: transformers' mark of a checkpoint on a signal that was not finished.
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""transformers' mark of a checkpoint on a signal that was not finished."""
-
+#: What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's).
 BESIDE_WEIGHTS = {
     "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
     "scheduler.pt": ("scheduler.pt", "global_step*"),
     "rng_state.pth": ("rng_state*.pth",),
 }
-"""What a resume goes on with beside the weights, and its forms (FSDP's, DeepSpeed's); ``save_only_model`` writes none
-of it."""
-
+#: Pickles that a resume loads; torch refuses those that name more than these and torch's own.
 LOADED = ("optimizer", "scheduler", "scaler", "rng_state")
-"""Pickles that a resume loads; torch refuses those that name more than these and torch's own."""
 MAY_BE_NAMED = {"numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType", "_codecs.encode"}
 MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 
@@ -68,8 +60,7 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its content,
-    too."""
+    """The newest whole checkpoint, and why each newer one was passed over. ``read``: by its content, too."""
     passed: list[str] = []
     for checkpoint in reversed(all_in(folder)):
         broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
@@ -80,8 +71,7 @@ def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[st
 
 
 def what_is_broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, None for a whole one. Its files' heads and ends are read, not the
-    weights."""
+    """Why a checkpoint cannot be resumed from, None for a whole one. Heads and ends of its files are read."""
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
@@ -130,22 +120,19 @@ def broken_weights(folder: Path) -> str | None:
 
 def broken_pickles(checkpoint: Path) -> str | None:
     """Which of its ``.pt`` and ``.pth`` files cannot be loaded, and why."""
-    return next(filter(None, map(_broken_pickle, sorted(checkpoint.glob("*.pt*")))), None)
-
-
-def _broken_pickle(file: Path) -> str | None:
-    """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their
-    checksums."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip() if file.stat().st_size <= SMALL else None
-        named = get_unsafe_globals_in_checkpoint(str(file)) if file.name.startswith(LOADED) else []
-    except Exception:  # flipped bits may be a compression that is none, a name that is no text, a key that is asked for
-        return f"{file.name} is not whole"
-    forbidden = [name for name in named if name not in MAY_BE_NAMED and not name.startswith(("torch.", "torchao."))]
-    if forbidden:
-        return f"{file.name} names {forbidden[0]}, which is not loaded from a file: no training wrote it"
-    return None if bad is None else f"{file.name} is damaged: {bad} has another checksum"
+    for file in sorted(checkpoint.glob("*.pt*")):
+        try:  # torch.save writes a zip file, whose list of contents stands at its end
+            with zipfile.ZipFile(file) as archive:
+                bad = archive.testzip() if file.stat().st_size <= SMALL else None
+            named = get_unsafe_globals_in_checkpoint(str(file)) if file.name.startswith(LOADED) else []
+        except Exception:  # flipped bits: a compression that is none, a name that is no text, a key that is asked for
+            return f"{file.name} is not whole"
+        for name in named:
+            if name not in MAY_BE_NAMED and not name.startswith(("torch.", "torchao.")):
+                return f"{file.name} names {name}, which is not loaded from a file: no training wrote it"
+        if bad is not None:
+            return f"{file.name} is damaged: {bad} has another checksum"
+    return None
 
 
 def keep(partial: Path, place: Path, checksums: bool = True, finite: bool = True) -> None:
@@ -180,8 +167,7 @@ def _towards_disk(files: list[Path]) -> None:
 
 
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
-    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib``
-    lets them)."""
+    """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read."""
     pieces = [(name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
     with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
@@ -201,8 +187,7 @@ def _digest(folder: Path, name: str, start: int) -> bytes:
 
 
 def damaged(checkpoint: Path) -> str | None:
-    """What in a checkpoint is not what was written, or not finite where nobody has looked yet: all of it is read. None
-    where it is fine."""
+    """What is not as it was written, or not finite where nobody has looked yet, or None. All of it is read."""
     try:
         listed = _mark(checkpoint)
     except ValueError as error:
@@ -237,8 +222,7 @@ def _mark(checkpoint: Path) -> dict[str, Any] | None:
 
 def _against_mark(checkpoint: Path) -> str | None:
     """The first listed file that is missing or cut; a text file may be shorter (people edit ``trainer_state.json``).
-    Without a list: what a resume needs is there, or nothing of it.
-    """
+    Without a list: what a resume needs is there, or nothing of it."""
     mark = _mark(checkpoint)
     if mark is None:
         missing = lacking(checkpoint)

@@ -43,8 +43,7 @@ def prefer(
     reference: Any = None,
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``model`` to prefer ``chosen`` to ``rejected``. The trainer saves to ``output_dir`` (all processes join
-    in).
+    """Train ``model`` to prefer ``chosen`` to ``rejected``; saved to ``output_dir`` (all processes join in).
 
     Args:
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
@@ -95,8 +94,7 @@ def _trl(method: Method) -> tuple[Any, Any]:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
-        """Where its reward is the log-prob itself (``alpha`` 0). The margin γ counts for ``loss_type: simpo`` alone,
-        as in TRL's loss."""
+        """Where its reward is the log-prob itself (``alpha`` 0). γ counts for ``simpo`` alone, as in TRL's loss."""
 
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
@@ -133,18 +131,14 @@ def _weighted_dpo() -> tuple[Any, Any]:
                 for hook in hooks:
                     hook.remove()
             if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
-                chosen, rejected = self._implicit_rewards(seen, inputs)
-                weights = self.accelerator.gather(implicit_weight(chosen, rejected))
+                length = inputs["completion_mask"].shape[1] - 1
+                # the two halves of TRL's batch: chosen and rejected
+                policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
+                saved = self.precompute_ref_logps
+                reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+                rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
+                weights = self.accelerator.gather(implicit_weight(*rewards))
                 self._metrics[mode][WEIGHT].append(weights.mean().item())
             return loss
-
-        def _implicit_rewards(self, seen: list[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
-            """β (log π − log π₀) of the chosen and the rejected, [pairs] each; TRL's batch is all chosen, then all
-            rejected."""
-            length = inputs["completion_mask"].shape[1] - 1
-            policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
-            saved = self.precompute_ref_logps
-            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
-            return [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
 
     return DPOConfig, WeightedDPOTrainer

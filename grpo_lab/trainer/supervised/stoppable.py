@@ -27,8 +27,8 @@ from grpo_lab.trainer.trl_bridge import plain_cpu
 
 logger = logging.getLogger("grpo_lab")
 
+#: What TRL keeps in memory up to the next log: DPO and SFT in the first, CPO in the second.
 PENDING = ("_metrics", "_stored_metrics")
-"""What TRL keeps in memory up to the next log: DPO and SFT in the first, CPO in the second."""
 
 
 class TrainingStopped(Exception):
