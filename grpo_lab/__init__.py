@@ -23,18 +23,8 @@ _HOMES = {
     "register_objective": "grpo_lab.objectives",
 }
 
-__all__ = [
-    "DrGRPOTrainer",
-    "KimiTrainer",
-    "LabConfig",
-    "LabTrainer",
-    "PPOTrainer",
-    "R1ZeroTrainer",
-    "__version__",
-    "register_advantage",
-    "register_aggregation",
-    "register_objective",
-]
+__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "PPOTrainer", "R1ZeroTrainer"]
+__all__ += ["__version__", "register_advantage", "register_aggregation", "register_objective"]
 
 if TYPE_CHECKING:
     from grpo_lab.advantages import register_advantage

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,9 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    for step, path in sorted(_step_folders(evaluations)):
+    inside = evaluations.iterdir() if evaluations.is_dir() else ()
+    named = [(re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII), path) for path in inside]
+    for step, path in sorted((int(match[1]), path) for match, path in named if match):
         if (result := _read_evaluation(path, record.notices)) is not None:
             record.during.append((step, result))
     rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
@@ -169,13 +170,6 @@ def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | Non
     except (OSError, ValueError, RecursionError) as error:
         notices.append(f"evaluation/{folder.name} could not be read: {error}")
         return None
-
-
-def _step_folders(evaluations: Path) -> Iterator[tuple[int, Path]]:
-    for path in evaluations.iterdir() if evaluations.is_dir() else ():
-        named = re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII)
-        if named and path.is_dir():
-            yield int(named[1]), path
 
 
 def verdicts(record: RunRecord) -> list[Diagnosis]:

@@ -163,7 +163,13 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
-    words = tokenizer or _tokenizer_of(model, base)
+    words = tokenizer or model
+    if tokenizer is None and Path(model).is_dir() and not holds_tokenizer(model):
+        if base is None:
+            refuse_no_tokenizer(model)
+        else:
+            log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
+            words = base
     if base is not None:
         try:
             with loading(base):
@@ -188,17 +194,6 @@ def _base_of_adapter(model: str) -> str | None:
         return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not name the adapter's `base_model_name_or_path` ({error!r})") from error
-
-
-def _tokenizer_of(model: str, base: str | None) -> str:
-    """Where the tokenizer is: ``model`` itself, or an adapter's base. ValueError for a folder that holds none."""
-    if not Path(model).is_dir() or holds_tokenizer(model):
-        return model
-    if base is not None:
-        log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
-        return base
-    refuse_no_tokenizer(model)
-    return model
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
