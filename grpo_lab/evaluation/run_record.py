@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.diagnostics import Diagnosis, Facts, changes, diagnose
+from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.statistics import is_number
 from grpo_lab.io import json_lines
@@ -29,16 +29,14 @@ Series = list[tuple[int, float]]
 TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
 _NUMBERED_LINES = 5
 _DEEPEST = 40
-_VERDICTS = 5
 
 
 @dataclass
 class RunRecord:
     """A run as far as it could be read; the fields are empty or None where nothing was found.
 
-    kinds   what the folder holds, what its page is about first; empty for a folder with nothing of ours
-    rounds  the lines of `rounds.jsonl`, their numbers
-    name    in a comparison
+    kinds: what the folder holds, what its page is about first. rounds: the lines of `rounds.jsonl`, their numbers.
+    name: in a comparison.
     """
 
     folder: Path
@@ -170,11 +168,6 @@ def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | Non
     except (OSError, ValueError, RecursionError) as error:
         notices.append(f"evaluation/{folder.name} could not be read: {error}")
         return None
-
-
-def verdicts(record: RunRecord) -> list[Diagnosis]:
-    """The last diagnoses, each where something changed, the last window's at the end; none where none was logged."""
-    return list(changes(windows(record), facts_of(record)))[-_VERDICTS:]
 
 
 def last_verdict(folder: str | Path) -> Diagnosis | None:

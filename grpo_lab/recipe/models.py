@@ -40,9 +40,16 @@ def model_files(model: str) -> dict[str, str]:
 
     With those of an adapter's base model (`base: …`). What only tells who saved a file does not count.
     """
-    folder = _folder_of(model)
-    if folder is None:
-        return {}
+    if not (folder := Path(model)).is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            config = cached_file(model, "config.json", local_files_only=True)
+        except OSError:
+            return {}
+        if config is None:
+            return {}
+        folder = Path(config).parent  # the snapshot of one commit
     files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
     kept = [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
     found = {file.relative_to(folder).as_posix(): _digest(file) for file in kept}
@@ -51,18 +58,6 @@ def model_files(model: str) -> dict[str, str]:
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found
-
-
-def _folder_of(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from transformers.utils import cached_file
-
-    try:
-        config = cached_file(model, "config.json", local_files_only=True)
-    except OSError:
-        return None
-    return None if config is None else Path(config).parent  # the snapshot of one commit
 
 
 def _digest(file: Path) -> str:
