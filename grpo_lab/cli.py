@@ -36,7 +36,8 @@ class Command:
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
         options: gets the parser of a command that reads no recipe.
-        read, plan, kept: of a pipeline: file and overrides → the recipe; what ``--dry-run`` shows; what Ctrl-C left.
+        read: of a pipeline: what is written, and a name where it has none → the recipe; plan: what ``--dry-run`` shows
+            of it.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
     """
@@ -46,22 +47,15 @@ class Command:
     options: str = ""
     read: str = ""
     plan: str = ""
-    kept: str = ""
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
 
 
-def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
-    of_module = {name: f"pipelines.{module}:{function}" for name, function in (("run", run), ("plan", plan))}
-    return {**of_module, "kept": f"pipelines.{module}:kept", "read": f"pipelines.{read}"}
-
-
 _TRAINING: Any = {
     "run": "pipelines.train:train",
-    "read": "recipe.sections:read_recipe",
+    "read": "recipe.sections:recipe_from",
     "plan": "pipelines.dry_run:plan_of_training",
-    "kept": "pipelines.run_folder:kept",
     "resumes": True,
 }
 COMMANDS = {
@@ -71,22 +65,30 @@ COMMANDS = {
     ),
     "curate": Command(
         "choose training rows: pass rates and filters; goes on where it was killed",
-        **_pipeline("curate", "curate", "plan_of_curation", "curation_recipe:read_curation_recipe"),
+        run="pipelines.curate:curate",
+        read="pipelines.curate:curation_recipe_from",
+        plan="pipelines.curate:plan_of_curation",
         recipes="recipes/kimi/curate.yaml",
     ),
     "long2short": Command(
         "make a model right in fewer tokens: SFT, DPO, SimPO or merging",
-        **_pipeline("long2short", "long2short", "plan_of_long2short", "long2short_recipe:read_long2short_recipe"),
+        run="pipelines.long2short:long2short",
+        read="pipelines.long2short:long2short_recipe_from",
+        plan="pipelines.long2short:plan_of_long2short",
         recipes="recipes/kimi/long2short_*.yaml",
     ),
     "rounds": Command(
         "sample, choose, train, again: RFT, Online RFT, Expert Iteration, DPO, SimPO; goes on where it was killed",
-        **_pipeline("run_rounds", "run_rounds", "plan_of_rounds", "rounds_recipe:read_rounds_recipe"),
+        run="pipelines.rounds:run_rounds",
+        read="pipelines.rounds_recipe:rounds_recipe_from",
+        plan="pipelines.rounds:plan_of_rounds",
         recipes="recipes/quickstart/expert_iteration.yaml",
     ),
     "pipeline": Command(
         "run stages that a YAML lists: cold start, RL, sample, filter, select, SFT, DPO, merge, evaluate, a team's own",
-        **_pipeline("runner", "run_pipeline", "plan_of_pipeline", "runner:read_pipeline"),
+        run="pipelines.runner:run_pipeline",
+        read="pipelines.runner:pipeline_from",
+        plan="pipelines.runner:plan_of_pipeline",
         recipes="docs/recipes.md",
     ),
     "evaluate": Command(
@@ -228,18 +230,17 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
     """The command; of a pipeline the recipe, planned (``--dry-run``) or run."""
     if not command.verbose:
         return int(_load(command.run)(known) or 0)
-    from grpo_lab.pipelines.console_noise import quiet
+    from grpo_lab.runs.console import quiet, show
 
     if not command.read:
         with quiet(known.verbose):
             return int(_load(command.run)(known))
-    from grpo_lab.pipelines.in_words import show
-    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, shipped_recipe
+    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, read_yaml, shipped_recipe
 
     if not command.recipes:
         known.config = str(shipped_recipe(QUICKSTART))
         print(f"recipe: {known.config}", flush=True)
-    recipe = _load(command.read)(known.config, parse_overrides(rest))
+    recipe = _load(command.read)(read_yaml(known.config, parse_overrides(rest)), Path(known.config).stem)
     flags = {name: getattr(known, name) for name in ("overwrite", "resume") if hasattr(known, name)}
     with quiet(known.verbose):
         if known.dry_run:
@@ -250,14 +251,19 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         except KeyboardInterrupt as stop:
             if hasattr(stop, "what"):
                 raise
-            from grpo_lab.runs.stop import StoppedByUser
-
-            try:
-                kept = _load(command.kept)(recipe)
-            except (ValueError, OSError):
-                kept = NOTHING
-            raise StoppedByUser(kept) from stop
+            raise _with_words(recipe) from stop
     return 0
+
+
+def _with_words(recipe: Any) -> KeyboardInterrupt:
+    """Ctrl-C, with what is on disk."""
+    from grpo_lab.runs.folder import kept
+    from grpo_lab.runs.stop import StoppedByUser
+
+    try:
+        return StoppedByUser(kept(recipe))
+    except (ValueError, OSError):
+        return StoppedByUser(NOTHING)
 
 
 def _serve(known: argparse.Namespace) -> int:

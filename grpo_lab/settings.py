@@ -1,5 +1,4 @@
-"""What a person wrote → settings with checked types (by pydantic); what is wrong with it in one sentence that names the
-setting.
+"""What a person wrote → settings with checked types (by pydantic), and one sentence for what is wrong with it.
 
 ``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
 recipe, a configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each
@@ -229,8 +228,7 @@ _FORMS |= {"dataclass_type": "a mapping of settings", "tuple_type": "a list"}
 def _sentence(found: Any, path: list[str], root: str) -> Exception:
     kind, place = found["type"], f"`{'.'.join(path)}`" if path else root
     if kind == "value_error":
-        said: Exception = found["ctx"]["error"]  # a check of the class itself, which says all
-        return said
+        return found["ctx"]["error"]  # a check of the class itself, which says all
     if kind == "unknown":
         return UnknownSettingError(f"{place} {found['msg']}")
     if kind == "unexpected_keyword_argument":  # in Python
@@ -252,12 +250,9 @@ _READERS: dict[type, tuple[TypeAdapter[Any], str]] = {
 def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") -> dict[str, Any]:
     """``values`` with numbers and switches as ``kind`` (a dataclass, a class or a function) declares them.
 
-    Text that is a number becomes one (``"1e-3"``), a float without a fraction becomes whole where a whole number is
-    asked for (``1e3``). Names that ``kind`` does not declare, and types that are no numbers, are left as they are.
-    ``where``: the section, for messages (``"objective"``; empty for a flat setting).
-
-    Raises:
-        ValueError: text, a switch, a list where a number is asked for; a fraction where a whole number is asked for.
+    Text that is a number becomes one (``"1e-3"``), a float whole where a whole number is asked for (``1e3``). Names
+    that ``kind`` does not declare, and types that are no numbers, are left as they are. ``where``: the section, for
+    messages. ``ValueError``: text, a switch, a list where a number is asked for; a fraction where a whole one is.
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""

@@ -219,8 +219,7 @@ POOL, PROBLEMS = 600, 128
 def pools(options: Options) -> None:
     """A seed's problems with their pass rates: ten samples each of the start, which nobody counts as rollouts of a
     training."""
-    from grpo_lab.pipelines.curate import curate
-    from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+    from grpo_lab.pipelines.curate import curate, curation_recipe_from
 
     common = {
         "max_completion_length": 56,

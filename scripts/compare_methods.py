@@ -140,8 +140,9 @@ def by_trainer(arm: Arm, seed: int, output: Path, options: Options) -> list[Poin
 
 def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """``grpo-lab rounds``: the same number of completions, sampled in ``arm.rounds`` parts; goes on by itself."""
-    from grpo_lab.pipelines.rounds_recipe import read_rounds_recipe
-    from grpo_lab.pipelines.run_rounds import run_rounds
+    from grpo_lab.pipelines.rounds import run_rounds
+    from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+    from grpo_lab.recipe.yaml import read_yaml
 
     start = options.folder / "cold_start"
     changes = {"model": {"path": str(start)}, "cold_start": None, "evaluation": None, "output_dir": str(output)}
@@ -158,7 +159,7 @@ def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point
         "training.save_steps": options.every,
         "training.save_only_model": True,
     }
-    run_rounds(read_rounds_recipe(ROOT / arm.recipe, changes))
+    run_rounds(rounds_recipe_from(read_yaml(ROOT / arm.recipe, changes), Path(arm.recipe).stem))
     return points_of_rounds(output, start, held_out_rows(options), TOKENS)
 
 

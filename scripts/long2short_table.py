@@ -108,8 +108,7 @@ def recipe_of(method: str, seed: int, output: Path, options: Options) -> dict[st
 
 
 def run(method: str, seed: int, output: Path, options: Options) -> Record:
-    from grpo_lab.pipelines.long2short import long2short
-    from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+    from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
 
     done = long2short(
         long2short_recipe_from({**recipe_of(method, seed, output, options), **WAYS[method]}), overwrite=True

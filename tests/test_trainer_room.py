@@ -19,7 +19,6 @@ TRAINER = "grpo_lab.trainer"
 ORDER = (
     *(
         "trl_bridge",
-        "carried",
         "ranks",
         "settings",
         "config",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.curation.duplicates import EvaluationIndex, contaminated, deduplicate, find_contamination
+from grpo_lab.curation.duplicates import contaminated, deduplicate, find_contamination
 from grpo_lab.curation.kinds import question_kind
 from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 from grpo_lab.curation.rejection import (
@@ -35,7 +35,6 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "CurationReport",
     "CurriculumSampler",
-    "EvaluationIndex",
     "PassRate",
     "PrioritizedSampler",
     "RoundSampler",

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final, Literal, NamedTuple
 
 MASK: Final = "#"
@@ -168,21 +167,14 @@ class Contamination:
 def contaminated(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
 ) -> list[bool]:
-    """Which of `texts` an evaluation set `against` already knows; settings as in `EvaluationIndex`."""
+    """Which of `texts` an evaluation set `against` already knows; settings as in `find_contamination`."""
     return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
 
 
 def find_contamination(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
 ) -> list[Contamination | None]:
-    """Like `contaminated`, with the matched item and the reason for every contaminated text."""
-    if isinstance(texts, str):
-        raise ValueError("texts is one str; a list of texts is expected")
-    return list(EvaluationIndex(against, ngram=ngram, similarity=similarity).find(texts))
-
-
-class EvaluationIndex:
-    """An evaluation set, prepared once for a stream of texts of any length.
+    """The evaluation item that knows a text and the reason, for each of `texts`; None where there is none.
 
     Args:
         against: the evaluation questions.
@@ -190,14 +182,21 @@ class EvaluationIndex:
         similarity: least similarity of masked words that counts as a near duplicate, in (0.5, 1].
     Raises: ValueError for settings out of range or items that are not strings.
     """
+    for name, given in (("texts", texts), ("against", against)):
+        if isinstance(given, str):
+            raise ValueError(f"{name} is one str; a list of texts is expected")
+    if ngram < 5:
+        raise ValueError(f"ngram={ngram}: runs of fewer than 5 words are shared by chance; at least 5")
+    if not 0.5 < similarity <= 1:
+        raise ValueError(f"similarity={similarity} is not in (0.5, 1]")
+    index = _EvaluationIndex(against, ngram, similarity)
+    at_once = max(1, min(4096, _CELLS_AT_ONCE // max(1, len(against))))
+    blocks = (texts[start : start + at_once] for start in range(0, len(texts), at_once))
+    return [found for block in blocks for found in index.find(block)]
 
-    def __init__(self, against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7) -> None:
-        if isinstance(against, str):
-            raise ValueError("against is one str; a list of evaluation questions is expected")
-        if ngram < 5:
-            raise ValueError(f"ngram={ngram}: runs of fewer than 5 words are shared by chance; at least 5")
-        if not 0.5 < similarity <= 1:
-            raise ValueError(f"similarity={similarity} is not in (0.5, 1]")
+
+class _EvaluationIndex:
+    def __init__(self, against: Sequence[str], ngram: int, similarity: float) -> None:
         self.ngram, self.similarity = ngram, similarity
         self._codes: dict[str, str] = {}
         self._exact: dict[str, int] = {}
@@ -209,18 +208,14 @@ class EvaluationIndex:
         for item, text in enumerate(against):
             self._add(item, text)
 
-    def find(self, texts: Iterable[str]) -> Iterator[Contamination | None]:
-        """One result a text, in order; reads ahead by one block."""
-        stream = iter(texts)
-        size = max(1, min(4096, _CELLS_AT_ONCE // max(1, len(self._items))))
-        while block := list(islice(stream, size)):
-            words = [words_of(text) for text in block]
-            templates = [self._encoded(masked(one)) for one in words]
-            found = [self._copied(*one) for one in zip(block, words, templates, strict=True)]
-            unsure = [row for row, result in enumerate(found) if result is None]
-            for row, result in zip(unsure, self._similar([templates[row] for row in unsure]), strict=True):
-                found[row] = result
-            yield from found
+    def find(self, texts: Sequence[str]) -> list[Contamination | None]:
+        words = [words_of(text) for text in texts]
+        templates = [self._encoded(masked(one)) for one in words]
+        found = [self._copied(*one) for one in zip(texts, words, templates, strict=True)]
+        unsure = [row for row, result in enumerate(found) if result is None]
+        for row, result in zip(unsure, self._similar([templates[row] for row in unsure]), strict=True):
+            found[row] = result
+        return found
 
     def _add(self, item: int, text: str) -> None:
         words = words_of(text)

@@ -112,9 +112,7 @@ _MATHEMATICAL = re.compile(
     r"[$\\^∈≤≥∀∃]|\b(?:group|ring|field|set|space|function|sequence|subset|theorem|matrix|prime|integer)s?\b",
     re.IGNORECASE,
 )
-_WONDERS = re.compile(
-    r"\b(?:wants? to (?:know|find|figure)|wonders?|needs? to know|asks? (?:how|what))\b", re.IGNORECASE
-)
+_WONDERS = re.compile(r"(?i)\b(?:wants? to (?:know|find|figure)|wonders?|needs? to know|asks? (?:how|what))\b")
 _BOOLEAN_EXPRESSION = re.compile(r"(?:[\s()]|\b(?:true|false|and|or|not|is|xor)\b)+[=?:]?\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(
     r"(?<!\bi\.e)(?<!\be\.g)(?<!\b[MD]r)(?<!\bMrs)(?<!\bMs)(?<!\bSt)(?<!\bvs)(?<!\bcf)(?<!\.)[.?!](?=[\s$\"”')]|$)|[。？！]|\n\s*\n"

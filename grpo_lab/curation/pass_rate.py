@@ -7,8 +7,7 @@ difficulty of the problem. A completion that could not be scored (`None`) is cou
 
 The file has a header with the settings, then one line a problem, on the disk before the next batch begins: a run that
 was killed goes on with the problems that have no line yet. Problems are recognised by their content and by what the
-model is given for them (`rendered`): their order may change, equal ones are sampled once, and another chat template
-makes other problems of them.
+model is given for them (`rendered`): their order may change, and equal ones are sampled once.
 
 Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
 The wording of the request is ours.
@@ -63,10 +62,6 @@ class PassRate:
         return sum(score is not None for score in self.scores)
 
     @property
-    def unscorable(self) -> int:
-        return len(self.scores) - self.trials
-
-    @property
     def rate(self) -> float | None:
         """p̂, or None if no completion could be scored."""
         return self.successes / self.trials if self.trials else None
@@ -90,8 +85,7 @@ def pass_rates(
     Args:
         problems: rows with the column `prompt`; every other column goes to `score`.
         generate: `(prompts, n)` -> for every prompt a list of n completions (strings, message lists or `Written`).
-        score: a reward callable `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or
-            more.
+        score: a reward `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or more.
         n: samples a problem.
         path: JSON-lines file to append to and to go on from; None keeps nothing.
         settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
@@ -143,9 +137,7 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
             f"generate was asked for {n} completions of {len(prompts)} prompts and returned "
             f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
         )
-    cuts = [
-        sum(one.cut for one in group) if all(isinstance(one, Written) for one in group) else None for group in groups
-    ]
+    cuts = [sum(one.cut for one in group) if isinstance(group[0], Written) else None for group in groups]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
     names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
     given = score(
@@ -154,9 +146,8 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
         **{name: [problem.get(name) for problem in problems for _ in range(n)] for name in names},
     )
     scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
-    return [
-        PassRate(tuple(scores[row * n : (row + 1) * n]), tuple(group), cuts[row]) for row, group in enumerate(groups)
-    ]
+    places = range(0, len(scores), n)
+    return [PassRate(tuple(scores[at : at + n]), tuple(group), cut) for at, group, cut in zip(places, groups, cuts)]
 
 
 @contextmanager
@@ -243,8 +234,7 @@ def _append(file: IO[bytes], *rows: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
-    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file; `done` of
-    `total` were there before."""
+    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES

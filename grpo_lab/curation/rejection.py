@@ -1,5 +1,4 @@
-"""Rows built from a model's own samples: the right ones to imitate, right ones to prefer to wrong ones, short ones to
-long ones.
+"""Rows built from a model's own samples: right ones to imitate, or to prefer to wrong ones, short ones to long ones.
 
     right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
     contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
@@ -104,9 +103,8 @@ def preference_pairs(
         best, *others = row.right_by_length
         shortest = row.lengths[best]
         rejected = [(place, "longer") for place in others if row.lengths[place] >= ratio * max(shortest, 1)]
-        rejected += [
-            (place, "wrong") for place in row.wrong if not wrong_must_be_longer or row.lengths[place] > shortest
-        ]
+        wrong = (place for place in row.wrong if not wrong_must_be_longer or row.lengths[place] > shortest)
+        rejected += [(place, "wrong") for place in wrong]
         rejected = [(place, why) for place, why in rejected if row.completions[place] != row.completions[best]]
         rejected.sort(key=lambda pair: (-row.lengths[pair[0]], pair[0]))
         built += [
@@ -155,9 +153,7 @@ def right_answers(
         reference = None
         if gold is not None:
             if row.columns.get(gold) is None:
-                raise ValueError(
-                    f"a problem has no {gold!r}, and gold solutions were asked for; its columns: {sorted(row.columns)}"
-                )
+                raise ValueError(f"a problem has no {gold!r}, asked for as gold; its columns: {sorted(row.columns)}")
             reference = str(row.columns[gold])
             built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
         own = _ways(passed, same, reference)
@@ -179,8 +175,7 @@ def contrast_pairs(
     `right_answers`.
 
     With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod
-    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again. Unscorable completions are on
-    neither side.
+    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again.
     """
     _check_limit(per_problem)
     built: Rows = []

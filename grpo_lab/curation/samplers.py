@@ -9,31 +9,20 @@ before the trainer uses it (accelerate prefetches one), so a draw sees the updat
 
 Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the
 run, so the rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included.
-The generator of a round is seeded by (seed, epoch, round) alone.
-
-Ranks. Every rank runs its own copy; they agree if they get the same updates at the same steps. `fingerprint` is
-compared over ranks.
-
-The epoch is set by `set_epoch` or, where nobody calls it, counted: the iterator after one that was used up begins the
-next.
+The generator of a round is seeded by (seed, epoch, round) alone. Every rank runs its own copy; they agree if they get
+the same updates at the same steps (`fingerprint`). The epoch is set by `set_epoch` or, where nobody calls it, counted.
 
 **Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the
-hard ones (its ablation, section 3.5). How difficulty is cut, when to switch and the floor that lets easy problems come
-back are settings of ours.
+hard ones (section 3.5). How difficulty is cut, when to switch and the floor for easy problems are settings of ours.
 
-**Prioritised sampling**: problems that the model still gets wrong come more often.
+**Prioritised sampling** (same section: proportional to 1 − s_i): problems that the model still gets wrong come more
+often, with s_i the success rate of problem i, tracked from the rollouts of the run itself. Ours: floor and estimate.
 
-    P(i) ∝ w_i = max(1 − s_i, floor)
-
-with s_i the success rate of problem i, tracked from the rollouts of the run itself (same section: proportional to 1 −
-s_i). Ours:
-
-    floor      a solved problem keeps this weight, so that nothing starves and forgetting is noticed
-    estimate   S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
+    P(i) ∝ w_i = max(1 − s_i, floor)     a solved problem keeps the floor, so that forgetting is noticed
+    S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
 
 A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights; so it is a
-systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size (k grows
-where some π_i reach 1).
+systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size.
 """
 
 from __future__ import annotations
@@ -100,7 +89,7 @@ class RoundSampler(Sampler[int]):
         self._used_up = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists (JSON or `torch.save`): the epoch and the rounds drawn in it so far."""
+        """Plain numbers and lists: the epoch and the rounds drawn in it so far."""
         return {
             "sampler": type(self).__name__,
             "shape": self._shape(),
@@ -110,8 +99,7 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for a state of
-        another sampler, data of another length or other counts."""
+        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for another's."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -119,8 +107,7 @@ class RoundSampler(Sampler[int]):
                 f"the state was saved with {dict(state['shape'])} and the sampler has {self._shape()}; "
                 "resume with the same data, batch settings and seed"
             )
-        self.epoch = int(state["epoch"])
-        self._used_up = bool(state["used_up"])
+        self.epoch, self._used_up = int(state["epoch"]), bool(state["used_up"])
         self._drawn = [[int(index) for index in indices] for indices in state["drawn"]]
 
     def fingerprint(self) -> int:
@@ -245,8 +232,7 @@ class PrioritizedSampler(RoundSampler):
     """Rounds drawn ∝ max(1 − s_i, floor); see the module for the formula, `RoundSampler` for the other arguments.
 
     Args:
-        initial: s_i until the first update, a number or one a problem (pass rates from curation); 0 lets unseen
-            problems come first.
+        initial: s_i until the first update, one number or one a problem; 0 lets unseen problems come first.
         floor: least weight, in (0, 1]; 1 is uniform sampling.
         decay: λ in [0, 1]; 0 believes the last update only, 1 never forgets.
     """
@@ -280,10 +266,7 @@ class PrioritizedSampler(RoundSampler):
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 
     def update(self, index: int, successes: float, trials: float) -> None:
-        """Report that `successes` of `trials` completions of problem `index` were right; the same call on every rank.
-
-        Unscorable completions belong in neither number. Zero trials change nothing.
-        """
+        """`successes` of `trials` scorable completions of problem `index` were right; the same call on every rank."""
         if not 0 <= index < self.num_samples:
             raise ValueError(f"index={index} is not a row of the data (0 … {self.num_samples - 1})")
         if not 0 <= successes <= trials:

@@ -109,8 +109,7 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter: `mask` over *all* rows, True keeps one; the rule (`setting`) and `reasons` of refusal are for
-        the report."""
+        """Apply a filter: `mask` over *all* rows, True keeps one; `setting` (the rule) and `reasons` are reported."""
         why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
@@ -137,9 +136,8 @@ class Selection:
 
     def scored_rows(self) -> list[dict[str, Any]]:
         """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it)."""
-        return [
-            {**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in enumerate(self._dropped_by)
-        ]
+        by_row = enumerate(self._dropped_by)
+        return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
 
     def _scored(self, index: int) -> dict[str, Any]:
         return {**self._rows[index], **{name: values[index] for name, values in self._scores.items()}}
@@ -149,9 +147,7 @@ class Selection:
 
     def _check_length(self, name: str, values: Sequence[Any]) -> None:
         if len(values) != len(self._rows):
-            raise ValueError(
-                f"{name}: {len(values)} values for {len(self._rows)} rows; filters and scores see all rows"
-            )
+            raise ValueError(f"{name}: {len(values)} values for {len(self._rows)} rows; every row has one")
 
     def _text(self, index: int) -> str:
         shown = self._rows[index][self._shown]

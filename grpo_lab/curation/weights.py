@@ -66,9 +66,7 @@ def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str
     files_a, files_b = _tensor_files(Path(a_dir)), _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
         only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
-        raise ValueError(
-            f"the checkpoints hold different tensors: only in {a_dir}: {only_a[:5]}; only in {b_dir}: {only_b[:5]}"
-        )
+        raise ValueError(f"the checkpoints differ in tensors: only {a_dir} has {only_a[:5]}, only {b_dir} {only_b[:5]}")
     return files_a, files_b
 
 
@@ -77,9 +75,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     from safetensors import safe_open
 
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is no folder here; merging reads saved checkpoints, so load a model of the hub down first"
-        )
+        raise ValueError(f"{folder} is no folder here; merging reads saved checkpoints: load a hub's model down first")
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text())
         files = {str(name): str(file) for name, file in index["weight_map"].items()}

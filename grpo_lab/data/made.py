@@ -1,14 +1,25 @@
-"""What the makers of endless, seeded rows share: a split that follows from the content, and different rows until there
-are enough."""
+"""Endless, seeded rows without a download: games of Countdown, numbers to be sorted, and coding tasks; and what every
+maker shares, those of ``word_problems`` and ``proofs`` too.
+
+**Splits are disjoint by construction**: a row's content is hashed, and the hash alone decides its split. So a test row
+is never a training row, whatever the seeds and sizes.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.rows import Row, to_dataset
 from grpo_lab.settings import one_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 T = TypeVar("T")
 Mark = TypeVar("Mark", bound=Hashable)
@@ -18,10 +29,10 @@ _OF_TENTH = ("test",) * 2 + ("cold_start",) * 3 + ("train",) * 5
 SPLITS = tuple(dict.fromkeys(_OF_TENTH))
 
 
-def split_of(content: str) -> str:
+def split_of(content: str, of_tenth: Sequence[str] = _OF_TENTH, digits: int = 8) -> str:
     """``train`` (half of all content), ``cold_start`` (three tenths) or ``test``, by the hash of ``content``."""
     digest = hashlib.sha256(content.encode()).digest()
-    return _OF_TENTH[int.from_bytes(digest[:8], "big") % len(_OF_TENTH)]
+    return of_tenth[int.from_bytes(digest[:digits], "big") % len(of_tenth)]
 
 
 def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split: Callable[[Mark], str]) -> Iterator[T]:
@@ -62,3 +73,237 @@ def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
         raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
     return pair[0], pair[1]
+
+
+def countdown(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    numbers: tuple[int, int] = (3, 4),
+    template: str | PromptTemplate = "chat",
+    *,
+    largest: int = 25,
+    largest_target: int = 100,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """``n`` different games of Countdown: reach a target with each given number exactly once. Columns ``prompt,
+    template, question, numbers, target, solution, worked_solution``.
+
+    Every game has a solution, the one it was made from: numbers are drawn, then two at a time are put together until
+    one is left. ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
+    Args:
+        numbers: fewest and most numbers of a game, both included.
+        largest: no given number is larger. All are whole and positive, as is every step of the known solution.
+        largest_target: no target is larger.
+
+    Raises:
+        ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.
+    """
+    form = find_template(template, system_prompt)
+    if largest < 2 or largest_target < 2:
+        raise ValueError(f"largest is {largest}, largest_target {largest_target}; at least 2 is needed")
+    sizes = checked_range("numbers", numbers, 2, 8)
+    rng = random.Random(f"countdown/{seed}/{split}")
+    rows = different(lambda: _game(rng, rng.randint(*sizes), largest, largest_target), checked_split(split), split_of)
+    limits = {"split": split, "numbers": sizes, "largest": largest, "largest_target": largest_target}
+    return to_dataset(take(rows, n, "games", "Raise largest or numbers", **limits), form)
+
+
+def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> tuple[str, Row] | None:
+    """One game; None where its result is too large, or where it is one of the numbers."""
+    numbers = [rng.randint(1, largest) for _ in range(size)]
+    left = [(number, str(number)) for number in numbers]
+    steps: list[str] = []
+    while len(left) > 1:
+        (a, first), (b, second) = rng.sample(left, 2)
+        left.remove((a, first))
+        left.remove((b, second))
+        ways = [("+", a + b), ("*", a * b)]  # that leave a whole and positive number
+        ways += [("-", a - b)] if a > b else []
+        ways += [("/", a // b)] if a % b == 0 and b > 1 else []
+        sign, value = rng.choice(ways)
+        steps.append(f"{a} {sign} {b} = {value}")
+        left.append((value, f"({first} {sign} {second})"))
+    target, expression = left[0][0], left[0][1][1:-1]
+    if not 2 <= target <= largest_target or target in numbers:
+        return None
+    given = ", ".join(map(str, numbers))
+    return f"countdown {(tuple(sorted(numbers)), target)}", {
+        "question": f"Use each of the numbers {given} exactly once, with + - * / and brackets, to make {target}. "
+        "End with <answer>your expression</answer>.",
+        "numbers": numbers,
+        "target": target,
+        "solution": expression,
+        "worked_solution": "\n".join([*steps, f"<answer>{expression}</answer>"]),
+    }
+
+
+_SORTING_TENTH = ("test",) * 2 + ("cold_start",) * 2 + ("train",) * 6
+SORTING_SPLITS = tuple(dict.fromkeys(_SORTING_TENTH))
+
+
+def sorting(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    length: int = 4,
+    vocabulary: int = 10,
+    template: str | PromptTemplate = "chat",
+    *,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """``n`` different rows of numbers to be sorted, each as likely as any other: the lab's task in which a reward is
+    gamed, and seen to be. Columns ``prompt, template, question, solution, worked_solution, numbers``.
+
+        prompt        4 2 4 4
+        solution      2 4 4 4
+        numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
+
+    **A cold start on the form alone**: ``worked_solution`` is as many random numbers; whoever sorts after it has learnt
+    that from a reward. Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
+
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
+    Args:
+        length: L, numbers of a prompt.
+        vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
+
+    Raises:
+        ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.
+    """
+    checked_split(split, SORTING_SPLITS)
+    for name, value, least in (("length", length, 1), ("vocabulary", vocabulary, 2)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; at least {least} is needed")
+    form = find_template(template, system_prompt)
+    rng, writer = random.Random(f"{seed}/{split}"), random.Random(f"{seed}/{split}/writer")
+
+    def draw() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = tuple(rng.randrange(vocabulary) for _ in range(length))
+        return numbers, numbers
+
+    rows = different(draw, split, lambda numbers: split_of(_spaced(sorted(numbers)), _SORTING_TENTH, digits=4))
+    limits = {"split": split, "length": length, "vocabulary": vocabulary}
+    return to_dataset(
+        (
+            {
+                "question": _spaced(numbers),
+                "solution": _spaced(sorted(numbers)),
+                "worked_solution": _spaced([writer.randrange(vocabulary) for _ in numbers]),
+                "numbers": list(numbers),
+            }
+            for numbers in take(rows, n, "prompts", "Raise length or vocabulary", **limits)
+        ),
+        form,
+    )
+
+
+def _spaced(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+Numbers = list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a coding task: in words, as a line of Python, and as what it does. ``{k}`` is its number."""
+
+    words: str
+    code: str
+    does: Callable[[Numbers, int], Any]
+    numbers: tuple[int, ...] = (0,)
+
+
+MIDDLE = (
+    Step("Add {k} to each number.", "x = [n + {k} for n in x]", lambda x, k: [n + k for n in x], (1, 2, 3, 4, 5, 7)),
+    Step("Take {k} from each number.", "x = [n - {k} for n in x]", lambda x, k: [n - k for n in x], (1, 2, 3, 4, 5, 7)),
+    Step("Multiply each number by {k}.", "x = [n * {k} for n in x]", lambda x, k: [n * k for n in x], (2, 3, 4, 5)),
+    Step("Square each number.", "x = [n * n for n in x]", lambda x, k: [n * n for n in x]),
+    Step("Keep the even numbers.", "x = [n for n in x if n % 2 == 0]", lambda x, k: [n for n in x if n % 2 == 0]),
+    Step("Keep the odd numbers.", "x = [n for n in x if n % 2 == 1]", lambda x, k: [n for n in x if n % 2 == 1]),
+    Step(
+        "Keep the numbers above {k}.",
+        "x = [n for n in x if n > {k}]",
+        lambda x, k: [n for n in x if n > k],
+        (0, 2, 4, 6, 8),
+    ),
+    Step(
+        "Keep the numbers below {k}.",
+        "x = [n for n in x if n < {k}]",
+        lambda x, k: [n for n in x if n < k],
+        (4, 6, 8, 10),
+    ),
+    Step("Drop the first {k} numbers.", "x = x[{k}:]", lambda x, k: x[k:], (1, 2, 3)),
+    Step("Reverse the list.", "x = x[::-1]", lambda x, k: x[::-1]),
+    Step("Sort the list.", "x = sorted(x)", lambda x, k: sorted(x)),
+    Step("Drop repeated numbers.", "x = list(dict.fromkeys(x))", lambda x, k: list(dict.fromkeys(x))),
+)
+LAST = (
+    Step("Return their sum.", "return sum(x)", lambda x, k: sum(x)),
+    Step("Return how many there are.", "return len(x)", lambda x, k: len(x)),
+    Step("Return the list.", "return x", lambda x, k: x),
+    Step("Return the largest, or 0 if there is none.", "return max(x, default=0)", lambda x, k: max(x, default=0)),
+    Step("Return the smallest, or 0 if there is none.", "return min(x, default=0)", lambda x, k: min(x, default=0)),
+)
+
+
+def coding_tasks(
+    n: int,
+    seed: int = 0,
+    split: str = "train",
+    steps: tuple[int, int] = (1, 3),
+    template: str | PromptTemplate = "chat",
+    *,
+    tests: int = 5,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """``n`` different tasks: columns ``prompt, template, question, tests, solution, worked_solution, steps``.
+
+        Write a Python function f(x). x is a list of whole numbers. Add 3 to each number. Keep the even numbers. Return
+        their sum.
+
+    A task is a chain of steps. ``tests`` is a text of assertions on drawn lists, computed by running the steps here;
+    each step changes some test's answer. ``solution`` is the program that the task was made with, ``worked_solution``
+    the same in a fenced block. ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+
+    Args:
+        steps: fewest and most steps before the ``return``, both included.
+        tests: assertions of each task.
+
+    Raises:
+        ValueError: a setting out of its range, or fewer than ``n`` different tasks under these settings.
+    """
+    form = find_template(template, system_prompt)
+    if tests < 1:
+        raise ValueError(f"tests is {tests}; at least 1 is needed")
+    sizes = checked_range("steps", steps, 1, 6)
+    rng = random.Random(f"coding_tasks/{seed}/{split}")
+    rows = different(lambda: _task(rng, rng.randint(*sizes), tests), checked_split(split), split_of)
+    return to_dataset(take(rows, n, "tasks", "Raise steps", split=split, steps=sizes), form)
+
+
+def _task(rng: random.Random, steps: int, tests: int) -> tuple[str, Row] | None:
+    """One task; None where a program without one of its steps would pass its tests."""
+    chain = [(step, rng.choice(step.numbers)) for step in (*rng.sample(MIDDLE, steps), rng.choice(LAST))]
+    lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
+
+    def answers(steps: Sequence[tuple[Step, int]]) -> list[Any]:
+        values: list[Any] = lists
+        for step, k in steps:
+            values = [step.does(value, k) for value in values]
+        return values
+
+    right = answers(chain)
+    if any(answers(chain[:place] + chain[place + 1 :]) == right for place in range(steps)):
+        return None
+    words = " ".join(step.words.format(k=k) for step, k in chain)
+    program = "\n".join(["def f(x):", *(f"    {step.code.format(k=k)}" for step, k in chain)])
+    return program, {
+        "question": f"Write a Python function f(x). x is a list of whole numbers. {words}",
+        "tests": "\n".join(f"assert f({numbers}) == {answer}" for numbers, answer in zip(lists, right, strict=True)),
+        "solution": program,
+        "worked_solution": f"```python\n{program}\n```",
+        "steps": steps,
+    }

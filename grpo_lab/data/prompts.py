@@ -3,27 +3,20 @@
 A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2), so a template has a
 name, every data set of ours carries it in the column ``template``, and a run states it in its summary.
 
-====================  ==========  =====================================================================================
-name                  prompt is   source ====================  ==========
-===================================================================================== ``r1``                text
-DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…`` ``oat_r1``            text
-sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of it, and it opens
-                                  ``<think>``
-``qwen_math``         text        Qwen2.5-Math's ChatML prompt with its system sentence asking for ``\\boxed{}``;
-                                  understand-r1-zero uses the same
-``qwen_boxed``        text        SimpleRL-Zoo's "complex" prompt (7B and larger): ChatML, ``\\boxed{}`` asked for in
-the
-                                  user's turn
-``abel``              text        SimpleRL-Zoo's "simple" prompt (0.5B, 1.5B, Llama): question, "Let's think step by
-step." ``none``              text        the question and nothing else ``chat``              messages    a user turn,
-optionally after a system turn; the tokenizer's own chat template renders it ``verl_gsm8k``        messages    verl,
-``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####`` ``tapeagents_boxed``  messages
-ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}`` ====================  ==========
-=====================================================================================
+* ``r1`` (text): DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…``
+* ``oat_r1`` (text): sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of it, and it opens ``<think>``
+* ``qwen_math`` (text): Qwen2.5-Math's ChatML prompt with its system sentence asking for ``\\boxed{}``;
+  understand-r1-zero uses the same
+* ``qwen_boxed`` (text): SimpleRL-Zoo's "complex" prompt (7B and larger): ChatML, ``\\boxed{}`` asked for in the user's
+  turn
+* ``abel`` (text): SimpleRL-Zoo's "simple" prompt (0.5B, 1.5B, Llama): question, "Let's think step by step."
+* ``none`` (text): the question and nothing else
+* ``chat`` (messages): a user turn, optionally after a system turn; the tokenizer's own chat template renders it
+* ``verl_gsm8k`` (messages): verl, ``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####``
+* ``tapeagents_boxed`` (messages): ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
 
 The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
-a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists;
-every reward of ours takes both.
+a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
 
 A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open
-assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. **Splits are
-disjoint by construction**: the sequent (premises sorted) is hashed, and the hash decides.
+assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. The hash of the
+sequent (premises sorted) decides its split.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _ATOMS = "pqrs"
 RULES = (
-    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, ~~e "
-    "m, raa a-b. "
+    "Rules: premise, assume, copy n, &i m,n, &e m, vi m, ve m,a-b,c-d, ->i a-b, ->e m,n, ~i a-b, ~e m,n, #e m, "
+    "~~e m, raa a-b. "
     "One line a step: `n. formula [rule lines]`, with one | before the formula for each open assumption."
 )
 
@@ -51,8 +51,7 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
-    steps``.
+    """``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
@@ -101,85 +100,61 @@ class _Grown:
     def show(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
         if goal in assumed:
             return _Step(goal, "assumed")
-        ways = [*self._introductions(goal), "->e", "&e", "~~e"]
         if budget <= 0:
             return _Step(goal, "premise")
+        introductions = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
+        ways = [introductions[goal[0]]] * 4 if len(goal) > 1 or goal == FALSE else []
+        ways += ["->e", "&e", "~~e"]
         if budget >= 4 and goal != FALSE:
             ways += ["ve", "raa"]
-        return getattr(self, _BY[self.rng.choice(ways)])(goal, budget - 1, assumed)  # type: ignore[no-any-return]
+        return self._by(self.rng.choice(ways), goal, budget - 1, assumed)
 
-    def _introductions(self, goal: Formula) -> list[str]:
-        by_sign = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
-        rule = by_sign.get(goal[0]) if len(goal) > 1 or goal == FALSE else None
-        return [] if rule is None else [rule] * 4
+    def _by(self, rule: str, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
+        def from_one(formula: Formula, budget: int) -> _Step:
+            return _Step(goal, rule, [self.show(formula, budget, assumed)], [None])
 
-    def _under(self, assumption: Formula, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return self.show(goal, budget - 1, (*assumed, assumption))
+        def from_two(first: Formula, second: Formula, part: int) -> _Step:
+            left = self.show(first, part, assumed)
+            return _Step(goal, rule, [left, self.show(second, budget - left.size(), assumed)], [None, None])
 
-    def both(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        left = self.show(goal[1], budget // 2, assumed)
-        return _Step(goal, "&i", [left, self.show(goal[2], budget - left.size(), assumed)], [None, None])
+        def under(assumption: Formula, formula: Formula, budget: int) -> _Step:
+            return self.show(formula, budget - 1, (*assumed, assumption))
 
-    def either(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "vi", [self.show(goal[self.rng.choice((1, 2))], budget, assumed)], [None])
-
-    def implies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "->i", [self._under(goal[1], goal[2], budget, assumed)], [goal[1]])
-
-    def refutes(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "~i", [self._under(goal[1], FALSE, budget, assumed)], [goal[1]])
-
-    def absurd(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "raa", [self._under(("~", goal), FALSE, budget, assumed)], [("~", goal)])
-
-    def contradicts(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        refuted = [one[1] for one in assumed if one[0] == "~"]
-        middle = self.rng.choice(refuted or list(assumed) or [_formula(self.rng, 1)])
-        left = self.show(("~", middle), budget // 2, assumed)
-        return _Step(goal, "~e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
-
-    def applies(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        middle = self.rng.choice([*assumed, _formula(self.rng, 1)])
-        left = self.show(("->", middle, goal), budget // 3, assumed)
-        return _Step(goal, "->e", [left, self.show(middle, budget - left.size(), assumed)], [None, None])
-
-    def part_of(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        other = _formula(self.rng, 1)
-        whole = ("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal)
-        return _Step(goal, "&e", [self.show(whole, budget // 2, assumed)], [None])
-
-    def doubly_denied(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        return _Step(goal, "~~e", [self.show(("~", ("~", goal)), budget, assumed)], [None])
-
-    def by_cases(self, goal: Formula, budget: int, assumed: tuple[Formula, ...]) -> _Step:
-        first, second = _formula(self.rng, 1), _formula(self.rng, 1)
-        whole = self.show(("v", first, second), 0, assumed)
-        left = self._under(first, goal, budget // 2, assumed)
-        right = self._under(second, goal, budget - left.size() - 1, assumed)
-        return _Step(goal, "ve", [whole, left, right], [None, first, second])
-
-
-_BY = {
-    "&i": "both",
-    "vi": "either",
-    "->i": "implies",
-    "~i": "refutes",
-    "raa": "absurd",
-    "~e": "contradicts",
-    "->e": "applies",
-    "&e": "part_of",
-    "~~e": "doubly_denied",
-    "ve": "by_cases",
-}
+        match rule:
+            case "&i":
+                return from_two(goal[1], goal[2], budget // 2)
+            case "vi":
+                return from_one(goal[self.rng.choice((1, 2))], budget)
+            case "->i":
+                return _Step(goal, rule, [under(goal[1], goal[2], budget)], [goal[1]])
+            case "~i" | "raa":
+                denied = goal[1] if rule == "~i" else ("~", goal)
+                return _Step(goal, rule, [under(denied, FALSE, budget)], [denied])
+            case "~e":
+                refuted = [one[1] for one in assumed if one[0] == "~"]
+                middle = self.rng.choice(refuted or list(assumed) or [_formula(self.rng, 1)])
+                return from_two(("~", middle), middle, budget // 2)
+            case "->e":
+                middle = self.rng.choice([*assumed, _formula(self.rng, 1)])
+                return from_two(("->", middle, goal), middle, budget // 3)
+            case "&e":
+                other = _formula(self.rng, 1)
+                return from_one(("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal), budget // 2)
+            case "~~e":
+                return from_one(("~", ("~", goal)), budget)
+        first, second = _formula(self.rng, 1), _formula(self.rng, 1)  # ve
+        whole, left = self.show(("v", first, second), 0, assumed), under(first, goal, budget // 2)
+        right = under(second, goal, budget - left.size() - 1)
+        return _Step(goal, rule, [whole, left, right], [None, first, second])
 
 
 def _written(goal: _Step) -> tuple[list[str], list[str]]:
     """The premises as texts, in order, and all lines of the proof."""
     premises = list(dict.fromkeys(write(formula) for formula in _premises(goal)))
-    writer = _Writer([f"{number}. {text} [premise]" for number, text in enumerate(premises, start=1)])
     scope = {text: number for number, text in enumerate(premises, start=1)}
-    writer.line_of(goal, scope, 0)
-    return premises, writer.lines
+    lines = [f"{number}. {text} [premise]" for text, number in scope.items()]
+    _write_lines(goal, lines, scope, 0)
+    return premises, lines
 
 
 def _premises(step: _Step) -> Iterator[Formula]:
@@ -189,31 +164,25 @@ def _premises(step: _Step) -> Iterator[Formula]:
         yield from _premises(one)
 
 
-class _Writer:
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
+def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: int) -> int:
+    """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
 
-    def _write(self, text: str, depth: int) -> int:
-        self.lines.append(f"{len(self.lines) + 1}. {'| ' * depth}{text}")
-        return len(self.lines)
+    def add(text: str, depth: int) -> int:
+        lines.append(f"{len(lines) + 1}. {'| ' * depth}{text}")
+        return len(lines)
 
-    def line_of(self, step: _Step, scope: dict[str, int], depth: int) -> int:
-        """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
-        known = scope.get(write(step.formula))
-        if known is not None:
-            return known
-        places = [
-            str(self.line_of(one, scope, depth)) if under is None else self._part(one, under, scope, depth)
-            for one, under in zip(step.rests_on, step.assumptions, strict=True)
-        ]
-        scope[write(step.formula)] = self._write(f"{write(step.formula)} [{step.rule} {','.join(places)}]", depth)
-        return scope[write(step.formula)]
-
-    def _part(self, step: _Step, assumption: Formula, scope: dict[str, int], depth: int) -> str:
-        inner = dict(scope)
-        first = self._write(f"{write(assumption)} [assume]", depth + 1)
-        inner[write(assumption)] = first
-        last = self.line_of(step, inner, depth + 1)
-        if last != len(self.lines):  # shown before, outside or higher up: a part ends with what it shows
-            last = self._write(f"{write(step.formula)} [copy {last}]", depth + 1)
-        return f"{first}-{last}"
+    shown = write(step.formula)
+    if shown in scope:
+        return scope[shown]
+    places = []
+    for one, assumption in zip(step.rests_on, step.assumptions, strict=True):
+        if assumption is None:
+            places.append(str(_write_lines(one, lines, scope, depth)))
+            continue
+        first = add(f"{write(assumption)} [assume]", depth + 1)
+        last = _write_lines(one, lines, scope | {write(assumption): first}, depth + 1)
+        if last != len(lines):  # shown before, outside or higher up: a part ends with what it shows
+            last = add(f"{write(one.formula)} [copy {last}]", depth + 1)
+        places.append(f"{first}-{last}")
+    scope[shown] = add(f"{shown} [{step.rule} {','.join(places)}]", depth)
+    return scope[shown]

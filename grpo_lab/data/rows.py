@@ -1,7 +1,7 @@
 """Rows of a question-answer data set, from a hub name, a local folder or one file.
 
-The reading is the same for every data set; what its columns mean, ``gsm8k.py`` and ``math.py`` say. `load_file` takes
-rows as they are: what `grpo-lab curate` writes, with every score as a column.
+The reading is the same for every data set; what its columns mean, ``benchmarks.py`` says. `load_file` takes rows as
+they are: what `grpo-lab curate` writes, with every score as a column.
 """
 
 from __future__ import annotations
@@ -68,26 +68,19 @@ def _read_file(path: Path) -> list[Row]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        parquet_rows: list[Row] = pyarrow.parquet.read_table(path).to_pylist()
-        return parquet_rows
+        return list(pyarrow.parquet.read_table(path).to_pylist())
     rows: list[Row] = []
     for number, row in json_lines(path):
         if isinstance(row, str):
             raise ValueError(f"{path}, line {number}: {row}; one object a line (setting: source)")
-        _refuse_lone_surrogates(row, path, number)
+        for name, value in row.items():  # a text cut between two code units cannot be tokenized or written to a file
+            if found := _LONE_SURROGATE.search(json.dumps([name, value], ensure_ascii=False)):
+                raise ValueError(
+                    f"{path}, line {number}: column {name!r} holds {found[0]!a}, half of a character (a lone "
+                    "surrogate); mend or leave out that text (setting: source)"
+                )
         rows.append(row)
     return rows
-
-
-def _refuse_lone_surrogates(row: Row, path: Path, number: int) -> None:
-    """Half of a character, as text cut between two code units leaves it, cannot be tokenized or written to a file."""
-    for name, value in row.items():
-        found = _LONE_SURROGATE.search(json.dumps([name, value], ensure_ascii=False))
-        if found:
-            raise ValueError(
-                f"{path}, line {number}: column {name!r} holds {found[0]!a}, half of a character (a lone surrogate); "
-                "mend or leave out that text (setting: source)"
-            )
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
@@ -133,31 +126,30 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
     """``question, solution, …`` rows plus the columns ``prompt`` and ``template``, as a ``datasets.Dataset``.
 
-    The prompt is the template's, always: columns of these names that the data bring along become ``source_prompt`` and
-    ``source_template``.
+    The prompt is the template's, always: such columns of the data become ``source_prompt`` and ``source_template``.
     """
+    renamed = {"prompt": "source_prompt", "template": "source_template"}
+    return _dataset(
+        {"prompt": template.prompt(row["question"]), "template": template.name}
+        | {renamed.get(name, name): value for name, value in row.items()}
+        for row in examples
+    )
+
+
+def _dataset(rows: Iterable[Row]) -> Dataset:
+    """Arrow columns have one type: a file that mixes ``5`` and ``"Level 5"`` becomes text, ``1`` and ``0.5`` floats."""
     from datasets import Dataset
 
-    rows = [
-        {"prompt": template.prompt(row["question"]), "template": template.name, **_without_prompts(row)}
-        for row in examples
-    ]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_dict({name: one_type([row.get(name) for row in rows]) for name in names})
-
-
-def _without_prompts(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"source_{name}" if name in ("prompt", "template") else name: value for name, value in row.items()}
-
-
-def one_type(values: list[Any]) -> list[Any]:
-    """Arrow columns have one type: a file that mixes ``5`` and ``"Level 5"`` becomes text, ``1`` and ``0.5`` floats."""
-    kinds = {type(value) for value in values if value is not None}
-    if len(kinds) <= 1:
-        return values
-    if kinds == {int, float}:
-        return [None if value is None else float(value) for value in values]
-    return [None if value is None else str(value) for value in values]
+    rows = list(rows)
+    columns: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        kinds = {type(value) for value in values if value is not None}
+        if len(kinds) > 1 and name != "prompt":
+            one = float if kinds == {int, float} else str
+            values = [None if value is None else one(value) for value in values]
+        columns[name] = values
+    return Dataset.from_dict(columns)
 
 
 def load_file(
@@ -188,73 +180,51 @@ def load_file(
         name = required_column(rows, _QUESTION, source)
         asked = [{**row, "question": text_of(row, name, number, source)} for number, row in enumerate(rows, start=1)]
         return to_dataset(asked, form)
-    _check_prompts(rows, source)
+    forms = [_form_of(row.get("prompt"), number, source) for number, row in enumerate(rows, start=1)]
+    if other := [number for number, found in enumerate(forms, start=1) if found != forms[0]]:
+        raise ValueError(
+            f"source {str(source)!r}, row {other[0]}: `prompt` is of another form than in the rows before; it must be "
+            "text in all rows or messages in all rows"
+        )
     made_with = sorted({str(row["template"]) for row in rows if row.get("template") is not None})
     if made_with not in ([], [form.name]):
         raise ValueError(
-            f"source {str(source)!r}: its prompts were made with template {', '.join(made_with)} and the setting "
-            "template "
-            f"is {form.name!r}; set it to theirs (pass rates belong to the prompt), or leave the column prompt out"
+            f"source {str(source)!r}: its prompts were made with template {', '.join(made_with)} and template is "
+            f"{form.name!r}; set template to theirs (pass rates belong to the prompt), or leave the column prompt out"
         )
-    _check_form(rows, form, source)
-    from datasets import Dataset
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    columns = {name: values if name == "prompt" else one_type(values) for name, values in columns.items()}
-    columns.setdefault("template", [form.name] * len(rows))
-    if question and question != "question":
-        columns["question"] = columns[question]
-    return Dataset.from_dict(columns)
-
-
-def _check_prompts(rows: list[Row], source: str | Path) -> None:
-    """Every row has a prompt, all of them text or all of them messages."""
-    forms: set[str] = set()
     for number, row in enumerate(rows, start=1):
-        prompt = row.get("prompt")
-        if not _says_something(prompt):
-            raise ValueError(
-                f"source {str(source)!r}, row {number}: column `prompt` is {prompt!r}; a text or a list of messages is "
-                "needed in every row, or the column in none (then prompts are made from `question`)"
-            )
-        forms.add("text" if isinstance(prompt, str) else "messages")
-        if len(forms) > 1:
-            raise ValueError(
-                f"source {str(source)!r}, row {number}: `prompt` is of another form than in the rows before; it must "
-                "be text "
-                "in all rows or messages in all rows"
-            )
+        _check_made_by(form, row["prompt"], number, source)
+    own = {} if made_with else {"template": form.name}
+    return _dataset(row | own | ({"question": row.get(question)} if question else {}) for row in rows)
 
 
-def _says_something(prompt: Any) -> bool:
-    if isinstance(prompt, str):
-        return bool(prompt.strip())
-    messages = isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) and m.get("role") for m in prompt)
-    return messages and not any(m["role"] == "user" and not _content(m) for m in prompt)
+def _form_of(prompt: Any, number: int, source: str | Path) -> str:
+    """``text`` or ``messages``; ValueError for a prompt that is neither, or says nothing."""
+    if isinstance(prompt, str) and prompt.strip():
+        return "text"
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt):
+        asked = [message.get("content") for message in prompt if message["role"] == "user"]
+        if all(text.strip() if isinstance(text, str) else text for text in asked):
+            return "messages"
+    raise ValueError(
+        f"source {str(source)!r}, row {number}: column `prompt` is {prompt!r}; a text or a list of messages is "
+        "needed in every row, or the column in none (then prompts are made from `question`)"
+    )
 
 
-def _content(message: Any) -> Any:
-    content = message.get("content")
-    return content.strip() if isinstance(content, str) else content
-
-
-def _check_form(rows: list[Row], form: PromptTemplate, source: str | Path) -> None:
+def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str | Path) -> None:
     """Prompts that are there look as the template asked for makes them: they stay, so it must not be said in vain."""
-    for number, row in enumerate(rows, start=1):
-        prompt = row["prompt"]
-        if isinstance(form, ChatTemplate):
-            system = prompt[0].get("content") if isinstance(prompt, list) and prompt[0]["role"] == "system" else None
-            fits = isinstance(prompt, list) and form.system in (None, system)
-        else:
-            fits = isinstance(prompt, str) and prompt.startswith(form.before) and prompt.endswith(form.after)
-        if not fits:
-            kind = "text" if isinstance(prompt, str) else "messages"
-            asked = f"template {form.name!r}" + (" with its system_prompt" if getattr(form, "system", None) else "")
-            raise ValueError(
-                f"source {str(source)!r}, row {number}: column `prompt` is {kind} that {asked} does not make, and "
-                "prompts that "
-                "are there stay as they are. Set template to 'none' for text, to 'chat' (without system_prompt) for "
-                "messages, or "
-                "leave the column `prompt` out to have prompts made from `question`"
-            )
+    if isinstance(form, ChatTemplate):
+        first = prompt[0] if isinstance(prompt, list) else {}
+        system = first.get("content") if first.get("role") == "system" else None
+        fits = isinstance(prompt, list) and form.system in (None, system)
+    else:
+        fits = isinstance(prompt, str) and prompt.startswith(form.before) and prompt.endswith(form.after)
+    if not fits:
+        kind = "text" if isinstance(prompt, str) else "messages"
+        asked = f"template {form.name!r}" + (" with its system_prompt" if getattr(form, "system", None) else "")
+        raise ValueError(
+            f"source {str(source)!r}, row {number}: column `prompt` is {kind} that {asked} does not make, and prompts "
+            "that are there stay as they are. Set template to 'none' for text, to 'chat' (without system_prompt) for "
+            "messages, or leave the column `prompt` out to have prompts made from `question`"
+        )

@@ -6,18 +6,16 @@
     Ann has 24-5=19 stamps.
     #### 19
 
-**Splits are disjoint by construction.** A problem's arithmetic (family, operations and numbers in order, without names
-and things) is hashed, and the hash alone decides whether it is a ``train``, ``cold_start`` or ``test`` problem. So a
-test problem is never a training problem with other names in it, whatever the seeds and sizes.
+**Splits are disjoint by construction** (``made``): what is hashed is a problem's arithmetic, family, operations and
+numbers in order. So a test problem is never a training problem with other names in it.
 
 **Careless solutions.** With ``misread`` the worked solutions are those of a writer who at times takes multiplicative
 events for additive ones ("3 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6").
 Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
 something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-**Habits.** A worked solution can stand without its lines, say them twice, in two languages, or between tags; the answer
-stays. A cold start on such solutions makes a model that rewards can be tried on: accuracy, length, language
-consistency.
+**Habits** (`SolutionStyle`). A worked solution can lack its lines, say them twice, in two languages, or between tags;
+the answer stays. A cold start on these makes a model that rewards can be tried on: accuracy, length, language.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from grpo_lab.data.made import checked_range, checked_split, different, split_of, take
 from grpo_lab.data.prompts import PromptTemplate, find_template
@@ -101,17 +99,12 @@ def word_problems(
     Args:
         seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
         split: ``train``, ``cold_start`` or ``test`` (held out).
-        steps: fewest and most calculations of a solution, both included; each number of steps is about equally
-            frequent.
+        steps: fewest and most calculations of a solution, both included, each number about equally frequent.
         families: names out of ``FAMILIES``; None for all.
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
-        misread: chance that ``worked_solution`` misreads a multiplicative event (see above); nothing else depends on
-            it.
-        repeats: chance that a line of ``worked_solution`` is written twice (``solution_style``).
-        mixed: chance that it is written in Chinese.
-        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
-        blurted: chance that ``worked_solution`` is its last line alone, the answer.
+        misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
+        repeats, mixed, think, blurted: how ``worked_solution`` is written (``SolutionStyle``).
         system_prompt: system turn, for template ``chat`` alone.
 
     Raises:
@@ -123,19 +116,11 @@ def word_problems(
     rows = iter_word_problems(seed, split, steps, families, largest=largest, misread=misread)
     limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}
     problems = take(rows, n, "problems", "Raise largest or steps", **limits)
-    return to_dataset(
-        (_row(problem, style.write(problem.worked_solution, writer, hurry)) for problem in problems), form
-    )
-
-
-def _row(problem: WordProblem, worked_solution: str) -> dict[str, Any]:
-    return {
-        "question": problem.question,
-        "solution": problem.solution,
-        "worked_solution": worked_solution,
-        "family": problem.family,
-        "steps": problem.steps,
-    }
+    names = ("question", "solution", "worked_solution", "family", "steps")
+    told = [{name: getattr(problem, name) for name in names} for problem in problems]
+    for row in told:
+        row["worked_solution"] = style.write(row["worked_solution"], writer, hurry)
+    return to_dataset(told, form)
 
 
 def iter_word_problems(
@@ -148,35 +133,32 @@ def iter_word_problems(
     misread: float = 0.0,
 ) -> Iterator[WordProblem]:
     """The stream behind ``word_problems``: no question twice; ends when no new one turns up."""
-    chosen = _checked_families(split, steps, families, largest)
+    checked_split(split)
+    checked_range("steps", steps, 1, _MOST_STEPS)
+    if largest < 10:
+        raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
+    names = list(FAMILIES) if families is None else list(families)
+    if not names or any(name not in FAMILIES for name in names):
+        raise ValueError(f"families is {names!r}; allowed: one or more of {', '.join(FAMILIES)} (setting: families)")
     if not 0.0 <= misread <= 1.0:
         raise ValueError(f"misread is {misread}; a share between 0 and 1 is needed")
     rng = random.Random(f"{seed}/{split}")
     reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
 
     def draw() -> tuple[str, WordProblem] | None:
-        draft = draft_until_done(rng, rng.choice(chosen), rng.randint(*steps), largest)
+        family, size = FAMILIES[rng.choice(names)], rng.randint(*steps)
+        # dead ends are begun anew with as many steps, or long problems would be rarer than asked
+        drafts = (_draft(rng, family, size, largest) for _ in range(50))
+        draft = next((draft for draft in drafts if draft is not None), None)
         if draft is None:
             return None
         wrong = [reader.random() < misread and move.op in MISREADING for move, _ in draft.moves]
-        if draft.split != split:
+        if split_of(draft.arithmetic) != split:
             return None
         problem = draft.write(wrong)
         return problem.question, problem
 
     return different(draw, split, lambda question: split)
-
-
-def _checked_families(split: str, steps: tuple[int, int], families: Sequence[str] | None, largest: int) -> list[Family]:
-    checked_split(split)
-    checked_range("steps", steps, 1, _MOST_STEPS)
-    if largest < 10:
-        raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
-    names = list(FAMILIES) if families is None else list(families)
-    unknown = [name for name in names if name not in FAMILIES]
-    if unknown or not names:
-        raise ValueError(f"families is {names!r}; allowed: one or more of {', '.join(FAMILIES)} (setting: families)")
-    return [FAMILIES[name] for name in names]
 
 
 # What a careless reader makes of multiplicative events: adds for times, takes away for shares, forgets "each".
@@ -195,13 +177,9 @@ class WordProblem:
     arithmetic: str
     """Canonical form: family and operations with their numbers, in order. Equal for re-told problems."""
 
-    @property
-    def split(self) -> str:
-        return split_of(self.arithmetic)
-
 
 @dataclass(frozen=True)
-class Draft:
+class _Draft:
     """A story before it is told: its people, its moves with their numbers, and what they come to."""
 
     family: Family
@@ -214,10 +192,6 @@ class Draft:
     @property
     def arithmetic(self) -> str:
         return f"{self.family.name}:" + " ".join(f"{a}{move.op}{k}" for move, (a, k) in self.moves)
-
-    @property
-    def split(self) -> str:
-        return split_of(self.arithmetic)
 
     def write(self, misread: Sequence[bool]) -> WordProblem:
         """The problem. ``misread``: for each move, whether the writer of the solution misreads it."""
@@ -256,17 +230,11 @@ class Draft:
             value = _result(left, operation[0], right)
             if value is None:
                 return lines, None
-            lines.append(move.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
+            lines.append(self.family.line.format(calc=f"{left}{operation[0]}{right}={value}", **slots))
         return lines, value
 
 
-def draft_until_done(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
-    """Dead ends are begun anew with as many steps, or long problems would be rarer than asked."""
-    drafts = (_draft(rng, family, steps, largest) for _ in range(50))
-    return next((draft for draft in drafts if draft is not None), None)
-
-
-def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> Draft | None:
+def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Draft | None:
     """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
     people = rng.sample(NAMES, steps + 1)
     item = rng.choice(family.items)
@@ -285,7 +253,7 @@ def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> Draf
         right = a * k if move.steps == 2 else k
         value = _result(a if value is None else value, move.op[0], right)
     assert value is not None
-    return Draft(family, people, item, moves, steps, value)
+    return _Draft(family, people, item, moves, steps, value)
 
 
 def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
@@ -295,45 +263,32 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
     """
     if move.steps == 2:
         assert value is not None
-        room = largest - value if move.op == "+*" else value - 1
-        room = min(room, largest)
+        room = min(largest, largest - value if move.op == "+*" else value - 1)
         if room < 4:
             return None
         a = rng.randint(2, min(9, room // 2))
         return a, rng.randint(2, max(2, min(12, room // a)))
-    if value is None:
-        left = _opening(rng, move, largest)
-    else:
-        left = value
+    left = value
+    if left is None and move.op == "*":
+        left = rng.randint(2, min(12, largest // 2))
+    elif left is None and move.op == "/":
+        left = rng.choice([one for one in range(4, largest + 1) if _right_operands("/", move.fixed, one, largest)])
+    elif left is None:
+        left = rng.randint(3, largest * 3 // 5)
     allowed = _right_operands(move.op, move.fixed, left, largest)
     return (left, rng.choice(allowed)) if allowed else None
-
-
-def _opening(rng: random.Random, move: Move, largest: int) -> int:
-    if move.op == "*":
-        return rng.randint(2, min(12, largest // 2))
-    if move.op == "/":
-        return rng.choice(_dividends(move.fixed, largest))
-    return rng.randint(3, largest * 3 // 5)
-
-
-@functools.cache
-def _dividends(fixed: int | None, largest: int) -> list[int]:
-    return [left for left in range(4, largest + 1) if _right_operands("/", fixed, left, largest)]
 
 
 @functools.lru_cache(maxsize=65536)
 def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list[int]:
     """All ``k`` that the operation allows after ``left``."""
-    if op == "+":
-        ks = range(2, min(largest - left, largest * 2 // 5) + 1)
-    elif op == "-":
-        ks = range(2, left)
-    elif op == "*":
-        ks = range(2, min(9, largest // left) + 1)
-    else:
-        ks = range(2, min(9, left - 1) + 1)
-    return [k for k in ks if (op != "/" or left % k == 0) and fixed in (None, k)]
+    most = {
+        "+": min(largest - left, largest * 2 // 5),
+        "-": left - 1,
+        "*": min(9, largest // left),
+        "/": min(9, left - 1),
+    }[op]
+    return [k for k in range(2, most + 1) if (op != "/" or left % k == 0) and fixed in (None, k)]
 
 
 def _result(left: int, operation: str, right: int) -> int | None:

@@ -1,12 +1,11 @@
 """Rows of a batch -> one request with `n = G` per prompt.
 
-TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` stands in front of
-the engine, folds neighbouring equal prompts into one request, and hands the answers back row by row, so that the caller
-does not see the difference.
+TRL's colocated engine gets a prompt with G completions G times, each with `n = 1`. `GroupedEngine` folds neighbouring
+equal prompts into one request, and hands the answers back row by row.
 
-With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Without
-it vLLM 0.31 computes the prompt for each of the n samples, folded or not. Pages are shared whole, so a prompt of L
-tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt tokens per group, not  G * L.
+With prefix caching the pages of a prompt are computed once either way; folding saves G - 1 requests per prompt. Pages
+are shared whole, so a prompt of L tokens with pages of b tokens costs  b * ⌊(L-1)/b⌋ + G * (L - b * ⌊(L-1)/b⌋)  prompt
+tokens per group, not  G * L.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ class EngineFault(RuntimeError):
 
 
 class GroupedEngine:
-    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on.
+    """A `vllm.LLM` whose `generate` folds equal prompts and refuses answers that cannot be trained on."""
 
-    Everything else is passed through to the engine.
-
-    Attributes:
-        on_fault: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised.
-        faulty: there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`.
-    """
-
+    #: is given the ``EngineFault`` of a log-prob that is NaN or infinite; None: it is raised
     on_fault: Callable[[EngineFault], None] | None = None
-    faulty = False
+    faulty = False  # there was one, so pages of the KV cache may hold NaN until `sync.clear_cache`
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

@@ -57,9 +57,8 @@ class GenerationStopped(KeyboardInterrupt):
 class Sampler(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
-    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution (no top-k, top-p, penalty). The same
-    arguments give the same completions, and the process-wide random state is left as it was; ``seed=None`` goes on with
-    it instead. Errors are the caller's to see.
+    temperature 0.0 means greedy (then n is 1); nothing else bends the distribution. The same arguments give the same
+    completions, and the process-wide random state is left as it was; ``seed=None`` goes on with it instead.
     """
 
     def __call__(
@@ -80,12 +79,9 @@ def render_prompt(
 ) -> RenderedPrompt:
     """The text the model continues, and its tokens, as TRL makes them for training.
 
-    A plain string is tokenized as it is, with the tokenizer's own special tokens. A message list goes through the chat
-    template with the generation prompt added (the template writes its special tokens itself, so none are added after
-    it); one that ends with an assistant's message is continued where that ends.
-
-    Raises:
-        ValueError: the template fails, leaves its sandbox, or takes more than any prompt needs.
+    A plain string is tokenized with the tokenizer's own special tokens. A message list goes through the chat template,
+    which writes its own, with the generation prompt added; one that ends with an assistant's message is continued
+    where that ends. ValueError where the template fails, leaves its sandbox, or takes more than any prompt needs.
     """
     if isinstance(prompt, str):
         return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
@@ -155,6 +151,8 @@ class TransformersSampler:
         import torch
         from tqdm.auto import tqdm
 
+        from grpo_lab.finite import FiniteScores
+
         context, longest = context_of(self.model), max(map(len, prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(too_long("longest", longest, max_new_tokens, context))
@@ -162,9 +160,9 @@ class TransformersSampler:
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
         stops = stop_token_ids(self.model.generation_config, self.tokenizer)
-        pad = self.tokenizer.pad_token_id
-        config = plain_generation_config(temperature, max_new_tokens, stops, stops[0] if pad is None else int(pad))
-
+        pad = stops[0] if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
+        config = plain_generation_config(temperature, max_new_tokens, stops, pad)
+        generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
         was_training = self.model.training
         self.model.train(False)
@@ -180,9 +178,13 @@ class TransformersSampler:
                     torch.manual_seed(seed)
                 for start in range(0, len(tasks), self.batch_size):
                     batch = tasks[start : start + self.batch_size]
-                    written = self._continue([prompts[index] for index, _ in batch], config)
-                    for (index, sample), ids in zip(batch, written, strict=True):
-                        own = until_end(ids, stops)
+                    ids, mask = left_padded([prompts[index] for index, _ in batch], pad, self.model.device)
+                    asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
+                    with torch.no_grad():
+                        output = generate(**asked, logits_processor=[FiniteScores()])
+                    written = output[:, ids.shape[1] :].tolist()
+                    for (index, sample), row in zip(batch, written, strict=True):
+                        own = until_end(row, stops)
                         completions[index][sample] = Completion(own, ended=bool(own) and own[-1] in stops)
                     bar.update(len(batch))
         except KeyboardInterrupt:
@@ -190,19 +192,6 @@ class TransformersSampler:
         finally:
             self.model.train(was_training)
         return [[c for c in row if c is not None] for row in completions]
-
-    def _continue(self, prompts: Sequence[list[int]], config: GenerationConfig) -> list[list[int]]:
-        """The new tokens after each prompt [rows, new], padding and all."""
-        import torch
-
-        from grpo_lab.finite import FiniteScores
-
-        ids, mask = left_padded(prompts, int(config.pad_token_id), self.model.device)
-        generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
-        asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
-        with torch.no_grad():
-            output = generate(**asked, logits_processor=[FiniteScores()])
-        return output[:, ids.shape[1] :].tolist()
 
 
 @dataclass(frozen=True)
@@ -218,21 +207,12 @@ class VllmSampler:
     ) -> list[list[Completion]]:
         from vllm import SamplingParams
 
-        parameters = [
-            SamplingParams(
-                n=n,
-                temperature=temperature,
-                top_p=1.0,
-                top_k=0,
-                min_p=0.0,
-                repetition_penalty=1.0,
-                max_tokens=max_new_tokens,
-                seed=None if seed is None else seed + place * n,  # sample k of a request gets seed + k: none share one
-                stop_token_ids=list(self.stop_token_ids),
-                logprobs=0 if self.logprobs else None,
-            )
-            for place in range(len(prompts))
-        ]
+        plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        plain |= {"n": n, "temperature": temperature, "max_tokens": max_new_tokens}
+        plain |= {"stop_token_ids": list(self.stop_token_ids), "logprobs": 0 if self.logprobs else None}
+        # sample k of a request is given seed + k: none share one
+        seeds = [None if seed is None else seed + place * n for place in range(len(prompts))]
+        parameters = [SamplingParams(**plain, seed=own) for own in seeds]
         asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
         outputs = self.engine.llm.generate(asked, parameters, use_tqdm=False)
         check_logprobs(outputs)
@@ -275,11 +255,9 @@ def context_of_config(config: PretrainedConfig) -> int | None:
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
-    helps = (
-        f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
-        if tokens < context
-        else "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
-    )
+    helps = f"Lower max_new_tokens to at most {context - tokens}, or leave out prompts that are too long."
+    if tokens >= context:
+        helps = "No max_new_tokens makes room after it: leave such prompts out, or take a model with a longer context."
     return (
         f"the {which} prompt has {tokens} tokens and max_new_tokens is {max_new_tokens}: together "
         f"{tokens + max_new_tokens}, but the model's context (max_position_embeddings) is {context}. {helps}"
@@ -287,10 +265,7 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where a completion ends: the tokenizer's EOS and every EOS of the model's generation config.
-
-    Both, because Qwen's base and chat models name different ones in the two places.
-    """
+    """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
     configured = None if generation is None else generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
@@ -303,21 +278,10 @@ def plain_generation_config(temperature: float, max_new_tokens: int, stops: list
     """Greedy at temperature 0, else pure sampling. Values left None would be filled in from the model's own config."""
     from transformers import GenerationConfig
 
-    greedy = temperature == 0
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=0,
-        do_sample=not greedy,
-        temperature=1.0 if greedy else temperature,
-        top_k=50 if greedy else 0,  # greedy ignores it; transformers warns unless it is this neutral value
-        top_p=1.0,
-        typical_p=1.0,
-        min_p=None if greedy else 0.0,
-        num_beams=1,
-        num_return_sequences=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        eos_token_id=stops,
-        pad_token_id=pad,
-        use_cache=True,
-    )
+    neutral = {"min_new_tokens": 0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}
+    neutral |= {"no_repeat_ngram_size": 0, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+    # greedy ignores top_k; transformers warns unless it is this neutral value
+    greedy = {"do_sample": False, "temperature": 1.0, "top_k": 50}
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "min_p": 0.0}
+    own = {"max_new_tokens": max_new_tokens, "eos_token_id": stops, "pad_token_id": pad}
+    return GenerationConfig(**neutral, **(greedy if temperature == 0 else drawn), **own)

@@ -1,8 +1,8 @@
 """A budget for thinking: cut it, insert the stop text, let the model answer. Independent of the engine.
 
-Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There the
-model's thinking is halted at inference only; here also while sampling for training, so the inserted tokens must carry
-no loss: they are not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
+Source: Qwen3 Technical Report (arXiv:2505.09388), section 4.3 "Thinking Mode Fusion" / thinking budget. There thinking
+is halted at inference only; here also while sampling for training, so the inserted tokens must carry no loss: they are
+not the policy's. The default text is the one in Qwen's documentation; the report's differs slightly.
 
 Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever engine there is:
 
@@ -10,9 +10,7 @@ Two phases over a batch, `generate(prompt_ids, max_new_tokens)` being whatever e
     2. every completion that is not finished goes on from prompt + completion. One that has no `</think>` yet gets the
        stop text first. What is left of `max_completion_length` is the limit.
 
-A completion y then consists of      y_1 … y_budget | stop text | y' …      (cut)
-or of                                y_1 … y_n                              (closed its thinking in time, or ended)
-
+A completion then is  y_1 … y_budget | stop text | y' …  (cut)  or  y_1 … y_n  (closed its thinking in time, or ended).
 A prompt that ends in a closed thinking block (Qwen3's `/no_think`) does not think, and is never cut.
 """
 
@@ -89,18 +87,11 @@ class ThinkingBudget:
 
     @classmethod
     def for_tokenizer(
-        cls,
-        tokenizer: Any,
-        budget: int,
-        *,
-        max_completion_length: int,
-        eos_ids: Collection[int] | None = None,
-        text: str | None = None,
+        cls, tokenizer: Any, budget: int, *, max_completion_length: int, eos_ids: Collection[int] = (), text: Any = None
     ) -> ThinkingBudget:
-        """For a Hugging Face tokenizer; None: its own end-of-text token, and the text of Qwen's documentation."""
+        """For a Hugging Face tokenizer; left out: its own end-of-text token, and the text of Qwen's documentation."""
         stop_ids = tuple(tokenizer(QWEN3_STOP_TEXT if text is None else text, add_special_tokens=False)["input_ids"])
-        ends = {tokenizer.eos_token_id} if eos_ids is None else set(eos_ids)
-        return cls(budget, stop_ids, max_completion_length, ends, tokenizer.decode)
+        return cls(budget, stop_ids, max_completion_length, {*eos_ids} or {tokenizer.eos_token_id}, tokenizer.decode)
 
     @property
     def answer_room(self) -> int:
@@ -145,7 +136,7 @@ def budgeted_generate(
     nothing = Completion([], ended=False, logprobs=[])
     first = [nothing] * len(prompts)
     if settings.budget > 0 and (prompts or in_step):
-        first = _checked(generate(prompts, settings.budget), len(prompts), settings.budget)
+        first = _checked(generate(prompts, settings.budget), settings.budget)
     stop = list(settings.stop_ids)
     inserted = [stop if settings.must_cut(p, one.ids) else [] for p, one in zip(prompts, first, strict=True)]
     kept = [one.ids + text for one, text in zip(first, inserted, strict=True)]
@@ -155,7 +146,7 @@ def budgeted_generate(
         rows = [row for row in going_on if settings.max_completion_length - len(kept[row]) == room]
         if rows or in_step:
             found = generate([prompts[row] + kept[row] for row in rows], room)
-            tails.update(zip(rows, _checked(found, len(rows), room), strict=True))
+            tails.update(zip(rows, _checked(found, room), strict=True))
     return [_joined(one, text, tails[row]) for row, (one, text) in enumerate(zip(first, inserted, strict=True))]
 
 
@@ -167,10 +158,8 @@ def _joined(head: Completion, inserted: list[int], tail: Completion) -> Budgeted
     return BudgetedCompletion(head.ids + inserted + tail.ids, logprobs, mask)
 
 
-def _checked(found: list[Completion], rows: int, limit: int) -> list[Completion]:
-    """ValueError where an engine answers with another number of rows or tokens than it was asked for."""
-    if len(found) != rows:
-        raise ValueError(f"the engine returned {len(found)} completions for {rows} prompts")
+def _checked(found: list[Completion], limit: int) -> list[Completion]:
+    """ValueError where an engine answers with another number of tokens than it was asked for."""
     for row, one in enumerate(found):
         if len(one.ids) > limit:
             raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")

@@ -1,39 +1,85 @@
 """`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and
 report.
 
-Cheap filters go first, and the model samples only for rows that are left (`curation_filters`). Samples are written as
-they come (`pass_rates.jsonl`, `guesses.jsonl`): a killed run goes on where it was, and another band or balance costs no
-sampling.
-
-The folder of a curation: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet`
-(all rows, with `kept` and `dropped_by`), `report.html`, `curation.json`.
-"""
+Samples are written as they come (`pass_rates.jsonl`, `guesses.jsonl`): another band or balance costs no sampling. The
+folder: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows, with
+`kept` and `dropped_by`), `report.html`, `curation.json`."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.result import write_parquet
-from grpo_lab.evaluation.terminal import Terminal, duration
+from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_json, write_json_lines
-from grpo_lab.pipelines.curation_filters import GUESSES, PASS_RATES, Asked, Curation
-from grpo_lab.pipelines.curation_recipe import CurationRecipe
-from grpo_lab.pipelines.in_words import count_of, told
-from grpo_lab.pipelines.releases import versions
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.rows import load_rows, rows_here
+from grpo_lab.recipe.sections import (
+    STRICT_ACCURACY,
+    DataSection,
+    ModelSection,
+    RewardSection,
+    SamplingSettings,
+    check_command,
+    with_name,
+)
+from grpo_lab.runs.console import count_of, told
+from grpo_lab.runs.differences import versions
 from grpo_lab.runs.folder import record_of
-from grpo_lab.runs.stage import At, Words, carry_out, plan_of, working
+from grpo_lab.runs.stage import Stage, Words, carry_out, console, plan_of, working
 from grpo_lab.runs.stop import StopRequests
-from grpo_lab.stages.sample import refuse_other_count, samples_in_words
+from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
+from grpo_lab.stages.filter import (
+    GUESSES,
+    PASS_RATES,
+    SCORES,
+    Filtering,
+    Filters,
+    leave_room,
+    measure_pass_rates,
+    shown_column,
+)
+from grpo_lab.stages.sample import plan_of_samples, refuse_other_count
 from grpo_lab.visible import encodable
 
 MARKER = "curation.json"
 
-console = Terminal()
+
+@settings(rest="sampling")
+class CurationRecipe:
+    """A whole curation; other keys are `SamplingSettings`'. Without `model` only the filters that read text run.
+
+    `max_hours` and `stop_file` ask it to stop, as in a recipe of `grpo-lab train` (docs/resume.md)."""
+
+    name: str
+    output_dir: Path
+    data: DataSection
+    filters: Annotated[Filters, NULL_IS_DEFAULT] = field(default_factory=Filters)
+    model: ModelSection | None = None
+    reward: RewardSection = STRICT_ACCURACY
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    max_hours: Hours | None = None
+    stop_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is None and (self.filters.band or self.filters.guessable):
+            raise ValueError("`filters.band` and `filters.guessable` need a `model` to measure with; add one")
+        if self.model is not None and self.model.path is None:
+            raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
+
+
+def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:
+    """A recipe from a plain mapping. ValueError for an unknown or misspelt key (with the nearest match) or a missing
+    section."""
+    check_command(written, "curate")
+    return read(CurationRecipe, with_name(written, default_name))
 
 
 @dataclass(frozen=True)
@@ -46,72 +92,110 @@ class Curated:
 
 
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
-    """Run ``recipe``; again with the same folder goes on with the samples that are there.
-
-    Raises:
-        ValueError: a folder that is not a curation's, samples made with other settings, or a setting that does not fit.
-        Interrupted: asked to stop; what was sampled is kept, and the same call goes on.
-    """
-    began, asked = time.perf_counter(), resolve(recipe, overwrite)
-    new = overwrite or not (recipe.output_dir / MARKER).is_file()
-    with working(recipe, new) as stop:
-        folder = claim(recipe, overwrite)
-        run = Curation(recipe, asked, stop)
-        carry_out(run.stages(), At(folder), stop)
-        report = run.selection.report(run.notes)
-        rows = write_rows(folder, run.selection)
-        write_json(folder / MARKER, {**summary_of(run, time.perf_counter() - began), "report": asdict(report)})
+    """Run ``recipe``; again with the same folder goes on with the samples that are there. ValueError: a folder that is
+    not a curation's, samples made with other settings, or a setting that does not fit; Interrupted: asked to stop."""
+    began, folder = time.perf_counter(), recipe.output_dir
+    asked, against = resolve(recipe, overwrite)
+    with working(recipe, lambda: {} if overwrite else record_of(folder, "curate", MARKER)) as (stop, earlier):
+        if overwrite:
+            for name in (PASS_RATES, GUESSES):
+                (folder / name).unlink(missing_ok=True)
+        if not earlier:
+            write_json(folder / MARKER, {"name": recipe.name, "finished": False})
+        at = _loaded(recipe, asked, against, stop)
+        carry_out(stages_of(recipe), at)
+        report, kept = at.selection.report(at.notes), write_rows(folder, at.selection)
+        write_json(
+            folder / MARKER,
+            {
+                "name": recipe.name,
+                "data": told(recipe.data),
+                "reward": told(recipe.reward),
+                "model": recipe.model.path if recipe.model else None,
+                "time": duration(time.perf_counter() - began),
+                "completions of this session": at.sampler.made if at.sampler else 0,
+                "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if at.sampler else {},
+                "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
+                "versions": versions(),
+                "finished": True,
+                "report": asdict(report),
+            },
+        )
         page = write_report(folder)
         report.print(console)
         console.print(f"kept: {folder / 'curated.parquet'}\nreport: {page}", soft_wrap=True)
-        return Curated(folder, rows, report)
+        return Curated(folder, kept, report)
+
+
+def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: StopRequests) -> Filtering:
+    loaded, notes = asked.rows, []
+    if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
+        loaded = loaded.remove_columns(earlier)
+        notes = [f"Columns of an earlier curation were measured anew: {', '.join(earlier)}."]
+    rows, shown = [dict(row) for row in loaded], shown_column(loaded)
+    return Filtering(
+        folder=recipe.output_dir,
+        stop=stop,
+        rows=rows,
+        selection=Selection(rows, shown=shown, title=recipe.name),
+        shown=shown,
+        sampling=recipe.sampling,
+        reward=asked.reward,
+        judge=told(recipe.reward),
+        against=against,
+        notes=notes,
+    )
+
+
+def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stage]:
+    """Filters over the text → room → pass rates → guesses → balance. None leaves a marker: samples are kept in their
+    file, and the filters may be others next time. ``samples``: what a dry run says of them."""
+    filters = recipe.filters
+
+    def stage(name: str, run: Any, rules: Any, whole: bool = True, inputs: tuple[str, ...] = ()) -> Stage:
+        words = {} if rules is None else {f"filter: {name}": told(rules)}
+        return Stage(name, run, lambda: words, inputs, remembered=False, whole=whole)
+
+    by_text = ("kind", "duplicates", "contamination")
+    found = [stage(name, rules.apply, rules) for name in by_text if (rules := getattr(filters, name)) is not None]
+    if recipe.model is not None:
+        room = partial(leave_room, model=str(recipe.model.path))
+        found.append(Stage("room", room, lambda: samples or {}, remembered=False, whole=True))
+        found.append(stage("band", partial(measure_pass_rates, band=filters.band), filters.band, False, ("room",)))
+        if filters.guessable is not None:
+            found.append(stage("guessable", filters.guessable.apply, filters.guessable, False, ("room",)))
+    return found if filters.balance is None else [*found, stage("balance", filters.balance.apply, filters.balance)]
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
-    asked = resolve(recipe, overwrite, here_only=True)
-    stages = Curation(recipe, asked, StopRequests(recipe.output_dir), overwrite).stages()
-    rows = count_of(asked.questions.rows, recipe.data)
-    return {"rows": rows, **plan_of(stages), "output folder": str(recipe.output_dir)}
+    rows, samples, file = resolve(recipe, overwrite, here_only=True)[0].rows, None, recipe.output_dir / PASS_RATES
+    if recipe.model is not None:
+        samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
+    plan = plan_of(stages_of(recipe, samples))
+    return {"rows": count_of(rows, recipe.data), **plan, "output folder": str(recipe.output_dir)}
 
 
-def kept(recipe: CurationRecipe) -> str:
-    """What is there after Ctrl-C."""
-    return samples_in_words({"pass rates": recipe.output_dir / PASS_RATES, "guesses": recipe.output_dir / GUESSES})
-
-
-def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> Asked:
-    """What the recipe names; nothing is written. ValueError for what would stop it; a dry run asks it, too."""
-    check_folder(recipe)
+def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, list[Any]]:
+    """The rows and what judges them, and the rows of evaluation sets; nothing is written. In a dry run (``here_only``)
+    rows that are on the hub and not here are None. ValueError: what cannot be loaded, judged, sampled or balanced; a
+    folder of something else, or one with another number of samples."""
+    folder, filters = recipe.output_dir, recipe.filters
+    record_of(folder, "curate", MARKER)
     if not overwrite:
-        check_counts(recipe)
-    return Asked.by(recipe, here_only)
-
-
-def check_folder(recipe: CurationRecipe) -> None:
-    """ValueError for one that holds something else."""
-    record_of(recipe.output_dir, "curate", MARKER)
-
-
-def claim(recipe: CurationRecipe, overwrite: bool) -> Path:
-    """The output folder, made and marked; `overwrite` forgets an earlier curation's samples."""
-    check_folder(recipe)
-    folder = recipe.output_dir
-    if overwrite:
-        for name in (PASS_RATES, GUESSES):
-            (folder / name).unlink(missing_ok=True)
-    if overwrite or not (folder / MARKER).is_file():
-        write_json(folder / MARKER, {"name": recipe.name, "finished": False})
-    return folder
-
-
-def check_counts(recipe: CurationRecipe) -> None:
-    """ValueError where samples are there and the recipe asks for another number of them."""
-    instead = "give --overwrite to sample anew, or another `--output_dir`"
-    refuse_other_count(recipe.output_dir / PASS_RATES, recipe.sampling.n_samples, "n_samples", instead)
-    if recipe.filters.guessable is not None:
-        tries = recipe.filters.guessable.tries
-        refuse_other_count(recipe.output_dir / GUESSES, tries, "filters.guessable.tries", instead)
+        instead = "give --overwrite to sample anew, or another `--output_dir`"
+        refuse_other_count(folder / PASS_RATES, recipe.sampling.n_samples, "n_samples", instead)
+        if filters.guessable is not None:
+            refuse_other_count(folder / GUESSES, filters.guessable.tries, "filters.guessable.tries", instead)
+    found = questions(recipe.data, recipe.reward, here_only=here_only)
+    by, columns = filters.balance and filters.balance.by, found.rows.column_names if found.rows is not None else None
+    if by and columns is not None and by not in (*columns, *SCORES):
+        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {SCORES}")
+    load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against
+    against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
+    if recipe.model is not None:
+        check_model(found, recipe.model, recipe.sampling, here_only=here_only)
+    return found, against
 
 
 def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:
@@ -126,21 +210,3 @@ def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = kept.to_pylist()
     write_json_lines(folder / "curated.jsonl", rows)
     return rows
-
-
-def summary_of(run: Curation, seconds: float) -> dict[str, Any]:
-    """What was done, for `curation.json` and the report."""
-    recipe, sampler = run.recipe, run.sampler
-    sampling = {name: value for name, value in asdict(recipe.sampling).items() if value != {}}
-    return {
-        "name": recipe.name,
-        "data": told(recipe.data),
-        "reward": told(recipe.reward),
-        "model": recipe.model.path if recipe.model else None,
-        "time": duration(seconds),
-        "completions of this session": sampler.made if sampler else 0,
-        "sampling": sampling if sampler else {},
-        "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
-        "versions": versions(),
-        "finished": True,
-    }

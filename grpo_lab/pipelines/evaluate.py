@@ -1,9 +1,6 @@
-"""`grpo-lab evaluate`: a saved model on held-out rows that the command line, or an earlier run, describes.
+"""`grpo-lab evaluate`: a saved model on held-out rows that the command line, or an earlier run (`--like`), describes.
 
-What decides a score is said with it, in the title and in `summary.json`: model, rows (every argument of their loader),
-template, how answers are judged, limits and seed. `--like RUN` takes all of it from a run or a recipe, so that the two
-scores are of one kind.
-"""
+What decides a score is said with it, in the title and in `summary.json`."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.pipelines.held_out import HeldOut, held_out_like
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
-from grpo_lab.recipe.yaml import parse_overrides
+from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 from grpo_lab.runs.folder import LOCK, OneWriter
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
@@ -47,49 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from grpo_lab.data.made import SPLITS
     from grpo_lab.data.prompts import TEMPLATES
 
-    given: Any = {"default": argparse.SUPPRESS}
+    def add(group: Any, word: str, words: str, **how: Any) -> None:
+        group.add_argument(word, help=words, **{"default": argparse.SUPPRESS, **how})
+
     parser.add_argument("model", help="folder or hub name")
-    rows = parser.add_argument_group("rows")
-    rows.add_argument(
-        "--data", help=f"{', '.join(READ)} or {', '.join(MADE)}, or module:attribute (or give --like)", **given
-    )
-    rows.add_argument(
-        "--like", metavar="RUN", help="evaluate as this run, or recipe, does: its rows, reward, limits, seed"
-    )
-    rows.add_argument(
-        "--source", help=f"hub name, folder, or jsonl or parquet file of the rows ({', '.join(READ)})", **given
-    )
-    rows.add_argument(
-        "--split",
-        help="default: test. gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem "
-        "in a folder; "
-        f"{', '.join(MADE)}: {', '.join(SPLITS)}",
-        **given,
-    )
-    rows.add_argument("--template", help=f"prompt template: {', '.join(TEMPLATES)} (default: chat)", **given)
-    rows.add_argument("--limit", type=_at_least_one, help="problems at most; of those that are made: how many", **given)
+    read, made = ", ".join(READ), ", ".join(MADE)
+    rows, how = parser.add_argument_group("rows"), parser.add_argument_group("generation and judging")
+    add(rows, "--data", f"{read} or {made}, or module:attribute (or give --like)")
+    like = "evaluate as this run, or recipe, does: its rows, reward, limits, seed"
+    add(rows, "--like", like, metavar="RUN", default=None)
+    add(rows, "--source", f"hub name, folder, or jsonl or parquet file of the rows ({read})")
+    splits = "gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
+    add(rows, "--split", f"default: test. {splits}{made}: {', '.join(SPLITS)}")
+    add(rows, "--template", f"prompt template: {', '.join(TEMPLATES)} (default: chat)")
+    add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
             words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]
             of = f"of the loader{'s' * (len(loaders) > 1)} {', '.join(loaders)}"
-            rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", metavar="VALUE", help=of, **given)
-    _add_generation(parser.add_argument_group("generation and judging"), given)
-    parser.add_argument(
-        "--output", type=Path, help="new folder for per-problem outputs (parquet, jsonl) and summary.json"
-    )
+            shown: Any = {"metavar": "VALUE", "help": of, "default": argparse.SUPPRESS}
+            rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", **shown)
+    add(how, "--mode", "how answers are read (default: strict)", choices=["strict", "lenient"])
+    add(how, "--max-new-tokens", "default: 512", type=int)
+    add(how, "--batch-size", "default: 64", type=int)
+    add(how, "--n-samples", "sampled completions a problem, besides greedy (default: 0)", type=int)
+    add(how, "--temperature", "of the samples (default: 1.0)", type=float)
+    add(how, "--seed", "of the samples (default: 0); the rows' is --data.seed", type=int)
+    add(how, "--tokenizer", "another tokenizer's folder (default: the model's own)", default=None)
+    output = "new folder for per-problem outputs (parquet, jsonl) and summary.json"
+    parser.add_argument("--output", type=Path, help=output)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier evaluation in the output folder")
-
-
-def _add_generation(how: Any, given: Any) -> None:
-    how.add_argument("--mode", choices=["strict", "lenient"], help="how answers are read (default: strict)", **given)
-    how.add_argument("--max-new-tokens", type=int, help="default: 512", **given)
-    how.add_argument("--batch-size", type=int, help="default: 64", **given)
-    how.add_argument(
-        "--n-samples", type=int, help="sampled completions a problem, besides greedy (default: 0)", **given
-    )
-    how.add_argument("--temperature", type=float, help="of the samples (default: 1.0)", **given)
-    how.add_argument("--seed", type=int, help="of the samples (default: 0); the rows' is --data.seed", **given)
-    how.add_argument("--tokenizer", help="another tokenizer's folder (default: the model's own)")
 
 
 def run(known: argparse.Namespace) -> int:
@@ -105,72 +88,51 @@ def run(known: argparse.Namespace) -> int:
 
 def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
-    from grpo_lab.pipelines.held_out import evaluate_saved_model
-    from grpo_lab.runs.stop import StoppedByUser, as_ctrl_c
+    from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser, as_ctrl_c
+    from grpo_lab.stages.evaluate import evaluate_saved_model
 
-    stopped = False
+    limits: Any = {"max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "tokenizer": known.tokenizer}
+    kept = ""
     with as_ctrl_c() as asked:
         try:
-            result = evaluate_saved_model(
-                known.model,
-                plan.section,
-                known.output,
-                use_cpu=False,
-                max_new_tokens=plan.max_new_tokens,
-                seed=plan.seed,
-                tokenizer=known.tokenizer,
-            )
-        except EvaluationStopped as stop:
-            result, stopped = stop.result, True
-            if not result.outcomes:
-                return _ended(asked, StoppedByUser("nothing"))
+            try:
+                result = evaluate_saved_model(known.model, plan.section, known.output, use_cpu=False, **limits)
+            except EvaluationStopped as stop:
+                result = stop.result
+                if not result.outcomes:
+                    raise
+                place = "above (--output FOLDER keeps the answers themselves)"
+                place = place if known.output is None else f"in {known.output}"
+                kept = f"the {len(result.outcomes):,} answers that were there: {place}"
+            terminal_summary(None, result, title=title(known.model, plan))
+            if known.output is not None:
+                print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
+            if kept:
+                raise StoppedByUser(kept)
         except KeyboardInterrupt as stop:
-            return _ended(asked, stop)
-    terminal_summary(None, result, title=title(known.model, plan))
-    if known.output is not None:
-        print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
-    if stopped:
-        where = (
-            f"in {known.output}" if known.output is not None else "above (--output FOLDER keeps the answers themselves)"
-        )
-        return _ended(asked, StoppedByUser(f"the {len(result.outcomes):,} answers that were there: {where}"))
+            if not asked:  # Ctrl-C is the command line's
+                raise StoppedByUser(kept or "nothing") from stop
+            print(f"grpo-lab: {asked[0]}: stopped; kept: {kept or 'nothing'}", file=sys.stderr, flush=True)
+            return EXIT_INTERRUPTED
     return 0
 
 
-def _ended(asked: list[str], stop: KeyboardInterrupt) -> int:
-    """The exit code of an evaluation that a signal ended; Ctrl-C is the command line's."""
-    from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser
-
-    if not asked:
-        raise stop
-    kept = stop.what if isinstance(stop, StoppedByUser) else "nothing"
-    print(f"grpo-lab: {asked[0]}: stopped; kept: {kept}", file=sys.stderr, flush=True)
-    return EXIT_INTERRUPTED
-
-
 def plan_of(known: argparse.Namespace) -> HeldOut:
-    """Rows, judging and generation out of the options, and out of `--like` where they say nothing.
-
-    Raises:
-        ValueError: neither or both of `--data` and `--like`, an argument that the loader does not take, a bad value.
-    """
+    """Rows, judging and generation out of the options, and out of `--like` where they say nothing. ValueError: neither
+    or both of `--data` and `--like`, an argument that the loader does not take, a bad value."""
     said = dict(vars(known))
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
-    rows |= {name: said[name] for name in ("split", "source") if name in said}
+    rows |= {name: said[name] for name in ("split", "source", "template", "limit") if name in said}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like "
             "(a run's folder, or a recipe)"
         )
+    written: dict[str, Any]
     if known.like is not None:
         plan = held_out_like(known.like)
         data = plan.section.data
-        written: dict[str, Any] = {
-            "loader": data.loader,
-            "template": data.template,
-            "limit": data.limit,
-            **data.arguments,
-        }
+        written = {"loader": data.loader, "template": data.template, "limit": data.limit, **data.arguments}
     else:
         judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
         reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
@@ -180,23 +142,17 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             written["split"] = "test"
         if said["data"] in MADE:
             written["n"] = said.get("limit", WORD_PROBLEMS)
-    written = {**written, **rows, **{name: said[name] for name in ("template", "limit") if name in said}}
-    section = replace(plan.section, data=with_every_argument(read(DataSection, written, "--data")))
-    generation: Any = {name: said[name] for name in ("batch_size", "n_samples", "temperature") if name in said}
-    section = replace(section, **generation)
+    section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
+    given = ("batch_size", "n_samples", "temperature", "max_new_tokens")
+    section = replace(section, **{name: said[name] for name in given if name in said})
     if "mode" in said:
-        section = _judged(section, said["mode"])
-    if "max_new_tokens" in said:
-        section = replace(section, max_new_tokens=said["max_new_tokens"])
+        if section.reward.name != "accuracy":
+            raise ValueError(
+                f"--mode is of the reward `accuracy`, and --like names {section.reward.name!r}; leave --mode out"
+            )
+        judge_arguments = {**section.reward.arguments, "mode": said["mode"]}
+        section = replace(section, reward=replace(section.reward, arguments=judge_arguments))
     return HeldOut(section, section.max_new_tokens or plan.max_new_tokens, said.get("seed", plan.seed))
-
-
-def _judged(section: EvaluationSection, mode: str) -> EvaluationSection:
-    if section.reward.name != "accuracy":
-        raise ValueError(
-            f"--mode is of the reward `accuracy`, and --like names {section.reward.name!r}; leave --mode out"
-        )
-    return replace(section, reward=replace(section.reward, arguments={**section.reward.arguments, "mode": mode}))
 
 
 def with_every_argument(section: DataSection) -> DataSection:
@@ -212,59 +168,35 @@ def with_every_argument(section: DataSection) -> DataSection:
 
 
 def title(model: str, plan: HeldOut) -> str:
-    """Everything that a score depends on, in one line."""
-    from grpo_lab.pipelines.in_words import told
+    """Everything that a score depends on, in one line; of the rows' arguments none that is off (None, False, 0.0)."""
+    from grpo_lab.runs.console import told
 
-    section = plan.section
+    data, off = plan.section.data, ("None", "False", "0.0")
+    shown = {name: value for name, value in data.arguments.items() if repr(value) not in off}
     limits = f"max_new_tokens {plan.max_new_tokens}, seed {plan.seed}"
-    return (
-        f"{model} on {told(replace(section.data, arguments=_telling(section.data)))}, {told(section.reward)}, {limits}"
-    )
-
-
-def _telling(section: DataSection) -> dict[str, Any]:
-    """The arguments that a reader needs: none that is off (None, False, a share of 0.0)."""
-    off = (None, False, 0.0)
-    return {
-        name: value
-        for name, value in section.arguments.items()
-        if not any(value is one or (isinstance(value, float) and value == one) for one in off)
-    }
+    return f"{model} on {told(replace(data, arguments=shown))}, {told(plan.section.reward)}, {limits}"
 
 
 def claim_output(folder: Path, overwrite: bool) -> OneWriter:
-    """The output folder, made and this process's now, so that nothing is computed in vain.
+    """The output folder, made and this process's now, so that nothing is computed in vain. ValueError: it cannot be
+    made, is in use, or holds a whole evaluation (without ``overwrite``) or something else."""
+    from grpo_lab.evaluation import EvaluationResult
 
-    Raises:
-        ValueError: it cannot be made, is in use, or holds a whole evaluation (without ``overwrite``) or something else.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        strangers = sorted(file.name for file in folder.iterdir() if file.name.removesuffix(".part") not in _FILES)
-        if strangers:
-            raise ValueError(
-                f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
-            )
-        if not overwrite and _is_whole(folder):
-            raise ValueError(
-                f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite"
-            )
+    ours = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK)
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    if strangers := sorted(name for name in names if name.removesuffix(".part") not in ours):
+        raise ValueError(
+            f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
+        )
+    ended = "summary.json" in names and LOCK not in names  # a kill leaves the lock
+    if not overwrite and ended and EvaluationResult.read(folder).stopped is None:
+        raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
     try:
         return OneWriter(folder).take()
     except OSError as error:
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
-
-
-_FILES = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Neither killed, which leaves its lock, nor asked to stop."""
-    from grpo_lab.evaluation import EvaluationResult
-
-    there = (folder / "summary.json").is_file() and not (folder / LOCK).exists()
-    return there and EvaluationResult.read(folder).stopped is None
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
@@ -275,14 +207,11 @@ def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
         own = with_every_argument(held_out_like(known.model).section.data)
     except ValueError:
         return ""
-    if own.loader != data.loader:
-        return ""
-    there: Mapping[str, Any] = {**own.arguments, "template": own.template, "limit": own.limit}
-    here: Mapping[str, Any] = {**data.arguments, "template": data.template, "limit": data.limit}
+    there, here = ({**one.arguments, "template": one.template, "limit": one.limit} for one in (own, data))
     other = [f"{name} {there[name]}" for name in there if there[name] is not None and there[name] != here.get(name)]
-    return (
-        f"this model's own run was evaluated with {', '.join(other)}; --like {known.model} takes that" if other else ""
-    )
+    if own.loader != data.loader or not other:
+        return ""
+    return f"this model's own run was evaluated with {', '.join(other)}; --like {known.model} takes that"
 
 
 def _value(name: str, text: str) -> Any:
@@ -295,3 +224,52 @@ def _at_least_one(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """An evaluation: its section, and what the section leaves to the run that it is of."""
+
+    section: EvaluationSection
+    max_new_tokens: int
+    seed: int
+
+
+def held_out_like(run: str | Path) -> HeldOut:
+    """The evaluation of ``run``: an output folder with a `recipe.yaml`, or a recipe. ValueError: there is none."""
+    path = Path(run)
+    file = path / "recipe.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it "
+            "takes the output folder of `grpo-lab train`, or a recipe"
+        )
+    written = read_yaml(file)
+    section = written.get("evaluation")
+    if section is None:
+        raise ValueError(f"--like {str(run)!r}: that run has no `evaluation`; describe the rows with --data")
+    flat = written.get("arguments", written)  # a run's own copy keeps the trainer's settings apart
+    parsed = read(EvaluationSection, _as_written(section), "evaluation")
+    tokens = parsed.max_new_tokens or flat.get("max_completion_length", 512)
+    if tokens is None:
+        raise ValueError(
+            f"--like {str(run)!r}: that run's `max_completion_length` is null and it has no "
+            "`evaluation.max_new_tokens`, so nothing says how long its evaluation's completions were: write "
+            "`evaluation.max_new_tokens` there"
+        )
+    seed = flat.get("seed")
+    otherwise = 0 if "method" in written else 42  # of long2short, or of training
+    return HeldOut(parsed, int(tokens), int(otherwise if seed is None else seed))
+
+
+def _as_written(section: Any) -> Any:
+    """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
+    if not isinstance(section, Mapping):
+        return section
+    flat = {name: value for name, value in section.items() if value is not None}
+    for name in ("data", "reward"):
+        part = flat.get(name)
+        if isinstance(part, Mapping) and isinstance(part.get("arguments"), Mapping):
+            rest = {key: value for key, value in part.items() if key != "arguments"}
+            flat[name] = {**rest, **part["arguments"]}
+    return flat

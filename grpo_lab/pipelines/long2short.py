@@ -13,41 +13,100 @@ answers.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from grpo_lab.curation import Sampled, average_weights, sampled
+from grpo_lab.curation import sampled
 from grpo_lab.curation.weights import check_mergeable
-from grpo_lab.evaluation import EvaluationResult, write_report
-from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.io import is_local, write_json, write_json_lines
-from grpo_lab.pipelines.held_out import evaluate_saved_model
-from grpo_lab.pipelines.in_words import count_of, model_of, sampling_of, settings_in_words, told
-from grpo_lab.pipelines.long2short_recipe import Long2ShortRecipe
-from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.sampler import ModelSampler, with_room
+from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.io import write_json
 from grpo_lab.recipe.checks import check_trackers
 from grpo_lab.recipe.job import Questions, check_model, questions
-from grpo_lab.recipe.models import load_model, model_files
-from grpo_lab.runs.differences import plain_settings, refuse_other_rows, refuse_other_settings, rows_fingerprint
-from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
-from grpo_lab.runs.stage import At, Stage, Words, carry_out, plan_of, working
-from grpo_lab.runs.stop import STOP_SETTINGS, StopRequests, identity_of
-from grpo_lab.stages.sample import SAMPLES, judged_samples, read_lines, refuse_other_count, samples_in_words
-from grpo_lab.stages.select import ROWS, Shorter, Shortest, select
-from grpo_lab.stages.train import STOPPED, train_on, training_rows
+from grpo_lab.recipe.models import model_files
+from grpo_lab.recipe.sections import (
+    STRICT_ACCURACY,
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    RewardSection,
+    SamplingSettings,
+    check_command,
+    with_name,
+)
+from grpo_lab.runs import differences
+from grpo_lab.runs.console import count_of, settings_in_words, told
+from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.folder import check_writable
+from grpo_lab.runs.stage import At, Facts, Stage, Words, carry_out, console, plan_of, staged_run
+from grpo_lab.runs.stop import identity_of
+from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
+from grpo_lab.stages.evaluate import EVALUATION, Evaluate
+from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
+from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
+from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train
 from grpo_lab.trainer.supervised.preference import check_training
-from grpo_lab.visible import encodable
 
-PIPELINE = "long2short"
-MAY_CHANGE = ("name", "output_dir", *STOP_SETTINGS)
-"""Settings that nothing which is made follows from."""
+LONG2SHORT = "long2short"
 
-console = Terminal()
+
+@settings(rest="sampling")
+class Long2ShortRecipe:
+    """A whole long2short run; every key that is no section is one of `SamplingSettings`.
+
+    Args:
+        method: ``shortest_sft``, ``dpo``, ``simpo`` or ``merge``.
+        model: the long-winded one, a saved model.
+        short_model, alpha: for ``merge``: the other model, and the share of ``model`` in the average.
+        data: problems to sample on; not for ``merge``.
+        samples: file of the samples, which several methods may share; default: ``samples.jsonl`` in the folder.
+        training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``.
+        max_hours, stop_file: as in a recipe of `grpo-lab train`: what asks the run to stop (docs/resume.md).
+    """
+
+    name: str
+    output_dir: Path
+    method: Literal["shortest_sft", "dpo", "simpo", "merge"]
+    model: ModelSection
+    data: DataSection | None = None
+    reward: Annotated[RewardSection, NULL_IS_DEFAULT] = STRICT_ACCURACY
+    sampling: SamplingSettings = field(default_factory=lambda: SamplingSettings(n_samples=8))
+    pairs: Shorter | None = None
+    samples: str | None = None
+    short_model: str | None = None
+    alpha: Annotated[Number, NULL_IS_DEFAULT] = 0.5
+    training: Annotated[Mapping[str, Any], NULL_IS_DEFAULT] = field(default_factory=dict)
+    evaluation: EvaluationSection | None = None
+    max_hours: Hours | None = None
+    stop_file: str | None = None
+
+    @property
+    def samples_file(self) -> Path:
+        return Path(self.samples or self.output_dir / SAMPLES)
+
+    @property
+    def way(self) -> Shortest | Shorter:
+        """How rows are chosen out of the samples."""
+        return Shortest() if self.method == "shortest_sft" else self.pairs or Shorter()
+
+    def __post_init__(self) -> None:
+        if self.model.path is None:
+            raise ValueError("`model` is a saved one: give `path`, a folder or hub name")
+        if (self.method == "merge") != (self.short_model is not None):
+            raise ValueError("`short_model` is needed with `method: merge`, and has an effect there only")
+        if (self.method == "merge") == (self.data is not None):
+            raise ValueError("`data` is needed to sample on, and has no effect with `method: merge`")
+        if self.method == "merge" and self.training:
+            raise ValueError("`training` has no effect with `method: merge`, which trains nothing; leave it out")
+        if self.pairs is not None and self.method not in ("dpo", "simpo"):
+            raise ValueError(f"`pairs` has no effect with `method: {self.method}`; leave it out")
+
+
+def long2short_recipe_from(written: Mapping[str, Any], default_name: str = "long2short") -> Long2ShortRecipe:
+    """A recipe from a plain mapping. ValueError for an unknown key or a missing section."""
+    check_command(written, "long2short")
+    return read(Long2ShortRecipe, {"n_samples": 8, **with_name(written, default_name)})
 
 
 @dataclass(frozen=True)
@@ -62,63 +121,92 @@ class Shortened:
 
 def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file
-    named by ``samples`` is shared with other runs, and stays).
+    named by ``samples`` is shared with other runs, and stays). ValueError: another run or something else in the folder,
+    no rows to train on, or a setting that does not fit; Interrupted: asked to stop."""
+    asked, folder = resolve(recipe, overwrite), recipe.output_dir
+    about = {
+        "pipeline": LONG2SHORT,
+        "method": recipe.method,
+        "model": recipe.model.path,
+        "short_model": recipe.short_model,
+        "data": told(recipe.data),
+        "data_digest": None if asked.rows is None else rows_fingerprint(asked.rows),
+        "recipe": settings_of(recipe),
+        "sampling": told(recipe.sampling),
+        "training": dict(recipe.training),
+    }
+    stages = ("before", "select", "train", "merge", "after")
+    forget = [*(folder / f"{stage}.json" for stage in stages), folder / STOPPED, folder / SAMPLES]
+    if overwrite and recipe.samples_file.is_file() and recipe.samples is not None:
+        console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
 
-    Raises:
-        ValueError: another run or something else in the folder, no rows to train on, or a setting that does not fit.
-        Interrupted: asked to stop; what is done is kept, and the same call goes on.
-    """
-    began, asked = time.perf_counter(), resolve(recipe, overwrite)
-    digest = None if asked.rows is None else rows_fingerprint(asked.rows)
-    with working(recipe, new=overwrite or not check_folder(recipe, overwrite)) as stop:
-        folder = _claim(recipe, overwrite, digest)
-        at, finished = At(folder), bool(read_marker(folder / RUN).get("finished"))
-        carry_out(_stages(recipe, asked, stop), at, stop)
-        done, count = _summary(recipe, digest), at.facts.get("select", {}).get("rows", 0)
-        if finished:
+    def earlier() -> Facts:
+        found = check_folder(recipe, overwrite)
+        if found and "recipe" not in found:
+            _mark_stages(recipe, found)
+        return found
+
+    with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
+        at = At(folder, run.stop)
+        carry_out(_stages(recipe, asked), at, run.report)
+        count, page = at.facts.get("select", {}).get("rows", 0), None
+        run.write(rows=count)
+        if run.earlier.get("finished"):
             console.print(f"{folder} is finished: nothing to do", soft_wrap=True)
         else:
-            done |= {"rows": count, "seconds": round(time.perf_counter() - began, 1)}
-            write_run(folder, done)
             page = write_report(folder)
-            write_run(folder, {**done, "finished": True})
-            console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
-    before, after = (_measured(folder / "evaluation" / name) for name in ("before", "after"))
-    for name, result in (("before", before), ("after", after)):
-        if result is not None:
-            console.print(f"{name}: {length_line(result)}")
+            run.write(finished=True)
+    before, after = (_measured(folder / EVALUATION / name) for name in ("before", "after"))
+    if after is not None:
+        terminal_summary(before, after, report=page, model_path=folder)
+    elif page is not None:
+        console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
     return Shortened(folder, count, before, after)
 
 
-def _stages(recipe: Long2ShortRecipe, asked: Questions, stop: StopRequests, overwrite: bool = False) -> list[Stage]:
+def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False) -> list[Stage]:
     """before? → select → train, or merge → after?"""
-    path, section = str(recipe.model.path), recipe.evaluation
+    path, sampling = str(recipe.model.path), recipe.sampling
 
-    def choose(at: At) -> dict[str, int]:
-        rows = build_rows(recipe, _samples(recipe, path, stop, asked))
-        write_json_lines(at.folder / ROWS, [encodable(row) for row in rows])
-        return {"rows": len(rows)}
+    def select(at: At) -> Facts:
+        sampler, said = ModelSampler(path, sampling), {"reward": told(recipe.reward)}
+        problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, sampler).values()]
+        rates = sampler.judged(problems, asked.reward, recipe.samples_file, at.stop, said, "samples")
+        samples = sampled(problems, rates, sampler.tokens)
+        return choose(samples, recipe.way, at.folder, f"`method: {recipe.method}`: ")
 
-    def train(at: At) -> None:
-        _train(recipe, read_lines(at.folder / ROWS), at.folder, stop)
-
-    if recipe.method == "merge":
-        merged = {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
-        stages = [Stage("merge", lambda at: _merge(recipe, path, at.folder), lambda: merged)]
-    else:
-        training = {"training": settings_in_words(recipe.training)}
-        stages = [
-            Stage("select", choose, lambda: _plan_of_rows(recipe, asked, overwrite)),
-            Stage("train", train, lambda: training, inputs=("select",)),
-        ]
-    if section is None:
-        return stages
+    def train(at: At) -> Facts:
+        kind: Any = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
+        training = {"use_cpu": sampling.use_cpu, **recipe.training}
+        return _delivered(at, kind(path, str(at.folder / ROWS), sampling.seed, training).run(at))
 
     def measure(name: str, model: str) -> Stage:
-        return Stage(name, lambda at: _measure(recipe, model, at.folder / "evaluation" / name), whole=True)
+        assert recipe.evaluation is not None
+        kind = Evaluate(model, recipe.evaluation, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        return Stage(name, lambda at: kind.measured(at.folder / EVALUATION / name), whole=True)
 
-    before = [measure("before", path)] if section.before else []
+    if recipe.method == "merge":
+        merge = Merge(path, str(recipe.short_model), recipe.alpha)
+        merged = {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
+        stages = [Stage("merge", lambda at: _delivered(at, merge.run(at)), lambda: merged)]
+    else:
+        stages = [
+            Stage("select", select, lambda: _plan_of_rows(recipe, asked, overwrite)),
+            Stage("train", train, lambda: {"training": settings_in_words(recipe.training)}, inputs=("select",)),
+        ]
+    if recipe.evaluation is None:
+        return stages
+    before = [measure("before", path)] if recipe.evaluation.before else []
     return [*before, *stages, measure("after", str(recipe.output_dir))]
+
+
+def _delivered(at: At, facts: Facts) -> Facts:
+    """The files of `model/` into the run's own folder, where every other command looks for a model."""
+    for file in (at.folder / MODEL).iterdir():
+        if file.name != "run.json":
+            shutil.move(file, at.folder / file.name)
+    shutil.rmtree(at.folder / MODEL)
+    return facts
 
 
 def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) -> Questions:
@@ -127,9 +215,8 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
     if recipe.method == "merge":
         check_mergeable(str(recipe.model.path), str(recipe.short_model))
     else:
-        settings = check_training(recipe.method, recipe.training)
-        check_trackers(settings.get("report_to"), "training.report_to")
-        file = samples_file(recipe)
+        check_trackers(check_training(recipe.method, recipe.training).get("report_to"), "training.report_to")
+        file = recipe.samples_file
         check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
         if recipe.samples is not None or not overwrite:
             instead = "remove it, or name another with `--samples`"
@@ -144,8 +231,7 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
 def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab long2short` will do, in words. ValueError for what would stop it."""
     asked = resolve(recipe, overwrite, here_only=True)
-    facts = {"method": recipe.method, "model": model_of(str(recipe.model.path))}
-    facts |= plan_of(_stages(recipe, asked, StopRequests(recipe.output_dir), overwrite))
+    facts = {"method": recipe.method, "model": str(recipe.model.path), **plan_of(_stages(recipe, asked, overwrite))}
     if recipe.evaluation is not None:
         when = "before and after" if recipe.evaluation.before else "after"
         count = count_of(asked.held_out, recipe.evaluation.data)
@@ -155,90 +241,36 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Wor
 
 def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -> Words:
     assert recipe.data is not None
-    anew = overwrite and recipe.samples is None
-    facts = {"rows": count_of(asked.rows, recipe.data), "reward": told(recipe.reward)}
-    facts |= sampling_of(recipe.sampling, asked.rows, samples_file(recipe), anew)
-    return facts if recipe.method == "shortest_sft" else {**facts, "pairs": told(recipe.pairs or Shorter())}
-
-
-def kept(recipe: Long2ShortRecipe) -> str:
-    """What is there after Ctrl-C."""
-    return samples_in_words({"samples": samples_file(recipe)})
+    file, anew = recipe.samples_file, overwrite and recipe.samples is None
+    facts = {"rows": count_of(asked.rows, recipe.data)}
+    facts |= plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, asked.rows, file, anew)
+    return facts if recipe.method == "shortest_sft" else {**facts, "pairs": told(recipe.way)}
 
 
 def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """What the new model and its evaluations follow from, as JSON gives it back; a local model by its content, too."""
-    said = {name: value for name, value in plain_settings(recipe).items() if name not in MAY_CHANGE}
-    local = [str(path) for path in (recipe.model.path, recipe.short_model) if is_local(path)]
-    return {**said, "model_files": {path: model_files(path) for path in local}}
-
-
-def fingerprint(recipe: Long2ShortRecipe) -> str:
-    """Of `settings_of`, in the form of a stopped training's identity and of an earlier version's ``run.json``."""
-    said = {name: value for name, value in asdict(recipe).items() if name not in MAY_CHANGE}
-    return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
-
-
-def build_rows(recipe: Long2ShortRecipe, samples: list[Sampled]) -> list[dict[str, Any]]:
-    """SFT rows or pairs out of the samples, by the recipe's method."""
-    rows, _ = select(samples, Shortest() if recipe.method == "shortest_sft" else recipe.pairs or Shorter())
-    if not rows:
-        raise ValueError(
-            f"no row for `method: {recipe.method}` out of {len(samples)} problems: the model has to be right on "
-            "some, and for "
-            "pairs also wrong or longer; raise `n_samples`, or take other `data`"
-        )
-    return rows
-
-
-def length_line(result: EvaluationResult) -> str:
-    """`greedy: 80.0% right, 31.2 tokens a right answer` and the same of the samples, where there are any."""
-    pieces = []
-    for kind, outcomes in (("greedy", result.greedy), ("sampled", result.sampled)):
-        scored = [outcome for outcome in outcomes if outcome.correct is not None]
-        right = [outcome.tokens for outcome in scored if outcome.correct]
-        if scored:
-            tokens = f"{fmean(right):.1f} tokens a right answer" if right else "none right"
-            pieces.append(f"{kind}: {len(right) / len(scored):.1%} right, {tokens}")
-    return "; ".join(pieces)
+    """What the new model and its evaluations follow from; local models count by their content, too."""
+    return differences.settings_of(recipe, recipe.model.path, recipe.short_model)
 
 
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or a run of another
     recipe."""
-    folder, found = recipe.output_dir, record_of(recipe.output_dir, PIPELINE)
-    if overwrite or not found:
-        return {}
-    if "recipe" in found:
-        refuse_other_settings(folder, found["recipe"], settings_of(recipe))
-    elif found.get("fingerprint", fingerprint(recipe)) != fingerprint(recipe):  # an earlier version's
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a run with other settings. Choose another, or give --overwrite"
-        )
+    found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
+    if "recipe" not in found and "fingerprint" in found:  # an earlier version's
+        said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
+        files = [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path]
+        if found["fingerprint"] != identity_of(said, files):
+            raise ValueError(
+                f"`output_dir` {str(recipe.output_dir)!r} holds a run with other settings. Choose another, or give "
+                "--overwrite"
+            )
     return found
-
-
-def _claim(recipe: Long2ShortRecipe, overwrite: bool, digest: Any = None) -> Path:
-    found, folder = check_folder(recipe, overwrite), recipe.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        for stage in ("before", "select", "train", "merge", "after"):
-            (folder / f"{stage}.json").unlink(missing_ok=True)
-        shutil.rmtree(folder / STOPPED, ignore_errors=True)
-        (folder / SAMPLES).unlink(missing_ok=True)
-        if recipe.samples is not None and Path(recipe.samples).is_file():
-            console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
-    elif "recipe" not in found:
-        _mark_stages(recipe, found)
-    rows = found.get("rows", 0)
-    write_run(folder, {**_summary(recipe, digest), "rows": rows, "finished": bool(found.get("finished"))})
-    return folder
 
 
 def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
     """The markers of a folder that an earlier version left: it said in ``run.json`` how far it had come."""
     folder = recipe.output_dir
-    before, finished = _measured(folder / "evaluation" / "before"), found.get("finished")
+    before, finished = _measured(folder / EVALUATION / "before"), found.get("finished")
     if before is not None and before.stopped is None:
         write_json(folder / "before.json", {})
     if finished or found.get("trained"):
@@ -248,63 +280,5 @@ def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
         write_json(folder / "after.json", {})
 
 
-def samples_file(recipe: Long2ShortRecipe) -> Path:
-    """Where the samples are: the recipe's ``samples``, else in the output folder."""
-    return Path(recipe.samples or recipe.output_dir / SAMPLES)
-
-
-def _samples(recipe: Long2ShortRecipe, path: str, stop: StopRequests, asked: Questions) -> list[Sampled]:
-    sampler = ModelSampler(path, recipe.sampling)
-    problems = with_room([dict(row) for row in asked.rows], sampler)
-    file, said = samples_file(recipe), {"reward": told(recipe.reward)}
-    rates = judged_samples(problems, sampler, asked.reward, file, stop, said, "samples")
-    return sampled(problems, rates, sampler.tokens)
-
-
-def _train(recipe: Long2ShortRecipe, rows: list[dict[str, Any]], folder: Path, stop: StopRequests) -> None:
-    """A training that was asked to stop is gone on with from `stopped/`."""
-    model, tokenizer = load_model(recipe.model, recipe.sampling.seed)
-    data = training_rows(recipe.method, rows)
-    arguments = {"seed": recipe.sampling.seed, "use_cpu": recipe.sampling.use_cpu, **recipe.training}
-    with stop.training(folder / STOPPED, identity_of(data, fingerprint(recipe))) as training:
-        train_on(recipe.method, model, tokenizer, data, folder, arguments, training)
-        tokenizer.save_pretrained(folder)
-    training.done()
-
-
-def _merge(recipe: Long2ShortRecipe, path: str, folder: Path) -> None:
-    """`average_weights` wants an empty folder; the run's own has its marker and the first evaluation already."""
-    place = folder / "merged.part"
-    shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
-    merged = average_weights(path, str(recipe.short_model), place / "merged", recipe.alpha)
-    for file in merged.iterdir():
-        if file.name != "run.json":
-            shutil.move(file, folder / file.name)
-    shutil.rmtree(place)
-
-
-def _measure(recipe: Long2ShortRecipe, path: str, target: Path) -> None:
-    assert recipe.evaluation is not None
-    sampling, limit = recipe.sampling, recipe.sampling.max_completion_length
-    given: dict[str, Any] = {"use_cpu": sampling.use_cpu, "max_new_tokens": limit, "seed": sampling.seed}
-    evaluate_saved_model(path, recipe.evaluation, target, **given)
-
-
 def _measured(folder: Path) -> EvaluationResult | None:
     return EvaluationResult.read(folder) if (folder / "summary.json").is_file() else None
-
-
-def _summary(recipe: Long2ShortRecipe, digest: Any) -> dict[str, Any]:
-    return {
-        "name": recipe.name,
-        "pipeline": PIPELINE,
-        "method": recipe.method,
-        "model": recipe.model.path,
-        "short_model": recipe.short_model,
-        "data": told(recipe.data),
-        "data_digest": digest,
-        "recipe": settings_of(recipe),
-        "sampling": told(recipe.sampling),
-        "training": dict(recipe.training),
-        "versions": versions(),
-    }

@@ -1,30 +1,184 @@
-"""Rounds of one list of stages, each in a folder of its own; the next begins with the model that the one before left.
+"""`grpo-lab rounds`: rejection fine-tuning (RFT, Online RFT, Expert Iteration) and preference training (DPO, SimPO) by
+rounds of one list of stages, each in a folder of its own; the next begins with the model that the one before left.
 
-start/     train? → evaluate                          the model that samples first
-round-1/   sample → select → train → evaluate
-round-2/   …
+    start/                       train? → evaluate?                  the model that samples first
+    round-1/, round-2/, …        sample → select → train → evaluate
+    rounds.jsonl, report.html    one line a round; the page
+    the folder itself            when all rounds are done: the last model, evaluation/before, evaluation/after
+
+A finished run is gone on with where `rounds.count` is larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from grpo_lab.runs.stage import At, Report, Stage, carry_out
-from grpo_lab.runs.stop import StopRequests
-from grpo_lab.stages.train import MODEL
+from rich import box
+from rich.table import Table
+
+from grpo_lab.evaluation import write_report
+from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
+from grpo_lab.io import check_place, write_json_lines
+from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
+from grpo_lab.recipe.checks import check_trackers, cold_start_rows
+from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.sections import ModelSection
+from grpo_lab.runs import differences
+from grpo_lab.runs.console import count_of, model_of, settings_in_words, told
+from grpo_lab.runs.differences import earlier_run, refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.folder import kept
+from grpo_lab.runs.stage import At, Facts, Report, Stage, StagedRun, Words, carry_out, console, read_facts, staged_run
+from grpo_lab.stages.evaluate import EVALUATION, Evaluate
+from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
+from grpo_lab.stages.select import GOLD, ROWS, choose
+from grpo_lab.stages.train import MODEL, ColdStart, Dpo, Simpo, Train
+from grpo_lab.trainer.supervised.cold_start import check_cold_start
+from grpo_lab.trainer.supervised.preference import check_training
+
+ROUNDS = "rounds"
+Line = dict[str, Any]
+SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved problem", "rows (gold)", "tokens generated")
+"""Columns of the page's table that fit on a terminal."""
+
+
+def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
+    """Run ``recipe``, or go on with what an earlier, killed run left in the folder: one line for the start (round 0)
+    and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. ValueError: another run or something else there, a
+    setting that does not fit, a round without rows; Interrupted: asked to stop."""
+    asked, cold_rows = resolve(recipe, overwrite)
+    folder, count = recipe.output_dir, recipe.rounds.count
+    about = {"pipeline": ROUNDS, "method": recipe.method, "count": count, "recipe": settings_of(recipe)}
+    about["rows"] = rows_fingerprint(asked.rows)
+    forget = [*folder.glob("round-*"), folder / "start", folder / EVALUATION, folder / "rounds.jsonl"]
+
+    def earlier() -> dict[str, Any]:
+        found = check_folder(recipe, overwrite)
+        return {**found, "finished": found.get("finished") and found.get("count") == count} if found else {}
+
+    with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
+        if run.about["finished"]:
+            console.print(
+                f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True
+            )
+            if not (folder / "report.html").is_file():  # killed before it
+                write_report(folder)
+            return _lines(folder, count)
+        return _carried_out(recipe, RoundStages(recipe, asked, cold_rows), run)
+
+
+def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> list[Line]:
+    folder, first = run.folder, str(recipe.model.path or "")
+    start = Round(folder=round_folder(folder, 0), stop=run.stop, number=0, current=first, start=first)
+    carry_out(work.of_start(), start, run.report)
+    lines = _lines(folder, 0)
+    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), run.report):
+        lines = _lines(folder, done.number)
+        write_json_lines(folder / "rounds.jsonl", lines)
+        if not recipe.keep_models and done.number > 1:
+            shutil.rmtree(round_folder(folder, done.number - 1) / MODEL, ignore_errors=True)
+    last = round_folder(folder, recipe.rounds.count)
+    shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)  # where every other command looks for them
+    for name, at in (("before", start.folder), ("after", last)):
+        if (at / EVALUATION).is_dir():
+            shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
+    run.write(finished=True)
+    table = Table(title=f"{recipe.name}: {recipe.method}", box=box.SIMPLE_HEAD, title_justify="left")
+    found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
+    for title in found.head:
+        table.add_column(title, justify="right")
+    for row in found.rows:
+        table.add_row(*map(str, row))
+    console.print(table)
+    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
+    return lines
+
+
+def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
+    """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
+    asked, cold_rows = resolve(recipe, overwrite, here_only=True)
+    count, done, start = recipe.rounds.count, kept(recipe), recipe.model.name
+    start = start if recipe.model.path is None else model_of(recipe.model.path)
+    if (section := recipe.cold_start) is not None:
+        rows = count_of(cold_rows, section.data)
+        start = f"{start}, after a cold start on {rows}; {settings_in_words(section.arguments)}"
+    plan = stages_in_words(recipe, None if asked.rows is None else len(asked.rows))
+    if (held_out := recipe.evaluation) is not None:
+        when = "the start model and the model of each round" if held_out.before else "the model of each round"
+        rows = count_of(asked.held_out, held_out.data)
+        plan["4. evaluate"] = f"{when} on {rows}, judged by {told(held_out.reward)}"
+    return {
+        "method": recipe.method,
+        "start model": start,
+        "rows": count_of(asked.rows, recipe.data),
+        "reward": told(recipe.reward),
+        "rounds": "once" if count == 1 else f"{count} times: {', '.join(name[3:] for name in plan)}",
+        **plan,
+        "done already": f"{done}{' (--overwrite begins anew)' if overwrite and done != 'nothing' else ''}",
+        "output folder": str(recipe.output_dir),
+    }
+
+
+def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
+    """What the recipe names, and the rows of its cold start; nothing is written. ValueError for what would stop the
+    run (a dry run asks the same)."""
+    settings = check_training(recipe.method, recipe.training)
+    check_trackers(settings.get("report_to"), "training.report_to")
+    if recipe.cold_start is not None:
+        check_cold_start(recipe.cold_start.arguments)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
+    found = check_folder(recipe, overwrite)
+    asked, number = questions(recipe.data, recipe.reward, recipe.evaluation, here_only), recipe.rounds.questions
+    if asked.rows is not None:
+        if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
+            raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {asked.rows.column_names}")
+        if number is not None and number > len(asked.rows):
+            raise ValueError(
+                f"`rounds.questions` is {number} and `data` has {len(asked.rows)} rows; ask fewer, or leave it out for "
+                "all"
+            )
+        refuse_other_rows(recipe.output_dir, found.get("rows"), asked.rows)
+    if recipe.base is not None:
+        check_place(str(recipe.base.path), "base.path")
+    model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
+    started = bool(found) and (round_folder(recipe.output_dir, 0) / "train.json").is_file()
+    if recipe.cold_start is None or started:
+        return asked, None
+    return asked, cold_start_rows(recipe.cold_start, model, here_only)
+
+
+def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
+    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, rounds of another
+    recipe, or more of them."""
+    found = earlier_run(recipe, ROUNDS, overwrite, settings_of)
+    if recipe.rounds.count < found.get("count", 0):
+        raise ValueError(
+            f"`rounds.count` is {recipe.rounds.count} and `output_dir` {str(recipe.output_dir)!r} has a run of "
+            f"{found['count']}; it can only grow"
+        )
+    return found
+
+
+def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
+    """What the files of the rounds depend on; `rounds.count` may grow."""
+    said = differences.settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
+    said["rounds"].pop("count")
+    return said
 
 
 @dataclass(kw_only=True)
 class Round(At):
-    """Where a round works and what it works with.
-
-    Args:
-        number: 0 for the start.
-        current: the model that samples: of the round before, or the start's. Folder or hub name.
-        start: the model that sampled first.
-    """
+    """Where a round works: its number (0: the start), the model that samples (``current``: of the round before, or the
+    start's), and the one that sampled first (``start``); folders or hub names."""
 
     number: int
     current: str
@@ -37,18 +191,14 @@ class Round(At):
 
 
 def rounds(
-    folder: Path,
-    count: int,
-    start: Round,
-    stages: Sequence[Stage],
-    stop: StopRequests | None = None,
-    report: Report = lambda at, stage, seconds: None,
+    folder: Path, count: int, start: Round, stages: Sequence[Stage], report: Report = lambda at, stage, seconds: None
 ) -> Iterator[Round]:
     """Rounds 1 … ``count`` after ``start``, each when it is done."""
     current = start.model
     for number in range(1, count + 1):
-        done = Round(folder=round_folder(folder, number), number=number, current=current, start=start.model)
-        carry_out(stages, done, stop, report)
+        place = round_folder(folder, number)
+        done = Round(folder=place, stop=start.stop, number=number, current=current, start=start.model)
+        carry_out(stages, done, report)
         current = done.model
         yield done
 
@@ -56,3 +206,135 @@ def rounds(
 def round_folder(folder: Path, number: int) -> Path:
     """``start`` for 0, else ``round-<number>``."""
     return folder / (f"round-{number}" if number else "start")
+
+
+class RoundStages:
+    """What the rounds of one recipe do, with its rows and its reward."""
+
+    def __init__(self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> None:
+        self.recipe, self.asked, self.cold_rows = recipe, asked, cold_rows
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.asked.rows]
+
+    def of_start(self) -> list[Stage]:
+        """The start model is made where the recipe makes one, and measured where it has held-out rows."""
+        recipe = self.recipe
+        made = [Stage("train", self.begin)] if recipe.model.path is None or recipe.cold_start else []
+        measured = recipe.evaluation is not None and recipe.evaluation.before
+        return made + ([Stage("evaluate", self.evaluate, whole=True)] if measured else [])
+
+    def of_round(self) -> list[Stage]:
+        stages = [
+            Stage("sample", self.sample),
+            Stage("select", self.select, inputs=("sample",)),
+            Stage("train", self.train, inputs=("select",)),
+        ]
+        return stages if self.recipe.evaluation is None else [*stages, Stage("evaluate", self.evaluate, whole=True)]
+
+    def begin(self, at: Round) -> Facts:
+        """The start model: built from config, or loaded, and given its cold start."""
+        recipe, cold = self.recipe, self.recipe.cold_start
+        data, training = (None, {}) if cold is None else (cold.data, cold.arguments)
+        training = {"use_cpu": recipe.sampling.use_cpu, **training}
+        return ColdStart(recipe.model, data, recipe.sampling.seed, training).run(at, self.cold_rows)
+
+    def sample(self, at: Round) -> Facts:
+        """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
+        sampling = self.recipe.sampling
+        asked = questions_of(at.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
+        drawn = replace(sampling, seed=seed_of(sampling.seed, at.number, "sample"))
+        said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
+        label = f"round {at.number}: samples"
+        problems = {row: self.rows[row] for row in asked}
+        return sample_facts(sample(at, problems, at.current, drawn, self.asked.reward, said, label), len(asked))
+
+    def select(self, at: Round) -> Facts:
+        """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
+        who = f"round {at.number}, `method: {self.recipe.method}`: "
+        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {at.current}"
+        return choose(samples_in(at.folder / SAMPLES, self.rows), self.recipe.way, at.folder, who, otherwise)
+
+    def train(self, at: Round) -> Facts:
+        """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
+        recipe, seed = self.recipe, seed_of(self.recipe.sampling.seed, at.number, "train")
+        base = at.start if recipe.base is None else str(recipe.base.path)
+        begin = at.current if recipe.rounds.train_from == "last" else base
+        kind = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
+        training = {"use_cpu": recipe.sampling.use_cpu, **recipe.training}
+        reference, pairs = None, recipe.pairs
+        if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
+            reference = load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
+        facts = kind(begin, str(at.folder / ROWS), seed, training).run(at, reference)
+        return {"from": "base" if begin != at.current else "last", **facts}
+
+    def evaluate(self, at: Round) -> Facts:
+        """`evaluation/`: the model that the round leaves on the held-out rows."""
+        assert self.recipe.evaluation is not None
+        sampling, section = self.recipe.sampling, self.recipe.evaluation
+        return Evaluate(at.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length).run(at)
+
+
+def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order that is drawn anew when
+    fewer are left."""
+    if asked is None:
+        return list(range(total))
+    lap, place = divmod(number - 1, total // asked)
+    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
+    return order[place * asked : (place + 1) * asked]
+
+
+def seed_of(seed: int, number: int, what: str) -> int:
+    """The seed of one thing in one round, below 2³¹: of the run's seed, the round and the thing's name alone."""
+    digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def _lines(folder: Path, count: int) -> list[Line]:
+    """Of the start and the rounds up to ``count``, from their markers."""
+    lines: list[Line] = []
+    for number in range(count + 1):
+        place = round_folder(folder, number)
+        parts = ("sample", "select", "train", "evaluate")
+        lines.append(line_of(number, {part: read_facts(place / f"{part}.json") or {} for part in parts}, lines))
+    return lines
+
+
+def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequence[Line]) -> Line:
+    """The line of round ``number`` (0: the start).
+
+    ``kept_share`` = own rows or pairs / samples; ``ways`` = right answers that differ, a problem solved; ``tokens``
+    generated and optimizer ``steps`` also as totals over the rounds so far (a cold start's steps are not among them).
+    """
+    sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
+    accuracy, total = found.get("accuracy") or {}, before[-1] if before else {}
+    steps = train.get("steps", 0) if number else 0
+
+    def ratio(part: float | None, whole: float | None) -> float | None:
+        return None if part is None or not whole else part / whole
+
+    line = {
+        "round": number,
+        "questions": sample.get("questions"),
+        "samples": sample.get("samples"),
+        "right_share": sample.get("right_share"),
+        "solved": select.get("solved"),
+        "ways": ratio(select.get("ways"), select.get("solved")),
+        "kept_share": ratio(select.get("kept", 0) - select.get("gold", 0), sample.get("samples")),
+        "rows": select.get("rows"),
+        "gold": select.get("gold"),
+        "tokens": sample.get("tokens", 0),
+        "tokens_total": total.get("tokens_total", 0) + sample.get("tokens", 0),
+        "sample_length": sample.get("mean_length"),
+        "steps": steps,
+        "steps_total": total.get("steps_total", 0) + steps,
+        "loss": train.get("loss") if number else None,
+        "accuracy": accuracy.get("value"),
+        "accuracy_low": accuracy.get("low"),
+        "accuracy_high": accuracy.get("high"),
+        "length": found.get("mean_length"),
+        "length_right": found.get("mean_length_correct"),
+    }
+    return line | {name: train[name] for name in ("weight_first", "weight_last") if name in train}

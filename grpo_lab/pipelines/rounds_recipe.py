@@ -1,12 +1,8 @@
-"""A recipe of `grpo-lab rounds`: a model that samples, chooses among its own answers, trains on them, and begins again.
-
-The fields of `RoundsRecipe` are sections; every other key is one of `SamplingSettings`. The methods differ in settings
-alone (`METHODS`): what a recipe leaves out is the method's.
-"""
+"""A recipe of `grpo-lab rounds`, and its words for ``--dry-run``. The methods differ in settings alone (`METHODS`):
+what a recipe leaves out is the method's. A key that is no section is one of `SamplingSettings`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -23,7 +19,8 @@ from grpo_lab.recipe.sections import (
     check_command,
     with_name,
 )
-from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.console import model_of, settings_in_words, told
+from grpo_lab.runs.stage import Words
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Positive, Switch, one_of, read, settings
 from grpo_lab.stages.select import Contrast, Keep
 
@@ -36,7 +33,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """method → what its sections are where the recipe says nothing else. Sources: docs/algorithms."""
 IMITATE = ("rft", "online_rft", "expert_iteration")
-PREFER = ("dpo", "simpo")
 
 
 @settings()
@@ -57,12 +53,8 @@ class RoundSettings:
 
 @settings()
 class ContrastSettings(Contrast):
-    """``pairs``: which answers are held against each other, and against whom the gain is measured.
-
-    Args:
-        reference: DPO's π₀: the model that the ``round`` began with (iterated DPO), or the start model (``base``) in
-            all of them.
-    """
+    """``pairs``: which answers are held against each other; ``reference``, DPO's π₀: the model that the ``round`` began
+    with (iterated DPO), or the start model (``base``) in all of them."""
 
     reference: Literal["round", "base"] = "round"
 
@@ -100,74 +92,76 @@ class RoundsRecipe:
     max_hours: Hours | None = None
     stop_file: str | None = None
 
+    @property
+    def way(self) -> Keep | ContrastSettings:
+        """How rows are chosen out of the samples."""
+        return self.keep or Keep() if self.method in IMITATE else self.pairs or ContrastSettings()
+
     def __post_init__(self) -> None:
-        name, rounds = self.method, self.rounds
-        other = "pairs" if name in IMITATE else "keep"
-        if getattr(self, other) is not None:
-            raise ValueError(f"`{other}` has no effect with `method: {name}`; leave it out")
-        if name == "rft" and (rounds.count, rounds.train_from) != (1, "base"):
-            raise ValueError(
-                f"`rounds` is count={rounds.count}, train_from={rounds.train_from!r}; `method: rft` samples once, "
-                "from the start "
-                "model, and trains the base. `online_rft` and `expert_iteration` sample anew in each round"
-            )
-        if name == "online_rft" and rounds.train_from != "last":
-            raise ValueError(
+        name, rounds, base, pairs = self.method, self.rounds, self.base, self.pairs
+        other, lora = "pairs" if name in IMITATE else "keep", self.model.lora or (base and base.lora)
+        for wrong, said in (
+            (getattr(self, other) is not None, f"`{other}` has no effect with `method: {name}`; leave it out"),
+            (
+                name == "rft" and (rounds.count, rounds.train_from) != (1, "base"),
+                f"`rounds` is count={rounds.count}, train_from={rounds.train_from!r}; `method: rft` samples once, from "
+                "the start model, and trains the base. `online_rft` and `expert_iteration` sample anew in each round",
+            ),
+            (
+                name == "online_rft" and rounds.train_from != "last",
                 "`rounds.train_from` is 'base'; `method: online_rft` goes on with the last model (`expert_iteration` "
-                "may begin "
-                "from the base in each round)"
-            )
-        if name in PREFER and self.sampling.n_samples < 2:
-            raise ValueError(
-                f"`n_samples` is {self.sampling.n_samples}; `method: {name}` holds a right answer against a wrong "
-                "one of the same "
-                "question and needs at least 2"
-            )
-        self._check_models()
-
-    def _check_models(self) -> None:
-        if self.base is not None and (self.rounds.train_from != "base" or self.base.path is None):
-            raise ValueError(
-                "`base` has an effect only with `rounds.train_from: base`, and is a saved model: give `path`"
-            )
-        for where, section in (("model", self.model), ("base", self.base)):
-            if section is not None and section.lora is not None:
-                raise ValueError(f"`{where}.lora`: rounds train all weights; leave it out")
-        if self.pairs is not None and self.pairs.reference == "base" and self.method == "simpo":
-            raise ValueError(
-                "`pairs.reference` has no effect with `method: simpo`, which has no reference; leave it out"
-            )
-
-
-def read_rounds_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RoundsRecipe:
-    """The recipe in ``path`` with ``--key value`` overrides. ValueError as `rounds_recipe_from`."""
-    return rounds_recipe_from(read_yaml(path, overrides), Path(path).stem)
+                "may begin from the base in each round)",
+            ),
+            (
+                name not in IMITATE and self.sampling.n_samples < 2,
+                f"`n_samples` is {self.sampling.n_samples}; `method: {name}` holds a right answer against a wrong one "
+                "of the same question and needs at least 2",
+            ),
+            (
+                base is not None and (rounds.train_from != "base" or base.path is None),
+                "`base` has an effect only with `rounds.train_from: base`, and is a saved model: give `path`",
+            ),
+            (lora, f"`{'model' if self.model.lora else 'base'}.lora`: rounds train all weights; leave it out"),
+            (
+                name == "simpo" and pairs is not None and pairs.reference == "base",
+                "`pairs.reference` has no effect with `method: simpo`, which has no reference; leave it out",
+            ),
+        ):
+            if wrong:
+                raise ValueError(said)
 
 
 def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds") -> RoundsRecipe:
-    """A recipe from a plain mapping, with the method's own settings where it says none.
-
-    Raises:
-        ValueError: an unknown method or key (with the nearest match), a missing section, settings that do not go
-            together.
-    """
+    """A recipe from a plain mapping, with the method's own settings where it says none. ValueError: an unknown method
+    or key (with the nearest match), a missing section, settings that do not go together."""
     check_command(written, "rounds")
     method = written.get("method")
     if method not in METHODS:
         raise ValueError(f"`method` is {method!r}{one_of(method, sorted(METHODS))}")
-    sections = {name: _over(given, written.get(name), name) for name, given in METHODS[str(method)].items()}
+    sections = {}
+    for name, given in METHODS[str(method)].items():
+        said = {} if written.get(name) is None else written[name]
+        if not isinstance(said, Mapping):
+            raise ValueError(f"`{name}` is {said!r}; it must be a mapping of settings")
+        sections[name] = {**given, **said}
     return read(RoundsRecipe, {"n_samples": 8, **with_name(written, default_name), **sections})
 
 
-def _over(given: Mapping[str, Any], said: Any, name: str) -> Any:
-    if said is None:
-        return dict(given)
-    if not isinstance(said, Mapping):
-        raise ValueError(f"`{name}` is {said!r}; it must be a mapping of settings")
-    return {**given, **said}
-
-
-def seed_of(seed: int, number: int, what: str) -> int:
-    """The seed of one thing in one round, below 2³¹: of the run's seed, the round and the thing's name alone."""
-    digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
+    """Sampling, selection and training of a round; ``rows``: how many there are, where that is known."""
+    sampling, way, last = recipe.sampling, recipe.way, "the model of the round before"
+    which, number, total = "all questions", rows, ""
+    if (asked := recipe.rounds.questions) is not None:
+        which, number = f"{asked:,} questions, other ones until all were asked", asked
+    if number is not None:
+        each = number * sampling.n_samples
+        total = f", {each:,} completions a round and {each * recipe.rounds.count:,} in all"
+    who = "the start model" if recipe.rounds.count == 1 else last
+    what = "right answers" if isinstance(way, Keep) else "pairs of a right and a wrong answer of one question"
+    begin = "the start model" if recipe.base is None else model_of(str(recipe.base.path))
+    begin = begin if recipe.rounds.train_from == "base" else last
+    return {
+        "1. sample": f"{which}{total}, by {who}; {told(sampling)}",
+        "2. select": f"{what}: {told(way)}",
+        "3. train": f"{recipe.method}, from {begin}; {settings_in_words(recipe.training)}",
+    }

@@ -1,31 +1,69 @@
-"""What a run leaves on disk, and whose folder it is.
+"""The folder of `grpo-lab train`: whose it is, what may differ when it is gone on with, and from which checkpoint.
 
-``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (one line per log), ``evaluation/before``
-and ``/after``, ``cold_start/`` (the model RL started from), the final model and tokenizer in the folder itself,
-``report.html``.
-"""
+``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (a line a log), ``evaluation/before`` and
+``/after``, ``cold_start/`` (the model RL started from), ``report.html``; the final model in the folder itself."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
+from rich.console import Console
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines.resume import ADDRESS, LENGTH, check_length, may_differ, written_settings
 from grpo_lab.recipe.sections import Recipe
-from grpo_lab.recipe.yaml import written
-from grpo_lab.runs.differences import Difference, plain_settings, refuse_other_settings
+from grpo_lab.recipe.yaml import parsed, written
+from grpo_lab.runs.differences import (
+    Difference,
+    other_releases,
+    plain_settings,
+    refuse_other_rows,
+    refuse_other_settings,
+)
 from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
-from grpo_lab.trainer.resume.whole import SAVING, newest_whole
+from grpo_lab.runs.metrics_file import cut_metrics
+from grpo_lab.trainer.resume.going_on import newest_read
+from grpo_lab.trainer.resume.state import read_state
+from grpo_lab.trainer.resume.whole import SAVING, newest_whole, step_of
 
 log = logging.getLogger(__name__)
+
+ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
+"""Where a rollout server is."""
+LENGTH = ("max_steps", "num_train_epochs")
+"""How far the run goes."""
+
+CANNOT_CHANGE_THE_PAST = frozenset(
+    (
+        *ADDRESS, *LENGTH, "name", "output_dir",
+        "logging_steps", "logging_strategy", "logging_first_step", "log_completions", "num_completions_to_print",
+        "log_unique_prompts", "log_level", "log_level_replica", "log_on_each_node", "report_to", "run_name", "project",
+        "trackio_space_id", "disable_tqdm",
+        "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node",
+        "save_checksums", "max_hours", "stop_file",
+        "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+        "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push",
+        "hub_revision",
+        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
+        "num_generations_eval",
+        "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+        "dataloader_persistent_workers", "torch_empty_cache_steps", "vllm_gpu_memory_utilization",
+        "vllm_enable_sleep_mode",
+    )
+)  # fmt: skip
+"""Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the
+way, where its server is, how memory is used."""
+SECTIONS_AFTER = ("evaluation", "eval_dataset", "model.expected")
+"""Measured beside the training, not part of it."""
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -38,11 +76,7 @@ def fingerprint(recipe: Recipe) -> str:
 
 def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
     """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every
-    process asks here.
-
-    Raises:
-        ValueError: ``overwrite`` and ``resume`` at once.
-    """
+    process asks here, and has the main one's answer."""
     if overwrite and resume:
         raise ValueError("--overwrite and --resume contradict each other; give one of them")
     here = not overwrite and (recipe.output_dir / RUN).is_file()
@@ -50,23 +84,33 @@ def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
 
 
 def claim(recipe: Recipe, overwrite: bool) -> Path:
-    """The output folder, made and marked as this run's. ``overwrite`` removes what an earlier run would be gone on with
-    from.
-
-    What differs from an earlier run of it (``refuse_folder``) is logged.
-    """
+    """The output folder, made and marked as this run's; what differs from an earlier run of it is logged. ``overwrite``
+    removes what that would be gone on with from."""
     folder = recipe.output_dir
     begun = not overwrite and (folder / RUN).is_file()
     changed = refuse_folder(recipe, overwrite)
+    measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
     folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        _remove_earlier(recipe)
+    if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
+        value = recipe.arguments.get("value")
+        critic = value.get("model") if isinstance(value, Mapping) else value
+        needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
+        earlier = [*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"), folder / SAVING]
+        for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic"):
+            if not any(one.is_relative_to(stale.resolve()) for one in needed):
+                shutil.rmtree(stale, ignore_errors=True)
     if not begun:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
-    elif any(found.of(*LENGTH, "evaluation") for found in changed):
-        _reopen(folder, longer=any(found.of(*LENGTH) for found in changed))
-    if any(found.of("evaluation") for found in changed):
+    elif measured or longer:  # there is something left to do in a finished run
+        found = read_marker(folder / RUN)
+        if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
+            raise ValueError(
+                f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot "
+                "be trained further"
+            )
+        write_run(folder, {**found, "finished": False})
+    if measured:
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
     write_whole_text(folder / "recipe.yaml", written(plain_settings(recipe)))
     for one in changed:
@@ -76,11 +120,7 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
 
 def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     """What differs from the run in the output folder, all of it what cannot change its past; nothing is written.
-
-    Raises:
-        ValueError: the folder holds something else, or a run of another recipe, or one that is beyond ``max_steps``
-            already.
-    """
+    ValueError: the folder holds something else, a run of another recipe, or one that is beyond ``max_steps``."""
     folder = recipe.output_dir
     if overwrite:
         check_writable(folder)
@@ -88,51 +128,78 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     found = record_of(folder, None)
     if not found:
         return []
-    then = written_settings(folder)
-    if then is None and found.get("fingerprint") != fingerprint(recipe):
+    try:
+        then: Any = parsed((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
+    except (OSError, ValueError):
+        then = None
+    if not isinstance(then, dict) and found.get("fingerprint") != fingerprint(recipe):
         raise ValueError(
             f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
-            "read); choose "
-            "another `--output_dir`, or give --overwrite"
+            "read); choose another `--output_dir`, or give --overwrite"
         )
-    changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
+    changed = []
+    if isinstance(then, dict):
+        changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
     return changed
 
 
-def _reopen(folder: Path, longer: bool) -> None:
-    """There is something left to do in a finished run: a longer training, another evaluation."""
-    found = read_marker(folder / "run.json")
-    if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
+def may_differ(found: Difference) -> bool:
+    """Whether the setting cannot change what the run has done so far."""
+    return found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST or found.of(*SECTIONS_AFTER)
+
+
+def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
+    """ValueError where a run that still has steps to train would go on with other rows, or by another number of
+    processes."""
+    record = read_marker(folder / RUN)
+    if 0 < max_steps <= (record.get("trained") or 0):
+        return  # only the evaluation is left
+    refuse_other_rows(folder, record.get("rows"), rows)
+    before = record.get("processes")
+    if before is not None and before != processes:
         raise ValueError(
-            f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot be "
-            "trained "
-            "further"
+            f"the run in {str(folder)!r} was trained by {before} process(es), and this is {processes}: its batches "
+            f"and random numbers would be others. Start {before} (`accelerate launch --num_processes {before}`), or "
+            "choose another `--output_dir`; trainer.train(resume_from_checkpoint=…) goes on with other batches, as "
+            "TRL does"
         )
-    write_run(folder, {**found, "finished": False})
 
 
-def _remove_earlier(recipe: Recipe) -> None:
-    """What a resumed run, or a report of it, would take for its own. What this very run starts from stays."""
-    folder, value = recipe.output_dir, recipe.arguments.get("value")
-    critic = value.get("model") if isinstance(value, Mapping) else value
-    needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
-    earlier = (*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"))
-    for stale in (*earlier, folder / SAVING, folder / "cold_start", folder / "evaluation", folder / "critic"):
-        if not any(one.is_relative_to(stale.resolve()) for one in needed):
-            shutil.rmtree(stale, ignore_errors=True)
+def set_aside(folder: Path, newest: Path | None) -> None:
+    """Checkpoints newer than ``newest`` are no longer found as such: their steps will be done, and saved, again."""
+    for checkpoint in folder.glob("checkpoint-*"):
+        if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
+            names = (f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+            checkpoint.rename(next(folder / name for name in names if not (folder / name).exists()))
 
 
-def kept(recipe: Recipe) -> str:
-    """What is there after Ctrl-C."""
-    folder = recipe.output_dir
-    if not (folder / "run.json").is_file():
-        return "nothing"
-    steps = sorted(int(p.name.rpartition("-")[2]) for p in folder.glob("checkpoint-*") if p.name[11:].isdigit())
-    found = [
-        f"checkpoint-{steps[-1]}" if steps else "no checkpoint",
-        *(["cold_start"] if (folder / "cold_start" / "config.json").is_file() else []),
-        *(["evaluation/before"] if (folder / "evaluation" / "before" / "summary.json").is_file() else []),
-        *(["metrics.jsonl"] if (folder / "metrics.jsonl").is_file() else []),
-    ]
-    return f"{', '.join(found)} in {folder} (the same command goes on)"
+def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: Console) -> Path | None:
+    """The checkpoint that every process goes on from, None for the first step; the main one tidies up what is after it.
+    ``record``: what ``run.json`` says. ValueError: the run is beyond ``max_steps`` (≤ 0: epochs say it) already."""
+    state = PartialState()
+    newest, passed = newest_read(folder, state.is_local_main_process)
+    state.wait_for_everyone()  # all have looked before one tidies up
+    check_length(folder, newest, max_steps)
+    if state.is_main_process:
+        for why in passed:
+            console.print(f"passed over {why}; set aside as broken-…", soft_wrap=True)
+        set_aside(folder, newest)
+        shutil.rmtree(folder / SAVING, ignore_errors=True)
+        if newest is not None:
+            console.print(f"going on from {newest.name}")
+            if other := other_releases(record):
+                said = "resumed with other releases, so numbers need not be those of a whole run to the bit: %s"
+                log.warning(said, "; ".join(other))
+        elif "parameters" in record:  # written when the training began
+            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
+        due = newest is not None and "evaluation_due" in read_state(newest).entries
+        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest), due)
+    return newest
+
+
+def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:
+    """ValueError where the checkpoint ``newest`` is beyond ``max_steps`` (≤ 0: epochs say it)."""
+    if newest is not None and 0 < max_steps < step_of(newest):
+        done = f"{folder} has done {step_of(newest)} steps ({newest.name})"
+        raise ValueError(f"`max_steps` is {max_steps}, and {done}; give at least that")

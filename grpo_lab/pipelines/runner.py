@@ -1,61 +1,119 @@
 """`grpo-lab pipeline`: a YAML of stages, each with a kind, settings and inputs; carried out in the order of their
-inputs.
+inputs, each in the folder of its name, in one process.
 
-    name: distil
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
       - {stage: select, name: chosen, inputs: {samples: samples.samples}, keep: {per_problem: 2}}
-      - {stage: sft, name: student, model: runs/start, inputs: {rows: chosen.rows}, max_steps: 20}
-      - {stage: evaluate, name: after, inputs: {model: student.model}, data: {loader: word_problems, n: 50, split:
-        test}}
 
-``inputs``: setting (dotted, in a section) → what a stage before it leaves, ``<stage>.<thing>``. A stage works in the
-folder of its name; its marker is ``<name>.json`` beside it. Killed anywhere, the same command goes on with the stages
-that have none; a changed recipe is refused with its differences; ``--overwrite`` begins anew. It runs in one process.
+``inputs``: setting (dotted, in a section) → what a stage before it leaves, ``<stage>.<thing>``. A kind is a class of
+settings (`grpo_lab.settings.settings`), one of a team's named ``module:attribute``, with
+
+    run(at)   does it in ``at.folder`` (`runs.stage.At`) and returns facts, which become the stage's marker
+    plan()    its words for ``--dry-run``; it may be left out, as the next two
+    leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
+    whole     true: asked to stop, it is broken off and done again
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.kinds import Work, kind_of
-from grpo_lab.pipelines.releases import versions
-from grpo_lab.recipe.sections import with_name
-from grpo_lab.recipe.yaml import read_yaml
-from grpo_lab.runs.differences import plain_settings, refuse_other_settings
-from grpo_lab.runs.folder import RUN, read_marker, record_of, write_run
-from grpo_lab.runs.stage import At, Facts, Stage, Words, carry_out, plan_of, working
-from grpo_lab.runs.stop import STOP_SETTINGS, Interrupted, StopRequests
-from grpo_lab.settings import Hours, did_you_mean, read, settings
+from grpo_lab.pipelines.curate import curate, curation_recipe_from
+from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
+from grpo_lab.pipelines.rounds import run_rounds
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.train import train
+from grpo_lab.recipe.sections import recipe_from, with_name
+from grpo_lab.registry import load_named
+from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, plain_settings
+from grpo_lab.runs.folder import RUN, kept, read_marker
+from grpo_lab.runs.stage import At, Facts, Stage, Words, carry_out, console, plan_of, staged_run
+from grpo_lab.runs.stop import Interrupted
+from grpo_lab.settings import Hours, did_you_mean, one_of, read, settings
+from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.sample import Sample
+from grpo_lab.stages.select import Select
+from grpo_lab.stages.train import ColdStart, Dpo, Merge, Simpo, Train
 
 PIPELINE = "pipeline"
-MAY_CHANGE = ("name", "output_dir", *STOP_SETTINGS)
 
-console = Terminal()
+
+def whole_command(read_recipe: Any, do: Any, **left: str) -> Any:
+    """A kind that is a command: its recipe is the entry, and it goes on by itself in the stage's folder where it was
+    killed."""
+
+    @settings(rest="recipe")
+    class WholeCommand:
+        """``rl``, ``filter``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
+
+        leaves: ClassVar[Mapping[str, str]] = left
+        recipe: Mapping[str, Any]
+
+        def plan(self) -> str:
+            read_recipe({**self.recipe, "output_dir": "."})
+            plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
+            return ", ".join(f"{name} {value}" for name, value in plain.items())
+
+        def run(self, at: At) -> Facts:
+            try:
+                do(read_recipe({"name": at.folder.name, **self.recipe, "output_dir": str(at.folder)}))
+            except Interrupted:  # who asked may have asked the pipeline
+                at.stop.check()
+                raise
+            return {}
+
+    return WholeCommand
+
+
+KINDS: dict[str, Any] = {
+    "cold_start": ColdStart,
+    "sample": Sample,
+    "select": Select,
+    "sft": Train,
+    "dpo": Dpo,
+    "simpo": Simpo,
+    "merge": Merge,
+    "evaluate": Evaluate,
+    "rl": whole_command(recipe_from, train, model="."),
+    "filter": whole_command(curation_recipe_from, curate, rows="curated.jsonl"),
+    "rounds": whole_command(rounds_recipe_from, run_rounds, model="."),
+    "long2short": whole_command(long2short_recipe_from, long2short, model="."),
+}
+
+
+def kind_of(name: str, where: str) -> Any:
+    """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that is neither, or cannot be
+    run."""
+    if ":" not in name and name not in KINDS:
+        raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
+    kind = KINDS[name] if name in KINDS else load_named(name, where)
+    if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
+        said = "a kind of stage is a class of `grpo_lab.settings.settings` with `run(at)`"
+        raise ValueError(f"`{where}` is {name!r}; {said}")
+    return kind
 
 
 @settings(rest="settings")
 class StageSection:
-    """One entry of ``stages``. Every key that is not here is a setting of its kind.
-
-    Args:
-        stage: kind: one of `pipelines.kinds.KINDS`, or ``module:attribute``.
-        name: of its folder and its marker; letters, digits, ``-`` and ``_``.
-    """
+    """One entry of ``stages``: its kind, the name of its folder and marker, its inputs; every other key is its
+    kind's."""
 
     stage: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
     inputs: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The stages whose things it takes."""
+        return tuple(dict.fromkeys(wanted.partition(".")[0] for wanted in self.inputs.values()))
 
 
 @settings()
@@ -81,22 +139,16 @@ class PipelineRecipe:
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
-                before = wanted.partition(".")[0]
-                if before not in named:
+                if (before := wanted.partition(".")[0]) not in named:
                     raise ValueError(
                         f"`stages`: {one.name!r} takes `{setting}` from {wanted!r}, and no stage is called {before!r}"
                         f"{did_you_mean(before, named)}"
                     )
-        graph = {one.name: [wanted.partition(".")[0] for wanted in one.inputs.values()] for one in self.stages}
         try:
-            return [named[name] for name in TopologicalSorter(graph).static_order()]
+            graph = TopologicalSorter({name: one.before for name, one in named.items()})
+            return [named[name] for name in graph.static_order()]
         except CycleError as error:
             raise ValueError(f"`stages`: each of {error.args[1]} waits for the next") from error
-
-
-def read_pipeline(path: str | Path, overrides: Mapping[str, Any] | None = None) -> PipelineRecipe:
-    """The pipeline in ``path`` with ``--key value`` overrides. ValueError for what cannot be one."""
-    return pipeline_from(read_yaml(path, overrides), Path(path).stem)
 
 
 def pipeline_from(written: Mapping[str, Any], default_name: str = "pipeline") -> PipelineRecipe:
@@ -106,37 +158,18 @@ def pipeline_from(written: Mapping[str, Any], default_name: str = "pipeline") ->
 
 def run_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> dict[str, Facts]:
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins
-    anew.
-
-    Raises:
-        ValueError: another pipeline or something else in the folder, or a setting that does not fit.
-        Interrupted: asked to stop; what is done is kept, and the same call goes on.
-    """
+    anew. ValueError for another pipeline or something else there, or a setting that does not fit; Interrupted: asked to
+    stop."""
     plan_of_pipeline(recipe, overwrite)  # a mistake leaves the folder as it was
-    folder, earlier = recipe.output_dir, check_folder(recipe, overwrite)
-    with working(recipe, new=not earlier) as stop:
-        if overwrite:
-            for name in read_marker(folder / RUN).get("stages", ()):
-                (folder / f"{name}.json").unlink(missing_ok=True)
-                shutil.rmtree(folder / name, ignore_errors=True)
-        about: dict[str, Any] = {
-            "name": recipe.name,
-            "pipeline": PIPELINE,
-            "stages": [one.name for one in recipe.stages],
-        }
-        about |= {"recipe": settings_of(recipe), "versions": versions(), "seconds": earlier.get("seconds", {})}
-
-        def report(at: At, stage: str, seconds: float | None) -> None:
-            if seconds is None:
-                console.rule(stage)
-            else:
-                about["seconds"][stage] = round(seconds, 1)
-                write_run(folder, {**about, "finished": False})
-
-        write_run(folder, {**about, "finished": bool(earlier.get("finished"))})
-        at = At(folder)
-        carry_out(stages_of(recipe, stop), at, stop, report)
-        write_run(folder, {**about, "finished": True})
+    folder, forget = recipe.output_dir, []
+    if overwrite:
+        names = read_marker(folder / RUN).get("stages", ())
+        forget = [place for name in names for place in (folder / f"{name}.json", folder / name)]
+    about = {"pipeline": PIPELINE, "stages": [one.name for one in recipe.stages], "recipe": settings_of(recipe)}
+    with staged_run(recipe, lambda: earlier_run(recipe, PIPELINE, overwrite, settings_of), about, forget) as run:
+        at = At(folder, run.stop)
+        carry_out(stages_of(recipe), at, run.report)
+        run.write(finished=True)
         console.print(f"{folder}: {', '.join(at.facts)} are done", soft_wrap=True)
         return at.facts
 
@@ -146,54 +179,33 @@ def plan_of_pipeline(recipe: PipelineRecipe, overwrite: bool = False) -> Words:
     stage is done."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab pipeline` runs in one process; start it without `accelerate launch` or torchrun")
-    check_folder(recipe, overwrite)
-    facts = plan_of(stages_of(recipe, StopRequests(recipe.output_dir)))
-    return {**facts, "done already": "" if overwrite else kept(recipe), "output folder": str(recipe.output_dir)}
-
-
-def kept(recipe: PipelineRecipe) -> str:
-    """What is there after Ctrl-C."""
-    done = [one.name for one in recipe.stages if (recipe.output_dir / f"{one.name}.json").is_file()]
-    return f"{', '.join(done)} in {recipe.output_dir} (the same command goes on)" if done else "nothing"
-
-
-def check_folder(recipe: PipelineRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError for one that holds something else, or another pipeline."""
-    found = record_of(recipe.output_dir, PIPELINE)
-    if overwrite or not found:
-        return {}
-    refuse_other_settings(recipe.output_dir, found.get("recipe", {}), settings_of(recipe))
-    return found
+    earlier_run(recipe, PIPELINE, overwrite, settings_of)
+    done = "nothing" if overwrite else kept(recipe)
+    return {**plan_of(stages_of(recipe)), "done already": done, "output folder": str(recipe.output_dir)}
 
 
 def settings_of(recipe: PipelineRecipe) -> dict[str, Any]:
     """What the stages' files follow from, each stage's under its name."""
-    said = {name: value for name, value in plain_settings(recipe).items() if name not in MAY_CHANGE}
+    said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
     return {**said, "stages": {one["name"]: one for one in said["stages"]}}
 
 
-def stages_of(recipe: PipelineRecipe, stop: StopRequests) -> list[Stage]:
+def stages_of(recipe: PipelineRecipe) -> list[Stage]:
     """The entries as stages, each of its kind with its settings and inputs. ValueError for what does not fit."""
-    ordered, kinds = (
-        recipe.in_order(),
-        {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages},
-    )
+    ordered = recipe.in_order()
+    kinds = {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages}
     found: list[Stage] = []
     for number, section in enumerate(ordered, 1):
         written: Mapping[str, Any] = section.settings
         for setting, wanted in section.inputs.items():
-            written = _with(written, setting, _place(recipe, kinds, section.name, wanted))
-        found.append(_stage(number, section, read(kinds[section.name], written, f"stages.{section.name}"), stop))
+            before, _, thing = wanted.partition(".")
+            leaves = getattr(kinds[before], "leaves", {})
+            if thing not in leaves:
+                had = sorted(leaves) or "nothing"
+                raise ValueError(f"`stages`: {section.name!r} takes {wanted!r}; {before!r} leaves {had}")
+            written = _with(written, setting, str(recipe.output_dir / before / leaves[thing]))
+        found.append(_stage(number, section, read(kinds[section.name], written, f"stages.{section.name}")))
     return found
-
-
-def _place(recipe: PipelineRecipe, kinds: Mapping[str, Any], name: str, wanted: str) -> str:
-    """Where a thing will be that another stage leaves."""
-    before, _, thing = wanted.partition(".")
-    leaves = getattr(kinds[before], "leaves", {})
-    if thing not in leaves:
-        raise ValueError(f"`stages`: {name!r} takes {wanted!r}; {before!r} leaves {sorted(leaves) or 'nothing'}")
-    return str(recipe.output_dir / before / leaves[thing])
 
 
 def _with(written: Mapping[str, Any], setting: str, value: str) -> dict[str, Any]:
@@ -201,18 +213,14 @@ def _with(written: Mapping[str, Any], setting: str, value: str) -> dict[str, Any
     return {**written, section: _with(written.get(section) or {}, rest, value) if rest else value}
 
 
-def _stage(number: int, section: StageSection, kind: Any, stop: StopRequests) -> Stage:
+def _stage(number: int, section: StageSection, kind: Any) -> Stage:
     def run(at: At) -> Any:
         folder = at.folder / section.name
         folder.mkdir(exist_ok=True)
-        try:
-            return kind.run(Work(folder=folder, facts=at.facts, stop=stop))
-        except Interrupted:  # of a command within this one: who asked may have asked this one
-            stop.check()
-            raise
+        return kind.run(At(folder, at.stop, at.facts))
 
     def plan() -> Words:
-        words = kind.plan() if hasattr(kind, "plan") else ""
-        return {f"{number}. {section.name}": f"{section.stage}{': ' if words else ''}{words}"}
+        words = [section.stage, *([kind.plan()] if hasattr(kind, "plan") else [])]
+        return {f"{number}. {section.name}": ": ".join(filter(None, words))}
 
-    return Stage(section.name, run, plan, tuple({wanted.partition(".")[0] for wanted in section.inputs.values()}))
+    return Stage(section.name, run, plan, section.before, whole=getattr(kind, "whole", False))

@@ -5,15 +5,12 @@ Importing this room loads neither torch nor sympy, and starts no process.
 
 from grpo_lab.rewards.arithmetic import EquationSteps, worked_out
 from grpo_lab.rewards.code import CodeReward
-from grpo_lab.rewards.coin import CoinReward
-from grpo_lab.rewards.countdown import CountdownReward
-from grpo_lab.rewards.format import ThinkFormatReward
-from grpo_lab.rewards.language.reward import LanguageConsistencyReward
+from grpo_lab.rewards.completion import ThinkFormatReward
+from grpo_lab.rewards.language import LanguageConsistencyReward
 from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, BoxedReward, HashesReward
-from grpo_lab.rewards.proof import ProofReward
 from grpo_lab.rewards.protocol import GroupReward, group_reward
-from grpo_lab.rewards.sorting import SortingReward
+from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
 from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
 from grpo_lab.rewards.token_classification import TokenClassificationSteps
 

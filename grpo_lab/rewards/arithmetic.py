@@ -8,9 +8,8 @@ numbers, remainders, units. What cannot be put so gets ``§`` beside it, tied by
 is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
 
 A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
-What cannot be read as arithmetic on both sides of the sign (units, words, unknowns) is not judged: a checker that
-guesses would pay for confusing it. Nothing is evaluated as Python; every pattern, size and depth is bounded, so that a
-hostile text costs its length.
+What cannot be read as arithmetic on both sides (units, words, unknowns) is not judged: a checker that guesses would pay
+for confusing it. Every pattern, size and depth is bounded, so that a hostile text costs its length.
 """
 
 from __future__ import annotations
@@ -47,12 +46,15 @@ _BREAK = re.compile(
 _LONE = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
 _OPEN, _CLOSE = "([{", ")]}"
 _AS_PYTHON = {"^": "**", "[": "(", "{": "(", "]": ")", "}": ")"}
-_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_OPERATIONS: Any = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_DIVIDED = re.compile(
+    r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
+    r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
+)
+#: characters that are read: an answer that is worked out calculates long before them
+MOST_READ = 8_000
+_OPERATION = r"\d[^=\n\d]{0,20}(?:[-+*/×÷·⋅−^]|\bx\b|\\times|\\cdot|\\div)[^=\n\d]{0,20}\d|\\[dt]?frac"
+_CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:{_OPERATION})")
 
 
 @dataclass(frozen=True)
@@ -126,20 +128,18 @@ def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
         if isinstance(one, ast.UnaryOp):
             value = -value if isinstance(one.op, ast.USub) else value
         else:
-            value = _operated(one.op, value, _evaluated(one.right, values))
+            right = _evaluated(one.right, values)
+            if isinstance(one.op, ast.Pow):
+                if right.denominator != 1 or abs(right) > MAX_EXPONENT or (value == 0 and right < 0):
+                    raise NotArithmetic("an exponent that is not read")
+                value = value**right.numerator
+            elif isinstance(one.op, ast.Div) and right == 0:
+                raise NotArithmetic("divides by zero")
+            else:
+                value = _OPERATIONS[type(one.op)](value, right)
             if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
                 raise NotArithmetic("too large")
     return value
-
-
-def _operated(sign: ast.operator, left: Fraction, right: Fraction) -> Fraction:
-    if isinstance(sign, ast.Pow):
-        if right.denominator != 1 or abs(right) > MAX_EXPONENT or (left == 0 and right < 0):
-            raise NotArithmetic("an exponent that is not read")
-        return left**right.numerator
-    if isinstance(sign, ast.Div) and right == 0:
-        raise NotArithmetic("divides by zero")
-    return _OPERATIONS[type(sign)](left, right)
 
 
 def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]:
@@ -278,10 +278,6 @@ def _remainder(match: re.Match[str]) -> str:
     return f"{number} = {quotient}*{divisor}+{rest}" if int(rest) < int(divisor) else _NOT_READ
 
 
-_DIVIDED = re.compile(
-    r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
-    r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
-)
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"[^\S\n]+"), " "),
     (re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)(?![a-zA-Z])"), ""),
@@ -375,12 +371,6 @@ def equation_list(text: str) -> tuple[str, ...]:
 def calculates_right(text: str) -> bool:
     """Whether every equation of ``text`` that can be judged holds; true where there is none."""
     return all(one.holds for one in judged(text))
-
-
-#: characters that are read: an answer that is worked out calculates long before them
-MOST_READ = 8_000
-_OPERATION = r"\d[^=\n\d]{0,20}(?:[-+*/×÷·⋅−^]|\bx\b|\\times|\\cdot|\\div)[^=\n\d]{0,20}\d|\\[dt]?frac"
-_CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:{_OPERATION})")
 
 
 def works_out(text: str) -> bool:

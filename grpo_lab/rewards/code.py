@@ -3,9 +3,8 @@
     all      1[every test passes]
     share    tests passed / tests
 
-Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own and
-the program in another one behind walls, which is asked for values and answers with data
-(docs/algorithms/code_reward.md: what that protects from, what not).
+Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own; the
+program, in another one behind walls, answers with data (docs/algorithms/code_reward.md: what that protects from).
 
 The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it
 (SYNTHETIC-1):
@@ -29,11 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_lab.rewards.completion import completion_text, program_text
-from grpo_lab.sandbox.client import CodeJudge, Tests, Trial, packed_calls
+from grpo_lab.sandbox.client import CodeJudge, Tests, Trial
+from grpo_lab.sandbox.wire import pack, refuse
 
 _INPUT, _OUTPUT, _FUNCTION = ("input", "inputs"), ("output", "outputs"), ("fn_name", "func_name")
 _CALLED = ("functional", "function_call")
 _FORMS = "read are Python text with `assert`, and inputs with outputs (docs/algorithms/code_reward.md lists the forms)"
+_LOG = logging.getLogger("grpo_lab")
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
@@ -117,7 +118,8 @@ def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
     if all(expected is None or (wrapped and expected == [None]) for _, expected in calls):
         raise ValueError("every case expects None: a function that does nothing would be right")
     lists = [(given if isinstance(given, list | tuple) else [given], expected) for given, expected in calls]
-    return packed_calls([(given, expected, *(expected if wrapped else ())) for given, expected in lists])
+    accepted = [(list(given), expected, *(expected if wrapped else ())) for given, expected in lists]
+    return [[pack(one, refuse) for one in call] for call in accepted]
 
 
 def _json_lines(text: Any) -> list[Any]:
@@ -136,9 +138,6 @@ def _as_text(value: Any, needed: bool = False) -> str:
     if value is None and needed:
         raise ValueError("a case without an output: a program that prints nothing would be right")
     return "" if value is None else str(value)
-
-
-_LOG = logging.getLogger("grpo_lab")
 
 
 class CodeReward:
@@ -178,9 +177,7 @@ class CodeReward:
         self.score = score
         self.__name__ = "code_reward"  # TRL names its metrics after this
         self.counts: Counter[str] = Counter()
-        self._judge = CodeJudge(
-            cpu_seconds=timeout_s, wall_seconds=wall_s, memory_bytes=memory_bytes, workers=workers, walls=walls
-        )
+        self._judge = CodeJudge(timeout_s, wall_s, memory_bytes, workers, walls)
         self._said = False
 
     def __repr__(self) -> str:
@@ -209,7 +206,8 @@ class CodeReward:
             for name in ("limit", "unusable"):
                 log_metric(f"code_reward/{name}", sum(trial.end == name for trial in trials) / len(trials))
             log_metric("code_reward/walls", float(len(self.in_force)))
-        return [self._paid(trial) for trial in trials]
+        paid = [float(one.all_passed) if self.score == "all" else one.passed / max(one.total, 1) for one in trials]
+        return [None if one.end == "unusable" else score for one, score in zip(trials, paid, strict=True)]
 
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
@@ -220,8 +218,9 @@ class CodeReward:
             counts = f"{len(completions)} completions, {len(tests)} tests and {len(names)} entry points"
             raise ValueError(f"got {counts}; they must be one to one")
         golds = [_tests_or_why(value, name or None) for value, name in zip(tests, names, strict=True)]
-        programs = [program_text(completion_text(completion)) for completion in completions]
-        keys = [(program, repr(gold)) for program, gold in zip(programs, golds, strict=True)]
+        keys = [
+            (program_text(completion_text(text)), repr(gold)) for text, gold in zip(completions, golds, strict=True)
+        ]
         wanted = {key: (key[0], gold) for key, gold in zip(keys, golds, strict=True) if isinstance(gold, Tests)}
         if wanted:
             self._say_what_is_in_force()
@@ -250,13 +249,6 @@ class CodeReward:
             without = {name: why for name, why in self._judge.missing.items() if name not in walls}
             said = "CodeReward runs model-written programs behind: %s; not in force: %s"
             _LOG.log(logging.WARNING if without else logging.INFO, said, walls, without or "nothing")
-
-    def _paid(self, trial: Trial) -> float | None:
-        if trial.end == "unusable":
-            return None
-        if self.score == "all":
-            return float(trial.all_passed)
-        return trial.passed / trial.total if trial.total else 0.0
 
     def close(self) -> None:
         """End the worker processes now (they also end with this object and at exit)."""

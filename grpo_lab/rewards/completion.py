@@ -1,7 +1,6 @@
-"""The parts of a completion: its text, whichever of TRL's two shapes it comes in, its reasoning, its program, its
-answer.
+"""The parts of a completion, whichever of TRL's two shapes it comes in: its text, reasoning, program and answer.
 
-``RowReward`` is what rewards of one completion and its row's columns share.
+``RowReward`` is what rewards of one completion and its row's columns share, ``ThinkFormatReward`` judges the layout.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-_PARSED = ("reasoning_content", "thinking")  # where TRL's response parsing puts what stood between the tags
 THINK, END_OF_THINK = "<think>", "</think>"
 _FENCE = re.compile(r"^([ \t]{0,8})(`{3,}|~{3,})[ \t]*([^\s`]{0,30})")
 _PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*\}?")
@@ -25,6 +23,12 @@ class RowReward(ABC):
 
     columns: ClassVar[tuple[str, ...]] = ()
     """What ``score`` gets beside the text; ``LabTrainer`` looks for them in the data set before anything is loaded."""
+    __name__: str
+    """TRL names its metrics after this."""
+
+    def __repr__(self) -> str:
+        settings = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @abstractmethod
     def score(self, text: str, *row: Any) -> float | None:
@@ -71,17 +75,12 @@ def _content_text(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and all(isinstance(part, dict | str) for part in content):
-        return "".join(_part_text(part) for part in content)
+        parts = ({"text": part} if isinstance(part, str) else part for part in content)
+        texts = (part.get("text") for part in parts if part.get("type", "text") == "text")
+        return "".join(text for text in texts if isinstance(text, str))
     raise ValueError(
-        f"a message's content must be a string, None or a list of parts; got {type(content).__name__}: {content!r:.200}"
+        f"a message's content is text, None or a list of parts; got {type(content).__name__} {content!r:.200}"
     )
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    text = part.get("text") if part.get("type", "text") == "text" else None
-    return text if isinstance(text, str) else ""
 
 
 def reasoning_of(text: str) -> str:
@@ -91,27 +90,24 @@ def reasoning_of(text: str) -> str:
     text, without its closing tag (stopped by the token budget) it ends with it. An empty block is empty reasoning, so
     that reasoning outside the tags is not mistaken for it.
     """
-    first_open, first_close = text.find(THINK), text.find(END_OF_THINK)
-    if first_open < 0 and first_close < 0:
+    if THINK not in text and END_OF_THINK not in text:
         return text
-    if first_close >= 0 and not 0 <= first_open < first_close:
+    if END_OF_THINK in text and THINK not in text.partition(END_OF_THINK)[0]:
         text = THINK + text
-    blocks = [after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:]]
-    return "\n".join(blocks)
+    return "\n".join(after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:])
 
 
 def reasoning_in(completion: Any) -> str:
     """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
-        for key in _PARSED:
+        for key in ("reasoning_content", "thinking"):  # where TRL's response parsing puts what stood between the tags
             if isinstance(completion[-1].get(key), str):
                 return str(completion[-1][key])
     return reasoning_of(completion_text(completion))
 
 
 def program_text(completion: str) -> str:
-    """The last block fenced as Python; else the last fenced without a language; else the last fenced; else the last
-    ``<answer>``; else all.
+    """The last block fenced as Python, else without a language, else any; else the last ``<answer>``; else all.
 
     Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a
     line that ends with the closing fence. A byte order mark is no part of a program.
@@ -128,89 +124,73 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order. A block indented with its fence (in a list) is
-    moved left.
+    """(language in lower case, inside) of every fenced block, in order; one indented with its fence is moved left.
 
     In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside
     of one begins a new block, whose forerunner was not closed.
     """
-    return _Blocks(text.split("\n")).read()
-
-
-def _fence(line: str) -> re.Match[str] | None:
-    """No backtick may follow a fence in its line: looked for here, since in the pattern it would cost the square of a
-    line of spaces."""
-    found = _FENCE.match(line)
-    return None if found is None or "`" in line[found.end() :] else found
+    blocks = _Blocks(text.split("\n"))
+    for place in range(len(blocks.lines)):
+        blocks.read_line(place)
+    if blocks.opened is not None:
+        blocks.close_unclosed(blocks.opened)
+    return blocks.found
 
 
 class _Blocks:
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
-        self.fences = [_fence(line) for line in lines]
+        # no backtick may follow a fence in its line: in the pattern that would cost the square of a line of spaces
+        found = ((line, _FENCE.match(line)) for line in lines)
+        self.fences = [None if one is None or "`" in line[one.end() :] else one for line, one in found]
         self.found: list[tuple[str, str]] = []
         self.opened: re.Match[str] | None = None
         self.inside: list[str] = []
         self.quote = ""
         self.text_until = -1
 
-    def read(self) -> list[tuple[str, str]]:
-        for at, line in enumerate(self.lines):
-            fence = self.fences[at]
-            if self.opened is None:
-                if fence:
-                    self._open(fence)
-            elif fence and self._closes(fence) and not self._in_a_text(at):
-                self._close()
-            elif fence and fence[3] and not self.quote and self._python():
-                self._close()
+    def read_line(self, place: int) -> None:
+        line, fence, opened = self.lines[place], self.fences[place], self.opened
+        if opened is None:
+            if fence:
                 self._open(fence)
-            else:
-                self._take(line)
-        if self.opened is not None:
-            self._close_unclosed()
-        return self.found
+            return
+        python = not opened[3] or _PYTHON.fullmatch(opened[3].lower()) is not None
+        closes = fence and not fence[3] and fence[2].startswith(opened[2])
+        if closes and not (python and self.quote and self._ends_its_text(place)):
+            self._close(opened)
+        elif fence and fence[3] and not self.quote and python:
+            self._close(opened)
+            self._open(fence)
+        else:
+            width = len(opened[1])
+            self.inside.append(line[:width].lstrip(" \t") + line[width:])
+            for quote in _QUOTES.findall(line):
+                self.quote = "" if quote == self.quote else self.quote or quote
 
     def _open(self, fence: re.Match[str]) -> None:
         self.opened, self.inside, self.quote = fence, [], ""
 
-    def _closes(self, fence: re.Match[str]) -> bool:
-        return self.opened is not None and not fence[3] and fence[2].startswith(self.opened[2])
-
-    def _python(self) -> bool:
-        return self.opened is not None and (not self.opened[3] or bool(_PYTHON.fullmatch(self.opened[3].lower())))
-
-    def _take(self, line: str) -> None:
-        width = len(self.opened[1]) if self.opened is not None else 0
-        self.inside.append(line[:width].lstrip(" \t") + line[width:])
-        for quote in _QUOTES.findall(line):
-            self.quote = "" if quote == self.quote else self.quote or quote
-
-    def _close(self) -> None:
-        assert self.opened is not None
-        self.found.append((self.opened[3].lower(), "\n".join(self.inside)))
+    def _close(self, opened: re.Match[str]) -> None:
+        self.found.append((opened[3].lower(), "\n".join(self.inside)))
         self.opened = None
 
-    def _close_unclosed(self) -> None:
+    def close_unclosed(self, opened: re.Match[str]) -> None:
         """Closed at the end of a line of its own, or not at all."""
-        assert self.opened is not None
-        mark = self.opened[2]
-        for at, line in enumerate(self.inside):
+        mark = opened[2]
+        for place, line in enumerate(self.inside):
             bare = line.rstrip()
             if bare.endswith(mark) and bare.count(mark) == 1:
-                self.inside = [*self.inside[:at], bare[: -len(mark)]]
+                self.inside = [*self.inside[:place], bare[: -len(mark)]]
                 break
-        self._close()
+        self._close(opened)
 
-    def _in_a_text(self, at: int) -> bool:
-        """Whether the line ``at`` is inside triple quotes that end before the next block that names its language
-        does."""
-        if not self.quote or not self._python():
-            return False
-        if at < self.text_until:
+    def _ends_its_text(self, place: int) -> bool:
+        """Whether the triple quotes around ``place`` end before the next block that names its language does."""
+        if place < self.text_until:
             return True
         apart = False  # inside another block
-        for there in range(at + 1, min(len(self.lines), at + _LOOK_AHEAD)):
+        for there in range(place + 1, min(len(self.lines), place + _LOOK_AHEAD)):
             fence = self.fences[there]
             if fence:
                 apart = bool(fence[3])
@@ -231,3 +211,45 @@ def answer_block(completion: str) -> str:
         return answer.partition("</answer>")[0]
     blocks = fenced_blocks(text)
     return blocks[-1][1] if blocks else text
+
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+_TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
+_LAYOUTS = {"think_answer": (_TAGS, [False, True, False, True, False]), "think": (_TAGS[:2], [False, True, True])}
+"""form → its tags in order, and which of the texts around them say something."""
+
+
+class ThinkFormatReward(RowReward):
+    """1.0 for R1's layout and nothing around it, else 0.0.
+
+        form="think_answer"   <think> reasoning </think> <answer> answer </answer>
+        form="think"          <think> reasoning </think> answer
+
+    Each tag occurs exactly once, in this order; white space is allowed around and between; both parts hold more than
+    white space. Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 1 (template). How we
+    differ: TRL's `think_format_reward` knows the second layout only and accepts empty parts.
+
+    Args:
+        form: `"think_answer"` or `"think"`.
+        think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, so
+            the completion must not repeat it.
+    """
+
+    __name__ = "think_format_reward"
+
+    def __init__(
+        self,
+        form: Literal["think_answer", "think"] = "think_answer",
+        *,
+        think_opened: Literal["completion", "prompt"] = "completion",
+    ) -> None:
+        if form not in _LAYOUTS:
+            raise ValueError(f"form must be 'think_answer' or 'think'; got {form!r}")
+        if think_opened not in ("completion", "prompt"):
+            raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
+        self.form, self.think_opened = form, think_opened
+
+    def score(self, text: str, *row: Any) -> float:
+        text = THINK + text if self.think_opened == "prompt" else text
+        tags, filled = _LAYOUTS[self.form]
+        return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] == filled)

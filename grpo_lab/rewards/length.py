@@ -1,5 +1,4 @@
-"""Kimi k1.5's length reward: among the samples of one problem, short ones over long ones, and never a wrong one
-praised.
+"""Kimi k1.5's length reward: of the samples of one problem, short ones over long ones, and never a wrong one praised.
 
     λ_i = 0.5 − (len_i − min_len) / (max_len − min_len)          ∈ [−0.5, 0.5]
     reward_i = λ_i           if sample i is correct
@@ -15,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, get_args
 
 from grpo_lab.rewards.protocol import CompletionReward, Group, GroupReward
 from grpo_lab.rewards.schedules import Constant, Schedule, Warmup, schedule_from
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 Truncated = Literal["as_is", "wrong", "exclude"]
-_TRUNCATED = ("as_is", "wrong", "exclude")
 
 
 def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float]:
@@ -40,17 +38,12 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths are token counts ≥ 0, got {min(lengths)}")
     taking_part = [length for length, verdict in zip(lengths, correct) if verdict is not None]
-    if not taking_part or max(taking_part) == min(taking_part):
+    shortest, longest = min(taking_part, default=0), max(taking_part, default=0)
+    if shortest == longest:
         return [0.0] * len(lengths)
-    shortest, longest = min(taking_part), max(taking_part)
-
-    def reward(length: int, verdict: bool | None) -> float:
-        if verdict is None:
-            return 0.0
-        by_length = 0.5 - (length - shortest) / (longest - shortest)
-        return by_length if verdict else min(0.0, by_length)
-
-    return [reward(length, verdict) for length, verdict in zip(lengths, correct)]
+    by_length = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    judged = zip(by_length, correct)
+    return [0.0 if verdict is None else value if verdict else min(0.0, value) for value, verdict in judged]
 
 
 class KimiLengthReward(GroupReward):
@@ -61,8 +54,7 @@ class KimiLengthReward(GroupReward):
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
         warmup_steps: weight 0 for this many optimizer steps, then ``weight``; 0 where ``weight`` is a schedule.
-        correctness: the completion reward that says what is correct: its name, or the callable itself (needed in stock
-            TRL).
+        correctness: the completion reward that says what is correct: its name, or (in stock TRL) the callable.
         correct_from: a sample is correct if its value is at least this.
         truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they
             are. ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock
@@ -71,6 +63,8 @@ class KimiLengthReward(GroupReward):
 
     A sample that the correctness reward calls unscorable (``None``) is not in min and max and gets ``None``.
     """
+
+    __name__ = "kimi_length_reward"
 
     def __init__(
         self,
@@ -81,24 +75,26 @@ class KimiLengthReward(GroupReward):
         truncated: Truncated = "as_is",
         num_generations: int | None = None,
     ) -> None:
-        if isinstance(correctness, str):
-            source_name, sources = correctness, None
-        elif callable(correctness):
-            inner: Any = correctness
-            while isinstance(inner, partial):
-                inner = inner.func  # TRL names it so, too
-            source_name = str(getattr(inner, "__name__", type(inner).__name__))
-            sources = {source_name: correctness}
-        else:
+        inner: Any = correctness
+        while isinstance(inner, partial):
+            inner = inner.func  # TRL names it so, too
+        if not isinstance(correctness, str) and not callable(correctness):
             raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
-        if truncated not in _TRUNCATED:
-            raise ValueError(f"`truncated` must be one of {_TRUNCATED}, got {truncated!r}")
+        name = inner if isinstance(inner, str) else str(getattr(inner, "__name__", type(inner).__name__))
+        if truncated not in get_args(Truncated):
+            raise ValueError(f"`truncated` must be one of {get_args(Truncated)}, got {truncated!r}")
+        sources = None if isinstance(correctness, str) else {name: correctness}
         super().__init__(num_generations=num_generations, sources=sources)
-        self.__name__ = "kimi_length_reward"
-        self.requires = (source_name,)
-        self.schedule = _with_warmup(schedule_from(weight), warmup_steps)
-        self.correct_from = correct_from
-        self.truncated = truncated
+        self.requires = (name,)
+        self.schedule = schedule_from(weight)
+        if warmup_steps:
+            if not isinstance(self.schedule, Constant):
+                raise ValueError(
+                    f"`warmup_steps={warmup_steps}` is the short form for a constant weight; with "
+                    f"weight={self.schedule!r} say it in the schedule and leave `warmup_steps` at 0"
+                )
+            self.schedule = Warmup(start=warmup_steps, value=self.schedule.value)
+        self.correct_from, self.truncated = correct_from, truncated
 
     def weight_at(self, step: int) -> float:
         """The weight in force at optimizer step ``step`` (what a trainer logs)."""
@@ -109,33 +105,16 @@ class KimiLengthReward(GroupReward):
 
     def score_group(self, group: Group) -> list[float | None]:
         values = self.required(self.requires[0], group)
-        verdicts = self._verdicts(values, group.truncated)
+        verdicts = [None if value is None else bool(value >= self.correct_from) for value in values]
+        if self.truncated != "as_is":
+            if group.truncated is None:
+                raise ValueError(
+                    f"KimiLengthReward(truncated={self.truncated!r}) must know which samples the token budget cut off, "
+                    "and stock TRL tells no reward. Use grpo_lab.LabTrainer, or truncated='as_is'"
+                )
+            counted = None if self.truncated == "exclude" else False
+            cuts = zip(verdicts, group.truncated)
+            verdicts = [counted if cut and verdict is not None else verdict for verdict, cut in cuts]
         weight = self.weight_at(group.step)
         by_length = kimi_length_reward(group.lengths, verdicts)
         return [None if value is None else weight * reward for value, reward in zip(values, by_length)]
-
-    def _verdicts(self, values: Sequence[float | None], truncated: Sequence[bool] | None) -> list[bool | None]:
-        """Correct, wrong, or taking no part."""
-        graded = [None if value is None else value >= self.correct_from for value in values]
-        if self.truncated == "as_is":
-            return cast("list[bool | None]", graded)
-        if truncated is None:
-            raise ValueError(
-                f"KimiLengthReward(truncated={self.truncated!r}) must know which samples the token budget cut off, and "
-                "stock TRL tells no reward. Use grpo_lab.LabTrainer, or truncated='as_is'"
-            )
-        if self.truncated == "exclude":
-            return [None if cut else verdict for verdict, cut in zip(graded, truncated)]
-        return [False if cut and verdict is not None else verdict for verdict, cut in zip(graded, truncated)]
-
-
-def _with_warmup(schedule: Schedule, warmup_steps: int) -> Schedule:
-    """Off for ``warmup_steps``, then constant."""
-    if warmup_steps == 0:
-        return schedule
-    if not isinstance(schedule, Constant):
-        raise ValueError(
-            f"`warmup_steps={warmup_steps}` is the short form for a constant weight; with weight={schedule!r} say it "
-            "in the schedule and leave `warmup_steps` at 0"
-        )
-    return Warmup(start=warmup_steps, value=schedule.value)

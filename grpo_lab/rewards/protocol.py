@@ -29,8 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, cast, overload
+from typing import Any, ClassVar, Literal, cast
 
 from grpo_lab.rewards.completion import completion_text
 from grpo_lab.verifiers.verdict import checked_scores
@@ -42,52 +43,46 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
     With ``num_generations`` every run must be a multiple of it (the same question may be drawn twice in a row). Without
     it, in a single process, all runs must be equally long and longer than 1: no other reading is safe.
     """
-    runs: list[tuple[int, int]] = []
-    for row, prompt in enumerate(prompts):
-        if runs and prompts[runs[-1][0]] == prompt:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((row, 1))
-    lengths = sorted({size for _, size in runs})
-    advice = (
-        "Stock TRL calls rewards on each process's local rows, so a group that is split over processes reaches its "
-        "group "
-        "reward in pieces. Use grpo_lab.LabTrainer, which gathers first and scores whole groups"
-    )
-    if num_generations is None:
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        if processes > 1:
-            raise ValueError(
-                f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are "
-                "whole. "
-                f"{advice}; or give {name} `num_generations`, so that it can check"
-            )
-        if len(lengths) > 1 or lengths == [1]:
-            raise ValueError(
-                f"{name} cannot find whole groups: runs of equal prompts have lengths {lengths} (expected one "
-                "length, > 1; "
-                f"give `num_generations` if one prompt can come twice in a row). {advice}"
-            )
-        return runs
-    if any(size % num_generations for size in lengths):
-        raise ValueError(
+    runs = [len(list(equal)) for _, equal in groupby(prompts)]
+    lengths, processes = sorted(set(runs)), int(os.environ.get("WORLD_SIZE", "1"))
+    wrong = None
+    if num_generations is not None and any(size % num_generations for size in lengths):
+        wrong = (
             f"{name} needs whole groups of num_generations={num_generations}, but the local rows hold runs of equal "
-            f"prompts of lengths {lengths}. {advice}"
+            f"prompts of lengths {lengths}"
         )
-    return [(start + offset, num_generations) for start, size in runs for offset in range(0, size, num_generations)]
+    elif num_generations is None and processes > 1:
+        wrong = (
+            f"{name} sees only this process's rows (1 of {processes}) and does not know whether its groups are whole; "
+            "`num_generations` lets it check"
+        )
+    elif num_generations is None and (len(lengths) > 1 or lengths == [1]):
+        wrong = (
+            f"{name} cannot find whole groups: runs of equal prompts have lengths {lengths} (expected one length, > 1; "
+            "give `num_generations` if one prompt can come twice in a row)"
+        )
+    if wrong:
+        raise ValueError(
+            f"{wrong}. Stock TRL calls rewards on each process's local rows, so a group that is split over processes "
+            "reaches its group reward in pieces. Use grpo_lab.LabTrainer, which gathers first and scores whole groups"
+        )
+    starts = accumulate(runs, initial=0)
+    return [
+        (start + offset, num_generations or size)
+        for start, size in zip(starts, runs)
+        for offset in range(0, size, num_generations or size)
+    ]
 
 
 def refuse_waiting(call: Any, what: str) -> None:
-    """ValueError for an ``async def``: whole groups are scored on every rank, one after the other, and nobody
-    awaits."""
+    """ValueError for an ``async def``: whole groups are scored one after the other, and nobody awaits."""
     while isinstance(call, partial):
         call = call.func
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None)):  # noqa: B004
         raise ValueError(
             f"{what} is an `async def`, and nobody awaits it: `score_group` gives its numbers at once. Write it as "
-            "`def` and "
-            "wait inside (`asyncio.run`), or make what waits a completion reward, which may be `async def` in "
-            "`reward_funcs`, and name that in `requires`"
+            "`def` and wait inside (`asyncio.run`), or make what waits a completion reward, which may be `async def` "
+            "in `reward_funcs`, and name that in `requires`"
         )
 
 
@@ -111,13 +106,12 @@ class Group:
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget and not by an end token; ``None`` = not known (stock TRL hands it to no
-            reward).
+        truncated: stopped by the token budget, not by an end token; ``None`` = not known (in stock TRL).
         rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
         columns: the data set's columns, one value a sample.
         step, max_steps: training progress in optimizer steps.
-        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout (calls and
-            results; ``completions`` holds the last answer's text); ``None`` where a group is made without them.
+        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout
+            (``completions`` holds the last answer's text); ``None`` where a group is made without them.
         environments: one a sample, where the run has them and the reward asks (``reads_environments``).
     """
 
@@ -136,11 +130,9 @@ class Group:
     def __post_init__(self) -> None:
         size = len(self.completions)
         own = ("completion_ids", "lengths", "truncated", "messages", "environments")
-        lists: dict[str, Sequence[Any] | None] = {
-            **{name: getattr(self, name) for name in own},
-            **{f"rewards[{name!r}]": values for name, values in self.rewards.items()},
-            **{f"columns[{name!r}]": values for name, values in self.columns.items()},
-        }
+        lists: dict[str, Sequence[Any] | None] = {name: getattr(self, name) for name in own}
+        for kind, found in (("rewards", self.rewards), ("columns", self.columns)):
+            lists |= {f"{kind}[{name!r}]": values for name, values in found.items()}
         wrong = {name: len(values) for name, values in lists.items() if values is not None and len(values) != size}
         if size == 0 or wrong:
             raise ValueError(f"a group has one entry per completion; it has {size} completions but {wrong} entries")
@@ -193,10 +185,12 @@ class GroupReward(ABC):
         if name in group.rewards:
             return group.rewards[name]
         if name in self.sources:
-            prompts = [group.prompt] * len(group)
-            ids = group.completion_ids  # TRL hands them to every reward
-            said = group.completions if group.messages is None else group.messages
-            values = self.sources[name](prompts=prompts, completions=said, completion_ids=ids, **group.columns)
+            values = self.sources[name](
+                prompts=[group.prompt] * len(group),
+                completions=group.completions if group.messages is None else group.messages,
+                completion_ids=group.completion_ids,  # TRL hands them to every reward
+                **group.columns,
+            )
             return checked_scores(values, len(group), f"reward {name!r} (`sources` of {self.name})")
         raise ValueError(
             f"{self.name} needs the values of reward {name!r}, and this run has only {sorted(group.rewards)}. "
@@ -215,28 +209,33 @@ class GroupReward(ABC):
         """Stock TRL's call on local rows: group them, or say why that is impossible."""
         if completion_ids is None:
             raise ValueError(f"{self.name} counts tokens: call it with `completion_ids`, as TRL does")
-        sizes = local_group_sizes(prompts, self.num_generations, self.name)
+        if trainer_state is None and self.needs_progress():
+            raise ValueError(
+                f"{self.name} depends on the training step: call it with `trainer_state`, as TRL does, or use a "
+                "constant weight"
+            )
         rows = {
             name: values for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)
         }
-        values: Values = []
-        for start, size in sizes:
-            rows_of_group = slice(start, start + size)
-            ids = [list(row) for row in completion_ids[rows_of_group]]
-            environments = rows.get("environments") if self.reads_environments else None
-            group = Group(
-                prompt=prompts[start],
-                completions=[completion_text(completion) for completion in completions[rows_of_group]],
-                completion_ids=ids,
-                lengths=[len(row) for row in ids],
-                columns={name: column[rows_of_group] for name, column in rows.items() if name != "environments"},
-                messages=list(completions[rows_of_group]),
-                environments=None if environments is None else environments[rows_of_group],
-                step=_progress(self, trainer_state, "global_step"),
-                max_steps=_progress(self, trainer_state, "max_steps"),
+        environments = rows.pop("environments", None)
+        groups = []
+        for start, size in local_group_sizes(prompts, self.num_generations, self.name):
+            place = slice(start, start + size)
+            ids = [list(row) for row in completion_ids[place]]
+            groups.append(
+                Group(
+                    prompt=prompts[start],
+                    completions=[completion_text(completion) for completion in completions[place]],
+                    completion_ids=ids,
+                    lengths=[len(row) for row in ids],
+                    columns={name: column[place] for name, column in rows.items()},
+                    messages=list(completions[place]),
+                    environments=environments[place] if environments and self.reads_environments else None,
+                    step=int(getattr(trainer_state, "global_step", 0)),
+                    max_steps=int(getattr(trainer_state, "max_steps", 0)),
+                )
             )
-            values += score_groups(self, [group])
-        return values
+        return score_groups(self, groups)
 
     def needs_progress(self) -> bool:
         """True where the value depends on the training step, so that a call without it must be refused."""
@@ -244,18 +243,14 @@ class GroupReward(ABC):
 
 
 def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bool = False) -> Values:
-    """``score_group`` on every group, one after the other, checked: G values, each finite, or ``None`` or NaN
-    (unscorable).
-
-    ``keep_infinite``: an infinite one is handed on; whoever asks deals with it.
-    """
-    flat: Values = []
-    for group in groups:
-        scores = reward.score_group(group)
-        flat += checked_scores(
-            scores, len(group), f"group reward {reward.name!r} (`reward_funcs`)", infinite=keep_infinite
-        )
-    return flat
+    """``score_group`` on every group, checked: G values, each finite, or ``None`` or NaN (unscorable).
+    ``keep_infinite``: an infinite one is handed on."""
+    who = f"group reward {reward.name!r} (`reward_funcs`)"
+    return [
+        score
+        for group in groups
+        for score in checked_scores(reward.score_group(group), len(group), who, infinite=keep_infinite)
+    ]
 
 
 def scope_of(reward: Any) -> Scope:
@@ -264,26 +259,14 @@ def scope_of(reward: Any) -> Scope:
     if scope not in ("completion", "group", "step"):
         raise ValueError(f"reward {reward!r} declares scope {scope!r}; allowed: 'completion', 'group', 'step'")
     if scope == "group" and not hasattr(reward, "score_group"):
-        raise ValueError(
-            f"reward {reward!r} declares scope 'group' but has no `score_group`; derive it from GroupReward"
-        )
+        raise ValueError(f"reward {reward!r} declares scope 'group' but no `score_group`; derive it from GroupReward")
     return cast(Scope, scope)
 
 
-def _progress(reward: GroupReward, trainer_state: Any, name: str) -> int:
-    if trainer_state is None:
-        if reward.needs_progress():
-            raise ValueError(
-                f"{reward.name} depends on the training step: call it with `trainer_state`, as TRL does, or use a "
-                "constant weight"
-            )
-        return 0
-    return int(getattr(trainer_state, name))
-
-
 class _FunctionReward(GroupReward):
-    """A plain function ``group -> values`` as a ``GroupReward``. Pickled by the function's address, as functions
-    are."""
+    """A plain function ``group -> values`` as a ``GroupReward``, pickled by its address, as functions are."""
+
+    __qualname__: str
 
     def __init__(
         self,
@@ -301,10 +284,8 @@ class _FunctionReward(GroupReward):
             )
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires, self.reads_environments = requires, reads_environments
-        self.__name__ = score.__name__
-        self.__qualname__ = score.__qualname__
-        self.__module__ = score.__module__
-        self.__doc__ = score.__doc__
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(self, name, getattr(score, name))
         self._score = score
 
     def score_group(self, group: Group) -> Sequence[float | None]:
@@ -321,20 +302,6 @@ class _FunctionReward(GroupReward):
         return type(self), (self._score, *settings)
 
 
-@overload
-def group_reward(score: Callable[[Group], Sequence[float | None]], /) -> GroupReward: ...
-
-
-@overload
-def group_reward(
-    *,
-    requires: tuple[str, ...] = ...,
-    num_generations: int | None = ...,
-    sources: Mapping[str, CompletionReward] | None = ...,
-    reads_environments: bool = ...,
-) -> Callable[[Callable[[Group], Sequence[float | None]]], GroupReward]: ...
-
-
 def group_reward(
     score: Callable[[Group], Sequence[float | None]] | None = None,
     /,
@@ -346,16 +313,13 @@ def group_reward(
 ) -> Any:
     """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
 
-    With or without arguments; they are those of ``GroupReward``. ``requires`` names the completion rewards whose values
-    the function reads from ``group.rewards``; ``reads_environments`` gives it ``group.environments``. ValueError for an
+    ``requires`` names the completion rewards whose values the function reads from ``group.rewards``;
+    ``reads_environments`` gives it ``group.environments``; the others are those of ``GroupReward``. ValueError for an
     ``async def``, and for what is no function with a name.
     """
     check_requires(requires)
-    make = partial(
-        _FunctionReward,
-        requires=tuple(requires),
-        num_generations=num_generations,
-        sources=sources,
-        reads_environments=reads_environments,
-    )
+
+    def make(score: Callable[[Group], Sequence[float | None]]) -> GroupReward:
+        return _FunctionReward(score, tuple(requires), num_generations, sources, reads_environments)
+
     return make if score is None else make(score)

@@ -1,9 +1,7 @@
 """A reward's weight as a function of the optimizer step, and of nothing else.
 
-``weight(step)`` keeps no state, so a resumed run gives at step t what the uninterrupted run gave there: the step itself
-is in every checkpoint, and nothing else needs to be.
-
-``step`` counts finished optimizer steps as ``trainer_state.global_step`` does: the first batch is generated at step 0.
+So a resumed run gives at step t what the uninterrupted run gave there. ``step`` counts finished optimizer steps as
+``trainer_state.global_step`` does: the first batch is generated at step 0.
 
 ===============  =============================  ====================================================================
 ``kind``         settings                       weight at ``step``
@@ -40,9 +38,7 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """The weight at ``step`` ≥ 0."""
         if isinstance(step, bool) or int(step) != step or step < 0:
-            raise ValueError(
-                f"a schedule takes the number of finished optimizer steps, a whole number ≥ 0; got {step!r}"
-            )
+            raise ValueError(f"a schedule takes the number of finished optimizer steps, whole and ≥ 0; got {step!r}")
         return self.weight(int(step))
 
     def weight(self, step: int) -> float:
@@ -69,12 +65,9 @@ class Schedule:
 
 @settings()
 class Constant(Schedule):
-    """The same weight at every step."""
-
-    value: Float
-
     kind: ClassVar[str] = "constant"
     is_constant: ClassVar[bool] = True
+    value: Float
 
     def weight(self, step: int) -> float:
         return self.value
@@ -85,12 +78,9 @@ class Constant(Schedule):
 
 @settings()
 class Warmup(Schedule):
-    """0 for the steps ``0 … start − 1``, then ``value``."""
-
+    kind: ClassVar[str] = "warmup"
     start: Count
     value: Float
-
-    kind: ClassVar[str] = "warmup"
 
     def weight(self, step: int) -> float:
         return 0.0 if step < self.start else self.value
@@ -102,20 +92,15 @@ class Warmup(Schedule):
 
 @settings()
 class Linear(Schedule):
-    """``initial`` up to ``start``, ``value`` from ``end`` on, a straight line in between."""
-
+    kind: ClassVar[str] = "linear"
     start: Count
     end: Count
     value: Float
     initial: Float = 0.0
 
-    kind: ClassVar[str] = "linear"
-
     def __post_init__(self) -> None:
         if self.end <= self.start:
-            raise ValueError(
-                f"`end` must be after `start`, got start={self.start}, end={self.end}; for a jump use kind 'warmup'"
-            )
+            raise ValueError(f"`end` {self.end} must be after `start` {self.start}; for a jump use kind 'warmup'")
 
     def weight(self, step: int) -> float:
         if step <= self.start:  # both ends exactly, not up to rounding
@@ -134,8 +119,6 @@ class Linear(Schedule):
 
 @settings()
 class Cosine(Linear):
-    """Half a cosine between the two ends, flat at both."""
-
     kind: ClassVar[str] = "cosine"
 
     def curve(self, progress: float) -> float:
@@ -144,11 +127,8 @@ class Cosine(Linear):
 
 @settings()
 class Piecewise(Schedule):
-    """Steps up and down: ``points`` are ``(step, value)`` in rising order, the first at step 0."""
-
-    points: Points
-
     kind: ClassVar[str] = "piecewise"
+    points: Points
 
     def __post_init__(self) -> None:
         steps = [at for at, _ in self.points]
@@ -170,11 +150,8 @@ _KINDS: dict[str, type[Schedule]] = {kind.kind: kind for kind in (Constant, Warm
 
 
 def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
-    """A number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule → a schedule.
-
-    Raises:
-        ValueError: an unknown kind or setting (named with the nearest known one), a missing setting, a bad value.
-    """
+    """A number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule → a schedule. ``ValueError``
+    for an unknown kind or setting, a missing setting, a bad value."""
     if isinstance(spec, Schedule):
         return spec
     if isinstance(spec, (int, float)) and not isinstance(spec, bool):

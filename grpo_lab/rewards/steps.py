@@ -29,63 +29,49 @@ from grpo_lab.rewards.completion import completion_text
 from grpo_lab.verifiers.verdict import as_number
 
 StepScores = list[tuple[int, float | None]]
+TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """The steps of one completion, checked: ends within its ``tokens`` and ascending, scores finite or NaN
-    (``infinite``: or ±∞)."""
+    """One completion's steps, checked: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``.
+
+    Ends and scores become Python's own numbers (numpy's and torch's are taken, too).
+    """
     steps: StepScores = []
     for step in row:
-        end, score = _pair(step, place, name)
+        try:
+            end, score = step
+            score = as_number(score)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), "
+                "the score a finite number or None"
+            ) from error
+        if not isinstance(end, bool):
+            with suppress(TypeError):  # what is no whole number is named below
+                end = operator.index(end)
         last = steps[-1][0] if steps else -1
-        if not isinstance(end, int) or isinstance(end, bool) or not last < end < tokens:
+        if type(end) is not int or not last < end < tokens:
             raise ValueError(
                 f"step reward {name!r} ends a step of completion {place} at token {end!r}; ends are whole numbers that "
                 f"ascend within the completion's {tokens} tokens (0 = first), and the one before is {last}"
             )
         if score is not None and math.isinf(score) and not infinite:
             raise ValueError(
-                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers, or "
-                "None"
+                f"step reward {name!r} gave {score} to a step of completion {place}; finite or None is allowed"
             )
         steps.append((end, score))
     return steps
 
 
-def _lists(scored: Any, count: int, name: str) -> list[list[Any]]:
-    """A list of lists, one a completion."""
-
-    def listed(value: Any, where: str) -> list[Any]:
-        plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
-        if plain or getattr(value, "ndim", 1) == 0:
-            raise ValueError(
-                f"step reward {name!r} returned {value!r}{where}; a step reward returns [[(end_token, score), …], "
-                "…], one list for "
-                f"each of the {count} completions (an empty one where no step is scored)"
-            )
-        return list(value)
-
-    rows = [listed(row, f" for completion {place}") for place, row in enumerate(listed(scored, ""))]
-    if len(rows) != count:
-        raise ValueError(f"step reward {name!r} returned {len(rows)} lists for {count} completions")
-    return rows
-
-
-def _pair(step: Any, place: int, name: str) -> tuple[Any, float | None]:
-    """``(end_token, score)`` as Python's own numbers (numpy's and torch's are taken, too)."""
-    try:
-        end, score = step
-        value = as_number(score)
-    except (TypeError, ValueError, RuntimeError) as error:
+def _listed(value: Any, count: int, name: str, where: str = "") -> list[Any]:
+    plain = value is None or isinstance(value, str | Mapping) or not hasattr(value, "__iter__")
+    if plain or getattr(value, "ndim", 1) == 0:
         raise ValueError(
-            f"step reward {name!r} gave {step!r} for a step of completion {place}; a step is (end_token, score), the "
-            "score a finite "
-            "number or None"
-        ) from error
-    if not isinstance(end, bool):
-        with suppress(TypeError):  # what is no whole number is named where its place is checked
-            end = operator.index(end)
-    return end, value
+            f"step reward {name!r} returned {value!r}{where}; a step reward returns [[(end_token, score), …], …], one "
+            f"list for each of the {count} completions (an empty one where no step is scored)"
+        )
+    return list(value)
 
 
 Splitter = Callable[[str], Sequence[int]]
@@ -107,32 +93,26 @@ class StepReward(ABC):
 
     @abstractmethod
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Sequence[Sequence[tuple[int, float | None]]]:
         """``[[(end_token, score), …], …]``, one list a completion."""
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[StepScores]:
         """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
-        return self.checked(
-            self.score_steps(prompts, completions, completion_ids=completion_ids, **columns), completion_ids
-        )
+        scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
+        return self.checked(scored, completion_ids)
 
-    def checked(
-        self, scored: Any, completion_ids: Sequence[Sequence[int]], keep_infinite: bool = False
-    ) -> list[StepScores]:
-        """What ``score_steps`` answered, checked; a NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ is
-        handed on."""
-        rows = _lists(scored, len(completion_ids), self.name)
+    def checked(self, scored: Any, completion_ids: TokenIds, keep_infinite: bool = False) -> list[StepScores]:
+        """What ``score_steps`` gave, checked; NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ stays."""
+        count = len(completion_ids)
+        rows = [
+            _listed(row, count, self.name, f" for completion {place}")
+            for place, row in enumerate(_listed(scored, count, self.name))
+        ]
+        if len(rows) != count:
+            raise ValueError(f"step reward {self.name!r} returned {len(rows)} lists for {count} completions")
         found = [
             _steps_of(row, len(ids), place, self.name, keep_infinite)
             for place, (row, ids) in enumerate(zip(rows, completion_ids, strict=True))
@@ -142,39 +122,30 @@ class StepReward(ABC):
 
 
 class _FunctionStepReward(StepReward):
+    __qualname__: str
+
     def __init__(self, score: Callable[..., Any]) -> None:
         self._score = score
-        named = _named_in(score)
-        self.__name__ = named.__name__
-        self.__qualname__ = named.__qualname__
-        self.__module__ = named.__module__
-        self.__doc__ = named.__doc__
+        named: Any = score
+        while isinstance(named, functools.partial):
+            named = named.func
+        named = named if hasattr(named, "__qualname__") else type(named)
+        self._by_address = named is score  # a partial or an object has none of its own
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(self, name, getattr(named, name))
 
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Any:
         return self._score(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        if _named_in(self._score) is not self._score:
-            return step_reward, (self._score,)
-        return str(self.__qualname__)  # as functions are: by address, which holds this object after the decorator
-
-
-def _named_in(score: Callable[..., Any]) -> Any:
-    """The function inside a ``functools.partial``, the class of a callable object: what has a name."""
-    while isinstance(score, functools.partial):
-        score = score.func
-    return score if hasattr(score, "__qualname__") else type(score)
+        # as functions are: by address, which holds this object after the decorator
+        return str(self.__qualname__) if self._by_address else (step_reward, (self._score,))
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:
-    """Decorator: ``f(prompts, completions, completion_ids, **columns) -> [[(end_token, score), …], …]`` becomes a step
-    reward."""
+    """Decorator: a function ``-> [[(end_token, score), …], …]`` becomes a step reward."""
     if not callable(score):
         raise ValueError(f"@step_reward decorates a function, got {score!r}")
     return _FunctionStepReward(score)
@@ -199,19 +170,7 @@ def _ends(text: str, between: str) -> list[int]:
     return ends
 
 
-SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
-"""By the names that a recipe may use."""
-
-
-def splitter(split: Splitter | str) -> Splitter:
-    """A splitter by its name. Raises ``ValueError`` for another name."""
-    if isinstance(split, str):
-        if split not in SPLITTERS:
-            raise ValueError(
-                f"`split` is {split!r}; it must be one of {sorted(SPLITTERS)}, or a function `text -> ends`"
-            )
-        return SPLITTERS[split]
-    return split
+_SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
 
 
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
@@ -220,8 +179,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
     ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
 
     Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever
-    its offsets; special tokens count no character. Steps that end within the same token become one: ends are strictly
-    ascending.
+    its offsets; special tokens count no character.
     """
     if not character_ends or not ids:
         return []
@@ -239,20 +197,15 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
     """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is
-    none.
-
-    Raises:
-        ValueError: ``reward`` is no step reward.
-    """
+    none. ``ValueError`` for what is no step reward."""
     if not isinstance(reward, StepReward):
         raise ValueError(
-            f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or "
-            "an object "
-            "whose class derives from `StepReward`"
+            f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or an "
+            "object whose class derives from `StepReward`"
         )
 
     def outcome(
-        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
+        prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[float | None]:
         return [mean_score(steps) for steps in reward(prompts, completions, completion_ids=completion_ids, **columns)]
 
@@ -266,8 +219,7 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all completions at
-    once).
+    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all at once).
 
     Args:
         split: ``text -> ends`` in characters, or ``"line"`` (default: every line that is not blank) or ``"paragraph"``.
@@ -275,7 +227,11 @@ class SplitStepReward(StepReward):
     """
 
     def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
-        self.split, self.tokenizer = splitter(split), tokenizer
+        if isinstance(split, str):
+            if split not in _SPLITTERS:
+                raise ValueError(f"`split` is {split!r}; it must be one of {sorted(_SPLITTERS)} or a function")
+            split = _SPLITTERS[split]
+        self.split, self.tokenizer = split, tokenizer
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
@@ -284,16 +240,11 @@ class SplitStepReward(StepReward):
     def score_all(
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> Sequence[Sequence[float | None]]:
-        """``score_texts`` of every completion. ``columns``: what TRL hands over besides; rows may have a column of any
-        name."""
+        """``score_texts`` of every completion. ``columns``: what TRL hands over besides."""
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[StepScores]:
         if self.tokenizer is None:
             raise ValueError(
@@ -304,11 +255,10 @@ class SplitStepReward(StepReward):
         cuts = [self._cut(text) for text in texts]
         steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
         scores = self.score_all(prompts, steps, columns)
-        for texts_of, found in zip(steps, scores, strict=True):
-            if len(found) != len(texts_of):
+        for own, found in zip(steps, scores, strict=True):
+            if len(found) != len(own):
                 raise ValueError(
-                    f"{self.name} scored {len(found)} of a completion's {len(texts_of)} steps; None is for one not "
-                    "scored"
+                    f"{self.name} scored {len(found)} of a completion's {len(own)} steps; None: not scored"
                 )
         return [self._placed(*one) for one in zip(completion_ids, texts, cuts, scores, strict=True)]
 
@@ -318,16 +268,15 @@ class SplitStepReward(StepReward):
         if not whole or any(not a < b <= len(text) for a, b in zip([0, *ends], ends)):
             raise ValueError(
                 f"`split` of {self.name} gave {ends} for a text of {len(text)} characters; it gives, for each step, "
-                "the index behind its "
-                "last character, ascending"
+                "the index behind its last character, ascending"
             )
         return ends
 
     def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
         """At the tokens where the steps end; of steps that end within one token the worst score counts."""
-        merged: dict[int, float | None] = {}
+        merged: dict[int, float] = {}
         to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
         for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):
-            before = merged.get(end)
-            merged[end] = score if before is None else before if score is None else min(before, score)
-        return [(end, score) for end, score in merged.items() if score is not None]
+            if score is not None:
+                merged[end] = min(merged.get(end, score), score)
+        return list(merged.items())

@@ -1,29 +1,15 @@
 """``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
 
-As in TRL's ``PRMTrainer``: the prompt, then each step followed by a separator, tokenized part by part; a step's label
-is on its last token.
+As in TRL's ``PRMTrainer``: the prompt, then each step and a separator, tokenized part by part, the label on its last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class _Read:
-    """One completion as the reward model reads it: ids, and for each of its steps the place that is scored (``None``:
-    beyond)."""
-
-    ids: list[int]
-    places: list[int | None]
 
 
 class TokenClassificationSteps(SplitStepReward):
@@ -34,8 +20,7 @@ class TokenClassificationSteps(SplitStepReward):
     nothing after it.
 
     Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond
-    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (arXiv 2312.08935), DeepSeekMath
-    (2402.03300, §4.1.3).
+    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (2312.08935), DeepSeekMath §4.1.3.
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.
@@ -43,16 +28,14 @@ class TokenClassificationSteps(SplitStepReward):
         separator: what follows every step, as in the model's training (TRL's default: a newline).
         split: ``text -> ends`` of the steps in characters, or ``"line"``, ``"paragraph"``.
         good: index or name of the label that means a right step.
-        column: data column that the model reads in place of the prompt (``"question"``), where the prompt has a
-            template around it.
+        column: data column that the model reads in place of the prompt, where that has a template around it.
         batch_size: completions a forward.
         max_length: most tokens that the model reads; ``None``: its own number of positions.
         device: ``None``: the run's own.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
 
     Raises:
-        ValueError: no model there, one that does not classify tokens, a label that it does not have, settings out of
-            range.
+        ValueError: no model there that classifies tokens, a label that it does not have, settings out of range.
     """
 
     def __init__(
@@ -77,7 +60,7 @@ class TokenClassificationSteps(SplitStepReward):
         named = isinstance(model, str | Path)
         self.source = str(model) if named else type(model).__name__
         self.columns = () if column is None else (column,)  # the trainer looks for them among the rows
-        self.separator, self.column, self.batch_size, self.device = separator, column, batch_size, device
+        self.column, self.batch_size, self.device = column, batch_size, device
         self._model: Any = None if named else model
         if model_tokenizer is None and not named:
             raise ValueError("`model` is a loaded model: give its tokenizer, too (`model_tokenizer`)")
@@ -88,9 +71,7 @@ class TokenClassificationSteps(SplitStepReward):
         self.max_length: int | None = max_length or own
         self._separator_ids = self._ids(separator)
         if not self._separator_ids:
-            raise ValueError(
-                f"`separator` {separator!r} is no token of {self.source}'s tokenizer: nothing could be scored there"
-            )
+            raise ValueError(f"`separator` {separator!r} is no token of {self.source}'s tokenizer: nothing to score")
 
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
         if self.column is not None:
@@ -101,57 +82,53 @@ class TokenClassificationSteps(SplitStepReward):
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
-            raise ValueError(
-                f"{self.name} reads the column {self.column!r} (`column`), and the rows have {sorted(columns)}"
-            )
+            raise ValueError(f"{self.name} reads the column {self.column!r} (`column`); rows have {sorted(columns)}")
         heads = prompts if self.column is None else columns[self.column]
         begun: dict[str, list[int]] = {}  # the completions of a group have one prompt
-        read = [self._read(head, texts, begun) for head, texts in zip(heads, steps, strict=True)]
-        scores: list[list[float | None]] = [[None] * len(one.places) for one in read]
-        worth = sorted(
-            (i for i, one in enumerate(read) if any(p is not None for p in one.places)), key=lambda i: len(read[i].ids)
-        )
+        read = []
+        for head, texts in zip(heads, steps, strict=True):
+            if repr(head) not in begun:
+                begun[repr(head)] = self._prompt_ids(head)
+            read.append(self._read(begun[repr(head)], texts))
+        scores: list[list[float | None]] = [[None] * len(texts) for texts in steps]
+        worth = sorted((row for row, (_, places) in enumerate(read) if places), key=lambda row: len(read[row][0]))
         for first in range(0, len(worth), self.batch_size):
             batch = worth[first : first + self.batch_size]
-            for row, good in zip(batch, self._good([read[i].ids for i in batch]), strict=True):
-                scores[row] = [None if place is None else good[place] for place in read[row].places]
-        asked = [place for one in read for place in one.places]
+            for row, good in zip(batch, self._good([read[row][0] for row in batch]), strict=True):
+                scores[row][: len(read[row][1])] = [good[place] for place in read[row][1]]
+        asked, scored = sum(map(len, steps)), sum(len(places) for _, places in read)
         if columns.get("log_metric") is not None and asked:
-            columns["log_metric"](f"{self.name}/beyond_share", asked.count(None) / len(asked))
+            columns["log_metric"](f"{self.name}/beyond_share", (asked - scored) / asked)
         return scores
 
-    def _read(self, prompt: Any, steps: Sequence[str], begun: dict[str, list[int]]) -> _Read:
-        key = repr(prompt)
-        if key not in begun:
-            begun[key] = self._prompt_ids(prompt)
-        ids, places = list(begun[key]), list[int | None]()
+    def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
+        """One completion as the reward model reads it: ids, and the places of the steps that are not beyond its end."""
+        ids, places = list(prompt), []
         for step in steps:
             more = [*self._ids(step.strip()), *self._separator_ids]
             if self.max_length is not None and len(ids) + len(more) > self.max_length:
                 break
             ids += more
             places.append(len(ids) - 1)
-        return _Read(ids, places + [None] * (len(steps) - len(places)))
+        return ids, places
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str):
-            if not getattr(self.model_tokenizer, "chat_template", None):
-                raise ValueError(
-                    f"the prompt is a list of messages, and the tokenizer of {self.source} has no chat template: "
-                    "name the column "
-                    "with the question as plain text (`column`), or give a tokenizer with a template "
-                    "(`model_tokenizer`)"
-                )
+        if isinstance(prompt, str):
+            start = getattr(self.model_tokenizer, "bos_token_id", None)
+            ids = [*([] if start is None else [start]), *self._ids(prompt)]
+        elif getattr(self.model_tokenizer, "chat_template", None):
             prompt = self.model_tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             ids = self._ids(prompt)
         else:
-            start = getattr(self.model_tokenizer, "bos_token_id", None)
-            ids = [*([] if start is None else [start]), *self._ids(prompt)]
+            raise ValueError(
+                f"the prompt is a list of messages, and the tokenizer of {self.source} has no chat template: name the "
+                "column with the question as plain text (`column`), or give a tokenizer with a template "
+                "(`model_tokenizer`)"
+            )
         if self.max_length is not None and len(ids) >= self.max_length:
             raise ValueError(
                 f"a prompt has {len(ids)} tokens of {self.source}, which reads {self.max_length} (`max_length`): "
-                "prompts are not cut, as "
-                f"steps cannot be judged without them. It begins {prompt[:60]!r}"
+                f"prompts are not cut, as steps cannot be judged without them. It begins {prompt[:60]!r}"
             )
         return ids
 
@@ -165,31 +142,26 @@ class TokenClassificationSteps(SplitStepReward):
         width, pad = max(map(len, batch)), getattr(self.model_tokenizer, "pad_token_id", None) or 0
         ids = torch.tensor([row + [pad] * (width - len(row)) for row in batch])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch])
-        model, device = self._loaded()
-        with torch.inference_mode():
-            logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        if logits.dim() != 3 or logits.size(1) != width or logits.size(2) <= self.good:
-            raise ValueError(
-                f"{self.source} answered with logits {tuple(logits.shape)}; [{len(batch)}, {width}, labels] is needed"
-            )
-        good = logits.float().softmax(-1)[..., self.good].cpu()
-        return [row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)]
-
-    def _loaded(self) -> tuple[Any, torch.device]:
-        import torch
-
         if self._model is None:
-            self._model = _weights(self.source)
+            from transformers import AutoModelForTokenClassification as Kind
+
+            self._model, loading = Kind.from_pretrained(self.source, output_loading_info=True)
+            if lacking := sorted(loading["missing_keys"]):
+                raise ValueError(f"the weights of {self.source!r} lack {lacking}: its scores would be random")
         if self.device is None:
             from accelerate import PartialState
 
             device = PartialState().device
         else:
             device = torch.device(self.device)
-        model = self._model
-        if model.training or next(model.parameters()).device != device:
-            self._model = model = model.to(device).eval()
-        return model, device
+        if self._model.training or next(self._model.parameters()).device != device:
+            self._model = self._model.to(device).eval()
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        if logits.dim() != 3 or logits.size(1) != width or logits.size(2) <= self.good:
+            raise ValueError(f"{self.source} gave logits {tuple(logits.shape)}, not [{len(batch)}, {width}, labels]")
+        good = logits.float().softmax(-1)[..., self.good].cpu()
+        return [row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)]
 
 
 def _config(source: str) -> Any:
@@ -206,10 +178,9 @@ def _config(source: str) -> Any:
     kinds = getattr(config, "architectures", None) or []
     if not any(kind.endswith("ForTokenClassification") for kind in kinds):
         raise ValueError(
-            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; a step reward needs a "
-            "model with a head that "
-            "classifies tokens (`AutoModelForTokenClassification`). One of another kind can be given loaded, with "
-            "`model_tokenizer`"
+            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; a step reward needs a model "
+            "with a head that classifies tokens (`AutoModelForTokenClassification`). One of another kind can be given "
+            "loaded, with `model_tokenizer`"
         )
     return config
 
@@ -220,24 +191,12 @@ def _tokenizer(source: str) -> Any:
     reason = "nothing that could be read as one"
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        if tokenizer("1 + 1\n", add_special_tokens=False)[
-            "input_ids"
-        ]:  # transformers makes an empty one where there is none
+        # transformers makes an empty one where there is none
+        if tokenizer("1 + 1\n", add_special_tokens=False)["input_ids"]:
             return tokenizer
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
     raise ValueError(f"`model` {source!r} has no tokenizer beside it ({reason}): give `model_tokenizer`")
-
-
-def _weights(source: str) -> Any:
-    from transformers import AutoModelForTokenClassification
-
-    model, loading = AutoModelForTokenClassification.from_pretrained(source, output_loading_info=True)
-    if loading["missing_keys"]:
-        raise ValueError(
-            f"the weights of {source!r} lack {sorted(loading['missing_keys'])}: its scores would be random"
-        )
-    return model
 
 
 def _label(good: int | str, config: Any, source: str) -> int:

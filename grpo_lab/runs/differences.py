@@ -1,18 +1,27 @@
-"""Is this the same run, and what differs: settings by their flat names, and the rows, in one sentence each."""
+"""Is this the same run, and what differs: settings by their flat names, rows and releases, in one sentence each."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from datasets import Image
 
+from grpo_lab.io import is_local
+from grpo_lab.recipe.models import model_files
+from grpo_lab.runs.folder import record_of
+
 FLAT = ("arguments", "sampling")
 """Sections whose settings stand in a recipe without a section's name."""
+OF_NO_FILE = ("name", "output_dir", "keep_models", "max_hours", "stop_file")
+"""Settings of a recipe that nothing which is made follows from."""
+PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "math-verify", "vllm")
 
 
 @dataclass(frozen=True)
@@ -37,12 +46,25 @@ def plain_settings(recipe: Any) -> dict[str, Any]:
     return plain
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two recipes of plain values, by the names that a recipe gives its settings."""
-    before, after = dict(_flat(then)), dict(_flat(now))
-    names = sorted({*before, *after})
-    found = [Difference(name, before.get(name), after.get(name)) for name in names]
-    return [one for one in found if one.old != one.new]
+def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
+    """What a run's files follow from, as JSON gives it back; ``models``: paths, of which those here count by what they
+    hold, too."""
+    said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
+    return {**said, "model_files": {path: model_files(path) for path in sorted(str(m) for m in models if is_local(m))}}
+
+
+def earlier_run(
+    recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What ``run.json`` says of an earlier run of ``command`` in the recipe's folder; `{}` for a new folder, and with
+    ``overwrite``. ValueError where the folder holds something else, or a run of other ``settings`` (what two runs must
+    have in common, of a recipe), which are named."""
+    found = record_of(recipe.output_dir, command)
+    if overwrite or not found:
+        return {}
+    if "recipe" in found:
+        refuse_other_settings(recipe.output_dir, found["recipe"], settings(recipe))
+    return found
 
 
 def refuse_other_settings(
@@ -51,14 +73,15 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """The differences that ``may_differ``: nothing that was made follows from them. ValueError that names the
-    others."""
-    found = differences(then, now)
+    """What differs between two recipes of plain values, all of it what ``may_differ``. ValueError that names the
+    rest."""
+    before, after = dict(_flat(then)), dict(_flat(now))
+    every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
+    found = [one for one in every if one.old != one.new]
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
             f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, refused))}. Choose "
-            "another "
-            "`--output_dir`, or give --overwrite"
+            "another `--output_dir`, or give --overwrite"
         )
     return found
 
@@ -94,11 +117,10 @@ def rows_fingerprint(rows: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     """What JSON has no form for; never an address in memory."""
-    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else f"<{type(value).__name__}> {_text(value)}"
-
-
-def _text(value: Any) -> str:
-    return str(value) if type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value) else ""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    has_text = type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value)
+    return f"<{type(value).__name__}> {value if has_text else ''}"
 
 
 def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
@@ -110,3 +132,22 @@ def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
             f"{now['count']} rows ({now['fingerprint']}). A resumed run goes on in the same order through the same "
             "rows: bring them back, or choose another `--output_dir`, or give --overwrite"
         )
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the machine and the packages that numbers depend on."""
+    found = {"python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def other_releases(record: Mapping[str, Any]) -> list[str]:
+    """Old → new, of what ``run.json`` says the run was computed with; empty where it says nothing yet."""
+    then, now = record.get("versions") or {}, versions()
+    names = sorted({*then, *now}) if then else []
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return [f"{name} {then.get(name, 'not installed')} → {now.get(name, 'not installed')}" for name in changed]

@@ -16,6 +16,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ log = logging.getLogger(__name__)
 LOCK = "run.lock"
 RUN = "run.json"
 """What was run, and how far it has come."""
+RESCUE = (
+    "it says what this folder holds; put a copy back, or choose another `--output_dir` (its checkpoints can be read by "
+    "trainer.train(resume_from_checkpoint=…))"
+)
 
 
 class FolderGone(OSError):
@@ -34,11 +39,7 @@ class FolderGone(OSError):
 
 class OneWriter:
     """``with OneWriter(folder) as writer: … writer.take()``: from there to the end of the block the folder is this
-    process's.
-
-    Raises:
-        FolderGone: at the end of the block, in place of what came of it: half a run may stand where the folder was.
-    """
+    process's. FolderGone, in place of what came of the block: half a run may stand where the folder was."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
@@ -57,18 +58,13 @@ class OneWriter:
         self._held = None
         if gone:
             raise FolderGone(
-                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into "
-                "it: what stands there now "
-                "is not all of it"
+                f"{str(self.file.parent)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: "
+                "what stands there now is not all of it"
             ) from error
 
     def take(self) -> OneWriter:
-        """The folder is made where it is not there.
-
-        Raises:
-            ValueError: another process writes there: which, where, since when; or a link stands in the place of the
-                lock.
-        """
+        """The folder is made where it is not there. ValueError: another process writes there (which, where, since
+        when), or a link stands in the place of the lock."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         while self._held is None:
             opened = no_link(str(self.file), os.O_RDWR | os.O_CREAT)
@@ -77,8 +73,7 @@ class OneWriter:
                 os.close(opened)
                 raise ValueError(
                     f"`output_dir` {str(self.file.parent)!r} is in use: {said} writes there. Wait for its end, end "
-                    "it, or choose "
-                    "another `--output_dir`"
+                    "it, or choose another `--output_dir`"
                 )
             if self._is_there(opened):  # not one that its owner has just removed
                 self._held = opened
@@ -124,42 +119,49 @@ def is_empty(folder: Path) -> bool:
     return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
-def record_of(folder: Path, pipeline: str | None, marker: str = RUN) -> dict[str, Any]:
-    """What an earlier run of ``pipeline`` (None: of `grpo-lab train`) says of itself in ``folder``; `{}` for a new
-    folder. Nothing is written.
-
-    Args:
-        marker: a name other than ``run.json`` is of one pipeline alone.
-
-    Raises:
-        ValueError: the folder holds something else, or nothing can be written there.
-    """
+def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:
+    """What an earlier run of ``command`` (None: of `grpo-lab train`) says of itself in ``folder``, `{}` for a new one;
+    a ``marker`` other than ``run.json`` is of one command alone. ValueError: the folder holds something else, or
+    nothing can be written there. Nothing is."""
     check_writable(folder)
     found = read_marker(folder / marker)
-    if found and (marker != RUN or found.get("pipeline") == pipeline):
+    if found and (marker != RUN or found.get("pipeline") == command):
         return found
     if folder.is_dir() and not is_empty(folder):
         raise ValueError(f"`output_dir` {str(folder)!r} holds something else; choose another `--output_dir`")
     return {}
 
 
-def write_run(folder: Path, summary: dict[str, Any]) -> None:
+def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
     """``run.json``: what was run, and how far it has come."""
     write_json(folder / RUN, summary)
 
 
-def read_marker(file: Path) -> dict[str, Any]:
-    """What marks a folder as ours; empty where there is no such file. ValueError for a damaged one."""
+def read_marker(file: Path, advice: str = RESCUE) -> dict[str, Any]:
+    """What marks a folder as ours; empty where there is no such file. ValueError with ``advice`` for a damaged one."""
     if not file.is_file():
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged ({error}), and it says what this folder holds: put a copy back, or choose another "
-            "`--output_dir` "
-            "(its checkpoints can be read by trainer.train(resume_from_checkpoint=…))"
-        ) from error
+        raise ValueError(f"{file} is damaged ({error}): {advice}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping; choose another `--output_dir`")
+        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping: {advice}")
     return found
+
+
+def problems_in(file: Path) -> int:
+    """How many problems a file of samples holds: its whole lines after the header."""
+    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+
+
+def kept(recipe: Any) -> str:
+    """What is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint."""
+    folder: Path = recipe.output_dir
+    seconds = read_marker(folder / RUN).get("seconds")
+    found = list(seconds) if isinstance(seconds, Mapping) else []
+    steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
+    found += [f"checkpoint-{max(steps)}"] if steps else []
+    samples = {name: problems_in(folder / f"{name}.jsonl") for name in ("pass_rates", "guesses", "samples")}
+    found += [f"{name.replace('_', ' ')} of {count:,} problems" for name, count in samples.items() if count]
+    return f"{'; '.join(found)} in {folder} (the same command goes on)" if found else "nothing"

@@ -24,11 +24,8 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
-    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again. Half a line goes, too.
-
-    Args:
-        evaluation_due: the one after ``step`` will be made, and written, again.
-    """
+    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again, and so will, where it
+    is due, the evaluation after ``step``. Half a line goes, too."""
     if file.is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))

@@ -1,34 +1,16 @@
-"""A pipeline is a list of stages, carried out in order; each leaves a marker when it is done; killed anywhere, the same
+"""A command is a list of stages, carried out in order; each leaves a marker when it is done; killed anywhere, the same
 command goes on.
 
-The protocol of a stage:
-
-    name     its marker is ``<name>.json`` in the folder that it works in
-    inputs   the stages before it whose facts it reads; ``carry_out`` refuses a list in which one of them does not come
-             before it
-    plan()   what it will do, title → words: what ``--dry-run`` prints; writes nothing, and raises what would stop it
-    run(at)  does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and pages read
-             of it
-
-- The facts, written whole, are the marker: a stage with a marker is never done again, one without is done from its
-  beginning (sampling goes on with the batches that are there, a training with its checkpoint: they keep that
-  themselves).
-- Whatever a stage draws follows from the run's seed, its folder and its name, so a run that was killed leaves the same
-  files as one that was not. Times are no facts: ``report`` hears them.
-- ``remembered=False``: a stage that is cheap beside what it reads from the disk, and follows from settings that may
-  change between two runs (a curation's filters): it leaves no marker and is done by each run.
-- ``whole=True``: a stop breaks it off, and it is done again (an evaluation); without, a stop ends it where it looks
-  (``runs.stop``).
-- Whether the folder is this pipeline's is asked before (``runs.folder.record_of``), and whether its recipe is the same
-  (``runs.differences``): the same command goes on, a changed recipe is refused with what differs, ``--overwrite``
-  begins anew.
-
-``runs`` knows no stage of its own: ``stages/`` has what they do, and a pipeline says which, in which folder.
-"""
+What a stage returns, its facts, are its marker, written whole: a stage with a marker is never done again, one without
+is done from its beginning (samples are kept by their batches, a training by its checkpoint). Whatever a stage draws
+follows from the run's seed, its folder and its name, so a run that was killed leaves the same files as one that was
+not. ``runs`` knows no stage of its own: ``stages/`` has what they do, and a command says which, in which folder."""
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,30 +18,45 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import write_json
-from grpo_lab.runs.folder import OneWriter
+from grpo_lab.runs.differences import versions
+from grpo_lab.runs.folder import OneWriter, read_marker, write_run
 from grpo_lab.runs.stop import StopRequests
 
 Facts = dict[str, Any]
 Words = dict[str, str]
+Report = Callable[[Any, str, float | None], None]
+"""``report(at, stage, None)`` before a stage, with its seconds afterwards."""
+
+console = Terminal()
 
 
 @dataclass
 class At:
-    """Where stages work.
-
-    Args:
-        folder: of their files and markers.
-        facts: stage → what it found, of the stages that are done.
-    """
+    """Where stages work: the folder of their files and markers; ``stop``, asked between two things that are done
+    (``check``) and around a training; the facts of the stages that are done."""
 
     folder: Path
+    stop: StopRequests
     facts: dict[str, Facts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a pipeline; the module's text says what each field promises."""
+    """One step of a command.
+
+    Args:
+        name: its marker is ``<name>.json`` in the folder that it works in.
+        run: ``run(at)`` does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and
+            pages read of it.
+        plan: what it will do, title → words, for ``--dry-run``; writes nothing, and raises what would stop it.
+        inputs: the stages before it whose facts it reads.
+        remembered: false leaves no marker: it is cheap, and follows from settings that may change between two runs.
+        whole: a stop breaks it off, and it is done again; without, a stop ends it where it looks (``runs.stop``).
+    """
 
     name: str
     run: Callable[[Any], Mapping[str, Any] | None]
@@ -69,20 +66,9 @@ class Stage:
     whole: bool = False
 
 
-Report = Callable[[Any, str, float | None], None]
-"""``report(at, stage, None)`` before a stage, with its seconds afterwards."""
-
-
-def carry_out(
-    stages: Sequence[Stage], at: At, stop: StopRequests | None = None, report: Report = lambda at, stage, seconds: None
-) -> None:
-    """Every stage that has no marker, in order; ``at.facts`` has them all afterwards.
-
-    Raises:
-        ValueError: a damaged marker, or a stage that reads one that does not come before it. What a stage raises comes
-            through.
-        Interrupted: asked to stop.
-    """
+def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage, seconds: None) -> None:
+    """Every stage that has no marker, in order; ``at.facts`` has them all afterwards. ValueError for a damaged marker,
+    or a stage that reads one that does not come before it; Interrupted: asked to stop."""
     at.folder.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         if missing := [name for name in stage.inputs if name not in at.facts]:
@@ -92,10 +78,13 @@ def carry_out(
         if found is None:
             began = time.perf_counter()
             report(at, stage.name, None)
-            with nullcontext() if stop is None or stage.whole else stop.held():
+            with nullcontext() if stage.whole else at.stop.held():
                 found = json.loads(json.dumps(dict(stage.run(at) or {}), default=str))
                 if stage.remembered:
                     write_json(marker, found)
+            gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             report(at, stage.name, time.perf_counter() - began)
         at.facts[stage.name] = found
 
@@ -106,32 +95,62 @@ def plan_of(stages: Iterable[Stage]) -> Words:
 
 
 @contextmanager
-def working(recipe: Any, new: bool) -> Iterator[StopRequests]:
-    """Around a run: its folder is this process's, and it can be asked to stop.
+def working(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
+    """Around a run: its folder is this process's, and it can be asked to stop (``Interrupted``, here or in the block).
 
     Args:
-        recipe: of any pipeline: its ``output_dir``, ``max_hours``, ``stop_file``.
-        new: nothing is there to go on with, so that a stop file which waits is an earlier run's.
-
-    Raises:
-        ValueError: another process writes there.
-        Interrupted: asked to stop, here or in the block.
+        recipe: of any command: its ``output_dir``, ``max_hours``, ``stop_file``.
+        earlier: what an earlier run, which is gone on with, says of itself. Empty: this one is new, and a stop file
+            that waits is an earlier one's.
     """
     folder = recipe.output_dir
     with OneWriter(folder).take(), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
-        stop.heed_waiting(new)
-        yield stop
+        found = earlier()
+        stop.heed_waiting(new=not found)
+        yield stop, found
+
+
+@dataclass
+class StagedRun:
+    """A run of a command in its folder; what ``run.json`` says of it (``about``), and said before (``earlier``)."""
+
+    folder: Path
+    stop: StopRequests
+    earlier: Facts
+    about: dict[str, Any]
+
+    def write(self, **more: Any) -> None:
+        """``run.json`` with what is new."""
+        self.about |= more
+        write_run(self.folder, self.about)
+
+    def report(self, at: At, stage: str, seconds: float | None) -> None:
+        """A rule on the terminal before each stage; its seconds afterwards."""
+        place = "" if at.folder == self.folder else f"{at.folder.name.replace('-', ' ')}, "
+        if seconds is None:
+            console.rule(f"{place}{stage}")
+        else:
+            self.about["seconds"][f"{place}{stage}"] = round(seconds, 1)
+            self.write()
+
+
+@contextmanager
+def staged_run(
+    recipe: Any, earlier: Callable[[], Facts], about: Mapping[str, Any], forget: Iterable[Path] = ()
+) -> Iterator[StagedRun]:
+    """As ``working``, with ``run.json``. ``about``: the command (``pipeline``), and what else is said of the recipe;
+    ``forget``: files and folders of an earlier run that this one takes the place of."""
+    with working(recipe, earlier) as (stop, found):
+        for place in forget:
+            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+        seconds = found.get("seconds")
+        known = dict(seconds) if isinstance(seconds, Mapping) else {}  # long2short's was once a single number
+        every = {"name": recipe.name, **about, "versions": versions(), "seconds": known}
+        run = StagedRun(recipe.output_dir, stop, found, every)
+        run.write(finished=bool(found.get("finished")))
+        yield run
 
 
 def read_facts(marker: Path) -> Facts | None:
-    """What a finished stage found; None where it is not finished. ValueError for a marker that nobody can have written
-    whole."""
-    if not marker.is_file():
-        return None
-    try:
-        found = json.loads(marker.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{marker} is damaged ({error}); remove it, and the part is done again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{marker} holds a {type(found).__name__} and no facts; remove it, and the part is done again")
-    return found
+    """What a finished stage found; None where it is not finished. ValueError for a damaged marker."""
+    return read_marker(marker, "remove it, and the part is done again") if marker.is_file() else None

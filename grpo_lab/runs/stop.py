@@ -1,21 +1,14 @@
 """Asked to stop, in every command: what is under way is finished or left, what is done stays, and the command can be
 gone on with.
 
-    under way                 what happens to it
-    a batch of samples        it is finished and written
-    an optimizer step         it is finished, with a checkpoint (``trainer.resume.stop``,
-                              ``trainer.supervised.stoppable``)
-    an evaluation             `grpo-lab evaluate` keeps the answers that are there; within a run it is made again as a
-                              whole
-    anything else             it ends at once, and is done again: nothing of it is kept
+    a batch of samples    is finished and written
+    an optimizer step     is finished, with a checkpoint (``trainer.resume.stop``, ``trainer.supervised.stoppable``)
+    an evaluation         of `grpo-lab evaluate` keeps its answers; within a run it is made again as a whole
+    anything else         ends at once, and is done again
 
 SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are
 looked at before each batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an
-optimizer step, and that at the second one.
-
-``Interrupted``: asked to, and the run can be gone on with (exit code 75). ``StoppedByUser``: Ctrl-C (130), with what is
-on disk in words.
-"""
+optimizer step, and that at the second one."""
 
 from __future__ import annotations
 
@@ -48,14 +41,11 @@ from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingSto
 
 log = logging.getLogger("grpo_lab")
 
-#: Exit code of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not
-#: finished.
 EXIT_INTERRUPTED = 75
-
-#: Exit code of a run whose checkpoint could not be written (EX_IOERR).
-EXIT_NOT_WRITTEN = 74
-
+"""Of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+WAITED = f"{STOP_FILE} ({{}} was there before this start, and is removed now)"
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Interrupted(Exception):
@@ -63,7 +53,7 @@ class Interrupted(Exception):
 
     def __init__(self, name: str, step: int | None, folder: Path) -> None:
         place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
-        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by {AGAIN}")
+        super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by the same command")
 
 
 class StoppedByUser(KeyboardInterrupt):
@@ -74,19 +64,9 @@ class StoppedByUser(KeyboardInterrupt):
         self.what = what
 
 
-AGAIN = "the same command"
-STOP_SETTINGS = ("max_hours", "stop_file")
-"""Of a recipe; nothing that is made follows from them."""
-SECONDS_BETWEEN_LOOKS = 1.0
-
-
 class StopRequests:
-    """``with StopRequests(folder, …) as stop:`` around a command; ``StopRequests(folder)`` without ``with`` hears no
-    signal.
-
-    Attributes:
-        name: who asked, ``None`` while nobody did.
-    """
+    """``with StopRequests(folder, …) as stop:`` around a command; without ``with`` it hears no signal. ``name``: who
+    asked, None while nobody did."""
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
         self.folder, self.max_hours = folder, max_hours
@@ -110,20 +90,14 @@ class StopRequests:
         finally:
             put_back(self._before)
 
-    # -- who asks ------------------------------------------------------------------------------------------------------
-
     def heed_waiting(self, new: bool) -> None:
-        """A stop file that stands there at the start: of an earlier run where this one is ``new``, else meant.
-
-        Raises:
-            Interrupted: it is meant; the file is gone, so the same command goes on next time.
-        """
+        """A stop file that stands there at the start: of an earlier run where this one is ``new``, else meant: it is
+        removed, and ``Interrupted`` raised, so that the same command goes on next time."""
         if not self.file.is_file():
             return
         if not new:
             remove(self.file)
-            said = f"{STOP_FILE} ({self.file} was there before this start, and is removed now)"
-            raise Interrupted(said, None, self.folder)
+            raise Interrupted(WAITED.format(self.file), None, self.folder)
         if is_of_an_earlier_run(self.file):
             log.warning("%s is older than this run and was meant for an earlier one: it is removed", self.file)
             remove(self.file)
@@ -148,17 +122,13 @@ class StopRequests:
                 return
 
     def _standing(self) -> str | None:
-        if self.file.is_file():
-            return STOP_FILE
         late = self.max_hours is not None and hours_of_this_process() >= self.max_hours
-        return MAX_HOURS if late else None
+        return STOP_FILE if self.file.is_file() else MAX_HOURS if late else None
 
     def asked(self) -> str | None:
         """Who has asked so far."""
         self.name = self.name or self._standing()
         return self.name
-
-    # -- what is answered ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Between two things that are done: ``Interrupted`` (or Ctrl-C) where somebody asked."""
@@ -168,7 +138,7 @@ class StopRequests:
     def _leave(self, step: int | None = None) -> None:
         if self.name == CTRL_C:
             where = "" if step is None else f" (step {step} of the training under way)"
-            raise StoppedByUser(f"what is done{where}, in {self.folder} ({AGAIN} goes on)")
+            raise StoppedByUser(f"what is done{where}, in {self.folder} (the same command goes on)")
         if self.name == STOP_FILE:
             remove(self.file)
         raise Interrupted(str(self.name), step, self.folder)
@@ -184,8 +154,7 @@ class StopRequests:
         self.check()
 
     def before_each(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """``make``, which is called for one batch after the other, each on the disk before the next: it may end before
-        one."""
+        """``make``, called for one batch after the other, each on the disk before the next: it may end before one."""
 
         @functools.wraps(make)
         def made(*given: Any, **named: Any) -> Any:
@@ -215,17 +184,13 @@ def identity_of(rows: Any, made_from: Any) -> str:
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:
-    """A stop file that stands there when a run is to be gone on with: it is meant (a job that waits in a queue), and no
-    step is made.
-
-    Raises:
-        Interrupted: on every process; the file is gone, so the same command goes on next time.
-    """
+    """``Interrupted``, on every process, for a stop file that stands there when a run is to be gone on with: it is
+    meant (a job that waits in a queue). The file is gone, so the same command goes on next time."""
     file, main = stop_file(config), PartialState().is_main_process
     if any(gather_object([main and file.exists()])):
         if main:
             remove(file)
-        raise Interrupted(f"{STOP_FILE} ({file} was there before this start, and is removed now)", None, folder)
+        raise Interrupted(WAITED.format(file), None, folder)
 
 
 @contextlib.contextmanager
@@ -248,14 +213,9 @@ def as_ctrl_c() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 around a run of `grpo-lab train`: outside of its training there is nothing to save, and it
-    ends at once, with the same exit code. During the training the trainer's own handler is in force
-    (``asked_by_signals``).
-
-    SIGUSR1 asks for the same as SIGTERM: a launcher (torch elastic) that gets SIGTERM kills its workers 30 seconds
-    later, and one that ignores SIGUSR1 leaves them their time (``scripts/slurm/train.sbatch``). Where no checkpoints
-    are asked for nothing is touched, and a signal ends the process.
-    """
+    """SIGTERM and SIGUSR1 around `grpo-lab train`: outside of its training it ends at once, with the same exit code.
+    Without checkpoints a signal ends the process. SIGUSR1 is there for launchers (torch elastic) that kill their
+    workers 30 seconds after a SIGTERM (``scripts/slurm/train.sbatch``)."""
 
     def leave(number: int, _frame: Any) -> None:
         raise Interrupted(signal.Signals(number).name, None, folder)
@@ -266,9 +226,3 @@ def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
         yield
     finally:
         put_back(before)
-
-
-def asked_by_signals(trainer: Any) -> None:
-    """``trainer`` is about to train: it answers both signals, and comes back here."""
-    trainer.parts.stop.signals = list(SIGNALS)
-    trainer.parts.stop.returns = True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
 from grpo_lab.sandbox.pool import Limits, WorkerPool
-from grpo_lab.sandbox.wire import pack, refuse
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
 _AT_LEAST = {
@@ -44,31 +44,12 @@ class Trial:
         return self.end != "unusable" and 0 < self.total == self.passed
 
 
-def packed_calls(calls: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """``(arguments, expected, or this, …)`` of function calls, ready to be sent. ``ValueError``: no plain data."""
-    return [[pack(list(given), refuse), *(pack(one, refuse) for one in accepted)] for given, *accepted in calls]
-
-
 class CodeJudge:
-    """Runs programs behind the walls that this machine gives (``walls``), or behind those that are named.
-
-    Args:
-        cpu_seconds: processor time of one run: all the calls of a text of assertions, or one input/output pair.
-        wall_seconds: on the clock, for one program and all its tests.
-        memory_bytes: address space of the program.
-        workers: programs judged at once; None: one a core, shared among this machine's ranks (``LOCAL_WORLD_SIZE``).
-        walls: the walls that must be in force, no others; None: all that can. ``ValueError`` at first use where a named
-            one cannot, or where none is named and too little can.
-    """
+    """Runs programs behind the walls that this machine gives, or behind those that are named. ``ValueError`` at first
+    use: one of these cannot be put up, or none is named and too little can."""
 
     def __init__(
-        self,
-        *,
-        cpu_seconds: float = 5.0,
-        wall_seconds: float = 30.0,
-        memory_bytes: int = 1 << 30,
-        workers: int | None = None,
-        walls: Sequence[str] | None = None,
+        self, cpu_seconds: float, wall_seconds: float, memory_bytes: int, workers: int | None, walls: list[str] | None
     ) -> None:
         late = wall_seconds + 0.8  # a worker has this long to say that time is up before it is killed itself
         limits = Limits(cpu_seconds=wall_seconds, wall_seconds=late, memory_bytes=memory_bytes + (1 << 30))
@@ -124,14 +105,10 @@ class CodeJudge:
 def _missing_here(view: bool) -> dict[str, str]:
     """``CodeJudge.missing``, with or without a view. A worker of its own tries, without this judge's limits."""
     if sys.platform != "linux":
-        raise RuntimeError(
-            f"model-written programs are run on Linux alone, behind its kernel's walls; not {sys.platform}"
-        )
-    pool = WorkerPool(_HANDLER, limits=Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31), size=1)
-    try:
+        raise RuntimeError(f"model-written programs are run behind the Linux kernel's walls; this is {sys.platform}")
+    limits = Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31)
+    with closing(WorkerPool(_HANDLER, limits=limits, size=1)) as pool:
         outcome = pool.run([{"kind": "walls", "view": view}])[0]
-    finally:
-        pool.close()
     if outcome.status != "ok":
         raise RuntimeError(f"which walls this machine gives could not be tried: {outcome.reason}")
     return dict(outcome.value)

@@ -1,9 +1,8 @@
-"""The fork server, between the trainer and its workers, and what a worker does: import the handler once, fork, serve,
-end with the trainer.
+"""The fork server, between the trainer and its workers: import the handler once, fork, serve, end with the trainer.
 
 A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is
 replaced at once. Frames on every socket are those of ``wire``, JSON and never pickle: a worker that has been talked
-into something by model text can say anything it likes and still only hands over plain data.
+into something by model text still only hands over plain data.
 
 The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by
 `{"gone": n}` when that worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one
@@ -31,11 +30,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.sandbox.wire import HEADER, frame
 
 Handler = Callable[[Any], Any]
-_LOOK_SECONDS = 0.5  # how often the parent is looked at
 
 
 def take_frame(buffer: bytearray) -> Any | None:
@@ -48,15 +48,6 @@ def take_frame(buffer: bytearray) -> Any | None:
     body = bytes(buffer[HEADER.size : end])
     del buffer[:end]
     return json.loads(body)
-
-
-def _resident_bytes() -> int:
-    """Memory held now. Not ``ru_maxrss``, which survives exec: a child of a large trainer starts at its peak."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # no /proc (macOS, which reports bytes)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
@@ -77,7 +68,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     channel.sendall(frame({"ready": os.getpid()}))
-    buffer, healthy = bytearray(), True
+    own, buffer, healthy = psutil.Process(), bytearray(), True
     while healthy:
         message = take_frame(buffer)
         if message is None:
@@ -93,7 +84,7 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
         reply, healthy = _answer(handler, message["job"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.sendall(frame({**reply, "rss": _resident_bytes()}, most=None))
+        channel.sendall(frame({**reply, "rss": own.memory_info().rss}, most=None))
 
 
 class ForkServer:
@@ -116,11 +107,17 @@ class ForkServer:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         try:
             while os.getppid() == trainer:
-                readable, _, _ = select.select([self._control, self._woken], [], [], _LOOK_SECONDS)
+                readable, _, _ = select.select([self._control, self._woken], [], [], 0.5)  # looks at its parent, too
                 if self._woken in readable:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(1 << 12)
-                self._reap()
+                for number, (pid, channel) in list(self._workers.items()):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        del self._workers[number]
+                        with channel, contextlib.suppress(OSError):
+                            channel.setblocking(False)
+                            channel.send(frame({"ended": os.waitstatus_to_exitcode(status)}))
                 if self._control in readable and not self._receive():
                     return
         finally:
@@ -147,33 +144,21 @@ class ForkServer:
             return
         pid = os.fork()
         if pid == 0:
-            try:
-                self._detach()
+            try:  # its own session, no descriptor but its channel, and the end of this process is its end
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.setsid()
+                siblings = (sibling for _, sibling in self._workers.values())
+                for other in (self._control, self._woken, self._wakes, *siblings):
+                    other.close()
+                die_with_parent(signal.SIGKILL)
+                if os.getppid() != self._pid:
+                    os._exit(1)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the trainer went away
                     _serve(channel, self._handler, *self._limits)
             finally:
                 os._exit(0)  # nothing of this process's is to be run again there
         self._workers[number] = (pid, channel)
-
-    def _detach(self) -> None:
-        """In the fork: its own session, no descriptor but its channel, and the end of this process is its end."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        for other in (self._control, self._woken, self._wakes, *(sibling for _, sibling in self._workers.values())):
-            other.close()
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() != self._pid:
-            os._exit(1)
-
-    def _reap(self) -> None:
-        for number, (pid, channel) in list(self._workers.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del self._workers[number]
-                with channel, contextlib.suppress(OSError):
-                    channel.setblocking(False)
-                    channel.send(frame({"ended": os.waitstatus_to_exitcode(status)}))
 
     def _kill(self, number: int) -> None:
         """Nothing to do where it has ended and been reaped: its number may be another process's by now."""

@@ -3,12 +3,10 @@
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
 The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed
-process along; as the reaper of orphans it also finds children that went into sessions of their own, where no namespace
-holds them together.
+process along; as the reaper of orphans it also finds children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
-by descriptors, without recursion; no verdict is later for it than ``_PATIENCE_S``; and what is left then, or by a
-worker that was killed, is removed by the next that comes.
+by descriptors, without recursion, for ``_PATIENCE_S`` at most; what is left then is removed by the next that comes.
 """
 
 from __future__ import annotations

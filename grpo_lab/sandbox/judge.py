@@ -23,7 +23,6 @@ from grpo_lab.sandbox.wire import frame
 
 _HERE = Path(__file__).parent
 _OUTPUT_BYTES = 1 << 20
-_PROGRAM_CHARACTERS = 1 << 20
 _NO_WALLS = "the walls of a jail could not be put up: "
 _PLACES = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": walls.INSIDE, "TMPDIR": walls.INSIDE, "LANG": "C.UTF-8"}
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
@@ -84,19 +83,17 @@ def judge(job: dict[str, Any]) -> dict[str, Any]:
     if "namespaces" not in up:
         kernel.hide_memory()
     deadline = time.monotonic() + job["wall_seconds"]
-    if len(job["program"]) > _PROGRAM_CHARACTERS:
-        # judged all the same: unusable tests are so for any program
+    if len(job["program"]) > 1 << 20:  # judged all the same: unusable tests are so for any program
         job = {**job, "program": "raise SystemExit('too long')"}
+    tests, text = job["tests"], job["kind"] == "assertions"
     try:
-        total = (
-            tester.compiled(job["tests"], job["entry_point"])[1] if job["kind"] == "assertions" else len(job["tests"])
-        )
+        total = tester.compiled(tests, job["entry_point"])[1] if text else len(tests)
     except tester.NoTests as error:
         return _verdict("unusable", why=str(error))
     if job["kind"] != "pairs":
         return _tested(job, up, total, deadline)
     passed, end = 0, "done"
-    for given, expected in job["tests"]:  # each to a run of its own, as a script
+    for given, expected in tests:  # each to a run of its own, as a script
         right, ended = _script(job, up, given, expected, deadline)
         passed += right
         end = end if ended else "limit"
@@ -190,7 +187,8 @@ def _missing(name: str, view_too: bool = True) -> str:
     if name == "user" and os.geteuid() != 0:
         return "only root may become another user"
     alone = name == "user" and (not view_too or bool(_missing("namespaces")))
-    if alone and not walls.reachable_by_others(walls.INTERPRETER):
+    python = Path(walls.INTERPRETER)
+    if alone and not all(way.stat().st_mode & 0o001 for way in (python, *python.parents)):
         return f"{walls.INTERPRETER} is in a folder that only its owner may enter"
     up = {name, "limits"} | ({"namespaces"} if name == "user" and not alone else set())
     job = {"program": "print(1)", "cpu_seconds": 10.0, "memory_bytes": 1 << 29}

@@ -29,6 +29,40 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _
 _SYS_MOUNT_SETATTR = 442  # as all syscalls above 423, the same on every machine
 _SYS_PIVOT_ROOT, _SYS_CAPSET = (155, 126) if platform.machine() == "x86_64" else (41, 91)
 _LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+_FILE_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
+_HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_REFUSED = (  # name and number; x86_64/aarch64 where these differ, - where there is none
+    "socket 41/198  fork 57/-  vfork 58/-  ptrace 101/117  process_vm_readv 310/270  process_vm_writev 311/271  "
+    "mount 165/40  umount2 166/39  pivot_root 155/41  chroot 161/51  unshare 272/97  setns 308/268  keyctl 250/219  "
+    "add_key 248/217  request_key 249/218  bpf 321/280  perf_event_open 298/241  userfaultfd 323/282  "
+    "memfd_create 319/279  shmget 29/194  msgget 68/186  semget 64/190  mq_open 240/180  open_by_handle_at 304/265  "
+    "init_module 175/105  finit_module 313/273  kexec_load 246/104  kexec_file_load 320/294  reboot 169/142  "
+    "swapon 167/224  setpriority 141/140  pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  "
+    "io_uring_register 427  open_tree 428  move_mount 429  fsopen 430  fsconfig 431  fsmount 432  fspick 433  "
+    "pidfd_open 434  pidfd_getfd 438  mount_setattr 442  memfd_secret 447"
+)
+_WITHOUT_VIEW = (  # what Landlock does not look at: modes, owners, times, attributes; other processes' memory, pace
+    "chmod 90/-  fchmod 91/52  chown 92/-  fchown 93/55  lchown 94/-  fchmodat 268/53  fchownat 260/54  utime 132/-  "
+    "utimes 235/-  utimensat 280/88  futimesat 261/-  setxattr 188/5  lsetxattr 189/6  fsetxattr 190/7  "
+    "removexattr 197/14  lremovexattr 198/15  fremovexattr 199/16  syslog 103/116  migrate_pages 256/238  "
+    "move_pages 279/239  kcmp 312/272  sched_setparam 142/118  sched_setscheduler 144/119  sched_setattr 314/274  "
+    "ioprio_set 251/30  process_madvise 440  process_mrelease 448  fchmodat2 452  setxattrat 463  removexattrat 466  "
+    "file_setattr 469"
+)
+_SIGNALS = (
+    "kill 62/129  tkill 200/130  tgkill 234/131  rt_sigqueueinfo 129/138  rt_tgsigqueueinfo 297/240  "
+    "prlimit64 302/261  sched_setaffinity 203/122"
+)
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3, _CLONE_THREAD = 435, 0x10000
+_X32 = 0x40000000
+_ALLOW, _KILL, _ERRNO, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
+_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _ARG0_AT = 0, 4, 16
 
 
 def _checked(done: int, what: str) -> int:
@@ -106,13 +140,6 @@ def give_up_rights() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
-_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
-_FILE_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
-_HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-
-
 def landlock_version() -> int:
     """The kernel's Landlock version; 0: none."""
     try:
@@ -149,37 +176,6 @@ def _numbers(calls: str) -> list[int]:
     """Of the system calls of ``_REFUSED`` and its like, those that this machine has."""
     machine = 0 if platform.machine() == "x86_64" else -1
     return [int(number) for word in calls.split()[1::2] if (number := word.split("/")[machine]) != "-"]
-
-
-_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_REFUSED = (  # name and number; x86_64/aarch64 where these differ, - where there is none
-    "socket 41/198  fork 57/-  vfork 58/-  ptrace 101/117  process_vm_readv 310/270  process_vm_writev 311/271  "
-    "mount 165/40  umount2 166/39  pivot_root 155/41  chroot 161/51  unshare 272/97  setns 308/268  keyctl 250/219  "
-    "add_key 248/217  request_key 249/218  bpf 321/280  perf_event_open 298/241  userfaultfd 323/282  "
-    "memfd_create 319/279  shmget 29/194  msgget 68/186  semget 64/190  mq_open 240/180  open_by_handle_at 304/265  "
-    "init_module 175/105  finit_module 313/273  kexec_load 246/104  kexec_file_load 320/294  reboot 169/142  "
-    "swapon 167/224  setpriority 141/140  pidfd_send_signal 424  io_uring_setup 425  io_uring_enter 426  "
-    "io_uring_register 427  open_tree 428  move_mount 429  fsopen 430  fsconfig 431  fsmount 432  fspick 433  "
-    "pidfd_open 434  pidfd_getfd 438  mount_setattr 442  memfd_secret 447"
-)
-_WITHOUT_VIEW = (  # what Landlock does not look at: modes, owners, times, attributes; other processes' memory, pace
-    "chmod 90/-  fchmod 91/52  chown 92/-  fchown 93/55  lchown 94/-  fchmodat 268/53  fchownat 260/54  utime 132/-  "
-    "utimes 235/-  utimensat 280/88  futimesat 261/-  setxattr 188/5  lsetxattr 189/6  fsetxattr 190/7  "
-    "removexattr 197/14  lremovexattr 198/15  fremovexattr 199/16  syslog 103/116  migrate_pages 256/238  "
-    "move_pages 279/239  kcmp 312/272  sched_setparam 142/118  sched_setscheduler 144/119  sched_setattr 314/274  "
-    "ioprio_set 251/30  process_madvise 440  process_mrelease 448  fchmodat2 452  setxattrat 463  removexattrat 466  "
-    "file_setattr 469"
-)
-_SIGNALS = (
-    "kill 62/129  tkill 200/130  tgkill 234/131  rt_sigqueueinfo 129/138  rt_tgsigqueueinfo 297/240  "
-    "prlimit64 302/261  sched_setaffinity 203/122"
-)
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3, _CLONE_THREAD = 435, 0x10000
-_X32 = 0x40000000
-_ALLOW, _KILL, _ERRNO, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
-_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _ARCH_AT, _ARG0_AT = 0, 4, 16
 
 
 def _one(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:

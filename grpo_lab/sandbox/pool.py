@@ -1,12 +1,9 @@
 """A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
 Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), out of a
-signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all.
-
-Why our own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a
-training script without a `__name__` guard would start a second training there.
-
-This is the trainer's side; `fork_server` is the other one.
+signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all. Why our
+own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a training
+script without a `__name__` guard would start a second training. The other side of this one is `fork_server`.
 """
 
 from __future__ import annotations
@@ -50,12 +47,9 @@ class VerifierError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one job, and one worker, may use up.
-
-    `cpu_seconds` is what normally ends a runaway job: processor time, enforced by the kernel, so that a busy machine
-    makes no right answer a timeout. `wall_seconds` is the hard end of a job that sleeps or starves. `memory_bytes`:
-    address space of a worker. `startup_seconds`: wall clock for its imports.
-    """
+    """What one job may use up: `cpu_seconds`, enforced by the kernel (processor time, so that a busy machine makes no
+    right answer a timeout), and `wall_seconds`, the end of one that sleeps or starves; and one worker: address space,
+    and `startup_seconds` on the clock for its imports."""
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 30.0
@@ -208,12 +202,11 @@ class WorkerPool:
             model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
             Where its module has a function `prepare_worker`, that is called once, before any fork.
         limits: processor time and wall clock per job, bytes per worker.
-        size: number of processes; None: half of the cores this process may use, between 1 and 4 (several ranks share a
-            machine).
+        size: number of processes; None: half of the cores this process may use, between 1 and 4.
 
-    Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The
-    object may be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of
-    its own), and leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
+    Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The pool
+    may be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of its
+    own), and leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
     """
 
     def __init__(self, handler: str, *, limits: Limits | None = None, size: int | None = None) -> None:

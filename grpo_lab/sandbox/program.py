@@ -5,8 +5,8 @@ from us. This process holds no test, no expected value and no way to the tester'
 elsewhere. So it may be taken over entirely by the program in it.
 
 Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``.
-Replies: ``{"value": data, "args": per argument its new value where the call changed it in place, or null}`` or
-``{"raised": …}`` (``pack_error``); ``{"back": id, "args"}`` calls a function of the tester's.
+Replies: ``{"value": data, "args": the new value of each that the call changed in place, else null}``, ``{"raised": …}``
+(``pack_error``); ``{"back": id, "args"}`` calls a function of the tester's.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class ProgramServer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._do(request)
-        except Broken:
-            raise
         except BaseException as error:  # the program's own, SystemExit and KeyboardInterrupt among them
-            again = next((number for mine, number in self.errors if mine is error), None)
-            return dict(pack_error(error, again))
+            if isinstance(error, Broken):
+                raise
+            return dict(pack_error(error, next((number for mine, number in self.errors if mine is error), None)))
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         if "load" in request:
@@ -74,8 +73,8 @@ class ProgramServer:
         if "leave" in request:
             thing, error = self.objects[request["leave"]], request["error"]
             theirs = None if error is None else _as_error(error)
-            about = (None if theirs is None else type(theirs), theirs, None)
-            return {"value": bool(type(thing).__exit__(thing, *about)), "args": None}
+            left = type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None)
+            return {"value": bool(left), "args": None}
         if "get" in request:  # a name of the program; else a method of its class `Solution`, as judges of contests ask
             names, name = vars(self.module), request["get"]
             found = names[name] if name in names else getattr(names["Solution"](), name)

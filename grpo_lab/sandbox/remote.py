@@ -1,7 +1,5 @@
-"""The program as its tester sees it: functions that are called in another process and give back plain data.
-
-What a test compares is data of the tester's own: a list that came over is a list, with Python's own ``==``. An object
-that is no plain data stays where it is, and a ``RemoteObject`` stands for it (``stand_in``).
+"""The program as its tester sees it: functions that are called in another process and give back plain data, which a
+test compares by Python's own ``==``. What is no plain data stays there, and a ``RemoteObject`` stands for it.
 """
 
 from __future__ import annotations
@@ -19,11 +17,9 @@ from typing import Any
 from grpo_lab.sandbox.stand_in import DOC, YES_OR_NO, RemoteObject
 from grpo_lab.sandbox.wire import Broken, Channel, pack, pack_error, pack_name, refuse_tag, unpack
 
-_PYTHON_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
-_C_FUNCTIONS = (
-    types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType | types.MethodWrapperType
-)
-_FUNCTIONS = _PYTHON_FUNCTIONS | _C_FUNCTIONS | operator.itemgetter | operator.attrgetter | operator.methodcaller
+_FUNCTIONS = types.FunctionType | types.MethodType | types.BuiltinFunctionType | types.MethodDescriptorType
+_FUNCTIONS |= types.WrapperDescriptorType | types.MethodWrapperType | functools.partial
+_FUNCTIONS |= operator.itemgetter | operator.attrgetter | operator.methodcaller
 _VIEWS = collections.abc.KeysView | collections.abc.ValuesView | collections.abc.ItemsView
 _CONTAINERS = list | tuple | dict | set | frozenset | collections.deque | _VIEWS
 _FROM_PROGRAMS = BaseException | _CONTAINERS | slice | bytes | bytearray | complex | range
@@ -104,14 +100,12 @@ class Program:
         try:
             self._channel.send(request)
             raised, value = self._take(self._channel.receive(), args)
-        except Exception as error:
-            # hostile bytes can be wrong in any way; what is too long to be sent may be the program's, too
+        except Exception as error:  # hostile bytes can be wrong in any way; what is too long may be the program's, too
             self.gone = f"no answer in the form of one: {error!r:.200}"
             raise ProgramGone(self.gone) from None
         if raised is not None:
             ends = isinstance(raised, StopIteration | StopAsyncIteration)
-            if ends and request.get("what") not in ("next", "anext"):
-                # `all(map(f, cases))` would end there, and be true
+            if ends and request.get("what") not in ("next", "anext"):  # `all(map(f, cases))` would end there, true
                 raise RuntimeError(f"the program raised {type(raised).__name__}")
             raise raised
         return value

@@ -1,8 +1,7 @@
 """The tester's proxy of an object of the program's: every question about it is asked in the program's process.
 
-Beside the tests' data it has neither order nor arithmetic that gives data, so that an object that claims to be less
-than everything, or whose difference to anything is 0, passes nothing. Objects of the program among themselves are as
-the program says.
+Beside the tests' data it has neither order nor arithmetic that gives data: an object that claims to be less than
+everything, or whose difference to anything is 0, passes nothing. Among themselves its objects are as the program says.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
 class RemoteObject:
-    """Stands for an object in the program's process (``number`` of the ``remote.Program``): can be called, asked for
-    attributes and items, gone through.
+    """Stands for an object in the program's process, ``number`` of the ``remote.Program``.
 
     ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order
     or content of it is asked for, so that ``not f(x) - 3`` is no way to say yes.
@@ -81,15 +79,6 @@ class RemoteObject:
     def __setattr__(self, name: str, value: Any) -> None:
         self._ask("set", name, value)
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("put", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._ask("del", key)
-
     def __len__(self) -> int:
         return int(self._own("len"))
 
@@ -98,12 +87,6 @@ class RemoteObject:
 
     def __iter__(self) -> Any:
         return self._own("iter")
-
-    def __next__(self) -> Any:
-        return self._own("next")
-
-    def __aiter__(self) -> Any:
-        return self._own("aiter")
 
     async def __anext__(self) -> Any:
         return self._own("anext")
@@ -134,12 +117,6 @@ class RemoteObject:
     def __float__(self) -> float:
         return float(_number(self._own("float")))
 
-    def __round__(self, *digits: Any) -> Any:
-        return self._own("round", *digits)
-
-    def __enter__(self) -> Any:
-        return self._own("enter")
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Never swallows: ``with f(x) as y: assert y == 3`` is a test."""
         self._program.leave(self._number, None if error is None else pack_error(error)["raised"])
@@ -167,8 +144,10 @@ def _number(value: Any) -> Any:
 
 for _name in ("lt", "le", "gt", "ge"):
     setattr(RemoteObject, f"__{_name}__", functools.partialmethod(RemoteObject._ordered, _name))
-for _name in ("abs", "neg", "pos", "invert"):
+for _name in ("abs", "neg", "pos", "invert", "round", "next", "aiter", "enter"):
     setattr(RemoteObject, f"__{_name}__", functools.partialmethod(RemoteObject._own, _name))
+for _name, _what in (("getitem", "item"), ("setitem", "put"), ("delitem", "del")):
+    setattr(RemoteObject, f"__{_name}__", functools.partialmethod(RemoteObject._ask, _what))
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 for _name in _OPERATORS.split():
     for _what, _side in (("math", ""), ("rmath", "r")):

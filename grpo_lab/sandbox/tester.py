@@ -5,8 +5,7 @@ never runs in this process, so it cannot patch, trace, skip or read a test.
 
 A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole),
 or, where none does, a statement that is a call; a ``check`` that is called more than once is a test a statement that
-calls it. ``assert True`` and its like count for nothing. One that fails is a failed test; what fails between tests ends
-the run.
+calls it. ``assert True`` and its like count for nothing. What fails between tests ends the run.
 """
 
 from __future__ import annotations
@@ -148,11 +147,11 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
         bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
         if any("TestCase" in (getattr(base, "id", None), getattr(base, "attr", None)) for base in bases):
             raise NoTests("classes of `unittest` are not run: write `assert` in functions `test_…`")
-        counter = _Counter()
-        tree.body = counter.marked_module(_unguarded(tree.body), entry_point)
-        if not counter.count:
+        tree.body = _marked_module(_unguarded(tree.body), entry_point)
+        count = _uses(tree.body, UNIT)
+        if not count:
             raise NoTests("nothing in the tests is an assertion or a call")
-        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), counter.count, called
+        return compile(ast.fix_missing_locations(tree), "<tests>", "exec"), count, called
     except NoTests:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -187,38 +186,34 @@ def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
 
 
-class _Counter:
-    def __init__(self) -> None:
-        self.count = 0
+def _marked_module(body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
+    check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
+    if check is not None and entry_point is not None and not _calls(body, "check"):
+        call = ast.parse(f"check({entry_point})").body[0]
+        if _uses(body, "check"):
+            return [*(_unit(one) if _asserts(one) or _is_call(one) else one for one in body), _unit(call)]
+        check.body = _marked(check.body)
+        return [*body, call]
+    named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
+    tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
+    called = [name for name in tests if not _calls(body, name)]
+    if check is not None and _calls(body, "check") and _asserts_inside(check):
+        if not _called_once(body, "check"):
+            return [_unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
+        check.body = _marked(check.body)
+        return body
+    return _marked(body, calls_too=not called) + [_unit(ast.parse(f"{name}()").body[0]) for name in called]
 
-    def marked_module(self, body: list[ast.stmt], entry_point: str | None) -> list[ast.stmt]:
-        check = next((one for one in body if isinstance(one, ast.FunctionDef) and one.name == "check"), None)
-        if check is not None and entry_point is not None and not _calls(body, "check"):
-            call = ast.parse(f"check({entry_point})").body[0]
-            if _uses(body, "check"):
-                return [*(self._unit(one) if _asserts(one) or _is_call(one) else one for one in body), self._unit(call)]
-            check.body = self.marked(check.body)
-            return [*body, call]
-        named = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test")]
-        tests = [one.name for one in named if not (one.args.args or one.args.posonlyargs or one.args.kwonlyargs)]
-        called = [name for name in tests if not _calls(body, name)]
-        if check is not None and _calls(body, "check") and _asserts_inside(check):
-            if not _called_once(body, "check"):
-                return [self._unit(one) if _asserts(one) or _calls([one], "check") else one for one in body]
-            check.body = self.marked(check.body)
-            return body
-        rest = self.marked(body, calls_too=not called)
-        return rest + [self._unit(ast.parse(f"{name}()").body[0]) for name in called]
 
-    def marked(self, body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
-        asserting = [one for one in body if _asserts(one)]
-        chosen = asserting or [one for one in body if calls_too and _is_call(one)]
-        return [self._unit(one) if one in chosen else one for one in body]
+def _marked(body: list[ast.stmt], calls_too: bool = True) -> list[ast.stmt]:
+    asserting = [one for one in body if _asserts(one)]
+    chosen = asserting or [one for one in body if calls_too and _is_call(one)]
+    return [_unit(one) if one in chosen else one for one in body]
 
-    def _unit(self, statement: ast.stmt) -> ast.stmt:
-        self.count += 1
-        call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
-        return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
+
+def _unit(statement: ast.stmt) -> ast.stmt:
+    call = ast.Call(func=ast.Name(id=UNIT, ctx=ast.Load()), args=[], keywords=[])
+    return ast.copy_location(ast.With(items=[ast.withitem(context_expr=call)], body=[statement]), statement)
 
 
 def _asserts(statement: ast.stmt) -> bool:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -20,7 +21,6 @@ import stat
 import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_lab.sandbox import kernel
 
@@ -80,11 +80,6 @@ def _set_ids(number: int) -> None:
     os.setresuid(number, number, number)
 
 
-def reachable_by_others(path: str) -> bool:
-    """Whether any user may pass every folder on the way to ``path``."""
-    return all(way.stat().st_mode & 0o001 for way in (Path(path), *Path(path).parents))
-
-
 def put_up(cell: Cell, job: int) -> None:
     """In the jailed process, as the last thing before what it is for. ``OSError``: a wall that cannot be put up."""
     walls, folder = cell.walls, cell.folder
@@ -109,9 +104,8 @@ def put_up(cell: Cell, job: int) -> None:
 
 
 def _limit(cell: Cell, processes: int | None) -> None:
-    seconds = max(1, -int(-cell.cpu_seconds // 1))
     wanted = {
-        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CPU: max(1, math.ceil(cell.cpu_seconds)),
         resource.RLIMIT_AS: cell.memory_bytes,
         resource.RLIMIT_FSIZE: cell.file_bytes,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
@@ -124,11 +118,9 @@ def _limit(cell: Cell, processes: int | None) -> None:
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
-    for number in range(1, signal.NSIG):
-        if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's way: a file that grows too large is an error there
-        signal.signal(number, signal.SIG_IGN)
+    ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # Python's way: a file that grows too large is an error there
+    for number in {*range(1, signal.NSIG)} - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
 
 def _readable() -> list[str]:

@@ -1,16 +1,13 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-Its source is also run inside the program's process (``program``), so it depends on nothing: standard library, no import
-of ours.
+Its source is also run inside the program's process (``program``), so it imports nothing of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
-    {"tuple": [...]}, {"set": ...}, {"frozenset": ...}, {"deque": ...}, {"dict": [[key, value], ...]}
-    {"counter": [[key, n], ...]}, {"ordered": ...}, {"defaultdict": ["list", [[key, value], ...]]}
-    {"keys" | "values" | "items": a dict}
+    {"tuple": [...]}, {"set" | "frozenset" | "deque": ...}, {"dict" | "counter" | "ordered": [[key, value], ...]}
+    {"defaultdict": ["list", [[key, value], ...]]}, {"keys" | "values" | "items": a dict}
     {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}, {"int": "hex"} (large)
     {"bytes" | "Decimal" | "date" | ...: text}, {"complex" | "Fraction" | ...: [its parts, whole numbers in hex]}
-    {"name": ["module", "name"]}             a function, class or `class.method` of the standard library, from the
-                                             tester to the program only
+    {"name": ["module", "name"]}             what the tester names of the standard library: a function, `class.method`
     {"object": ...}                          what stands for anything else of the program's
     {"function": [n, name]}, {"iterator": n} what stands for a function of the tester's, for what it goes through
 """
@@ -121,7 +118,20 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
     for tag, beneath in _VIEWS.items():
         if type(value) is type(getattr({}, tag)()):
             return {tag: _pack_dict(beneath(value), opaque, depth + 1)}
-    return _pack_scalar(value) or opaque(value)
+    if isinstance(value, type):
+        name = _name_of(value)
+        return opaque(value) if name is None else {"type": name}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else opaque(value)
+    for tag, (module, write, _) in _WRITTEN.items():
+        if _is_a(value, module, tag):
+            return {tag: getattr(value, write)()}
+    for tag, (module, names) in _PARTS.items():
+        if _is_a(value, module, tag):
+            held = [getattr(value, name) for name in names.split()]
+            return {tag: [hex(one) if isinstance(one, int) else one for one in held]}
+    return {"Decimal": str(value)} if _is_a(value, "decimal", "Decimal") else opaque(value)
 
 
 def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
@@ -142,23 +152,6 @@ def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
         return reference  # the program's, on its way back
     fields = [str(one) for one in value._fields]
     return {"named": [type(value).__name__, fields, [pack(one, opaque, depth) for one in tuple(value)], reference]}
-
-
-def _pack_scalar(value: Any) -> Any:
-    if isinstance(value, type):
-        name = _name_of(value)
-        return None if name is None else {"type": name}
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else None
-    for tag, (module, write, _) in _WRITTEN.items():
-        if _is_a(value, module, tag):
-            return {tag: getattr(value, write)()}
-    for tag, (module, names) in _PARTS.items():
-        if _is_a(value, module, tag):
-            held = [getattr(value, name) for name in names.split()]
-            return {tag: [hex(one) if isinstance(one, int) else one for one in held]}
-    return {"Decimal": str(value)} if _is_a(value, "decimal", "Decimal") else None
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
@@ -212,10 +205,8 @@ def _unpack(data: Any, opaque: Any) -> Any:
         return opaque(tag, [inside[0], inside[1], [_unpack(one, opaque) for one in inside[2]], inside[3]])
     if tag in _LISTS:
         return _LISTS[tag]([_unpack(one, opaque) for one in inside])
-    return opaque(tag, inside) if tag in _OPAQUE else _unpack_scalar(tag, inside)
-
-
-def _unpack_scalar(tag: str, inside: Any) -> Any:
+    if tag in _OPAQUE:
+        return opaque(tag, inside)
     if tag == "int":
         return int(inside, 16)
     if tag == "type":

@@ -2,23 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.job import questions
+from grpo_lab.recipe.models import load_saved_model
+from grpo_lab.recipe.rows import every_argument, load_rows
+from grpo_lab.recipe.sections import EvaluationSection
+from grpo_lab.runs.console import count_of, told
+from grpo_lab.runs.stage import At, Facts
+from grpo_lab.settings import Positive, Switch, Whole, settings
 
 EVALUATION = "evaluation"
 """Folder of the answers."""
 
 
-def measured(result: EvaluationResult, folder: Path) -> dict[str, Any]:
-    """``result`` written into ``folder``'s `evaluation/`, without its seconds, which no two runs share; its facts."""
-    replace(result, seconds=None).write(folder / EVALUATION)
+@settings(rest="section")
+class Evaluate:
+    """``evaluate``: a model on held-out rows. Other keys: those of a recipe's ``evaluation``, but ``before``."""
+
+    leaves: ClassVar[Mapping[str, str]] = {}
+    whole: ClassVar[bool] = True
+    model: str
+    section: EvaluationSection
+    seed: Whole = 0
+    use_cpu: Switch = False
+    max_completion_length: Positive = 512
+
+    def plan(self) -> str:
+        found = questions(self.section.data, self.section.reward, here_only=True)
+        return f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
+
+    def run(self, at: At) -> Facts:
+        return self.measured(at.folder / EVALUATION)
+
+    def measured(self, target: Path) -> Facts:
+        """The answers in ``target``, without their seconds, which no two runs share."""
+        how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
+        result = evaluate_saved_model(self.model, self.section, None, **how)
+        replace(result, seconds=None).write(target)
+        return {
+            "accuracy": result.accuracy.to_dict() if result.accuracy else None,
+            "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
+            "mean_length": result.mean_length,
+            "mean_length_correct": result.mean_length_correct,
+            "worked_out_share": result.worked_out_share,
+        }
+
+
+def evaluate_saved_model(
+    model: str,
+    section: EvaluationSection,
+    target: Path | None,
+    *,
+    use_cpu: bool,
+    seed: int,
+    max_new_tokens: int | None = None,
+    tokenizer: str | None = None,
+) -> EvaluationResult:
+    """Held-out accuracy by a recipe's ``evaluation``, written to ``target`` (None: not written); ``max_new_tokens``:
+    where the section does not say. EvaluationStopped on Ctrl-C, with what was answered until then written as well."""
+    rows = load_rows(section.data, "evaluation.data")
+    reward = parts.build_reward(section.reward, "evaluation.reward")
+    loaded, words = load_saved_model(model, use_cpu, tokenizer)
+    limit = section.max_new_tokens or max_new_tokens
+    assert limit is not None, "neither the section nor the caller says how long completions may be"
+    how: Any = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
+    stopped = False
+    try:
+        result = evaluate(loaded, words, rows, reward=reward, max_new_tokens=limit, seed=seed, **how)
+    except EvaluationStopped as stop:
+        result, stopped = stop.result, True
+    result = replace(result, settings={**about(model, section), **result.settings})
+    if target is not None and result.outcomes:
+        result.write(target)
+    if stopped:
+        raise EvaluationStopped(result)
+    return result
+
+
+def about(model: str, section: EvaluationSection) -> dict[str, Any]:
+    """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
+    mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
+    judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     return {
-        "accuracy": result.accuracy.to_dict() if result.accuracy else None,
-        "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
-        "mean_length": result.mean_length,
-        "mean_length_correct": result.mean_length_correct,
-        "worked_out_share": result.worked_out_share,
+        "model": model,
+        "data": {"loader": section.data.loader, **every_argument(section.data)},
+        "template": section.data.template,
+        "limit": section.data.limit,
+        "mode": mode,
+        "judge": judge,
     }

@@ -1,104 +1,218 @@
-"""Sample: n completions of each problem, judged, on the disk batch by batch; and what a file of samples holds, without
-reading it."""
+"""Sample: n completions of each problem by a saved model, judged, on the disk batch by batch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
-from grpo_lab.curation import PassRate, Written, pass_rates
-from grpo_lab.io import no_link, write_json_lines
+from grpo_lab.curation import PassRate, Sampled, Written, pass_rates
+from grpo_lab.engines.sampler import (
+    Completion,
+    Sampler,
+    TransformersSampler,
+    VllmSampler,
+    context_of,
+    in_form_of,
+    render_prompt,
+    stop_token_ids,
+)
+from grpo_lab.io import check_place, no_link, write_json_lines
+from grpo_lab.recipe.checks import no_room
+from grpo_lab.recipe.job import check_model, questions
+from grpo_lab.recipe.models import load_saved_model, loading, model_files, refuse_no_tokenizer
+from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, SamplingSettings
+from grpo_lab.runs.console import count_of, model_of, told
+from grpo_lab.runs.folder import problems_in
+from grpo_lab.runs.stage import At, Facts, Words, console
 from grpo_lab.runs.stop import StopRequests
+from grpo_lab.settings import settings
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
+Problem = Mapping[str, Any]
 SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
 """All samples; those made so far (gone when the former is there)."""
 
 
-class CompletionWriter(Protocol):
-    """A saved model that writes completions (`pipelines.sampler.ModelSampler`)."""
+@settings(rest="sampling")
+class Sample:
+    """``sample``: completions of each row by a model, judged. Other keys: `SamplingSettings`."""
 
-    settings: Any
+    leaves: ClassVar[Mapping[str, str]] = {"samples": SAMPLES}
+    model: str
+    data: DataSection
+    reward: RewardSection = STRICT_ACCURACY
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
 
-    def written(self, prompts: Sequence[Any], n: int) -> list[list[Written]]: ...
+    def plan(self) -> str:
+        found = questions(self.data, self.reward, here_only=True)
+        return f"{self.sampling.n_samples} for each of {count_of(found.rows, self.data)}, by {self.model}"
 
-    def rendered(self, prompt: Any) -> list[int]: ...
+    def run(self, at: At) -> Facts:
+        asked = questions(self.data, self.reward)
+        check_model(asked, ModelSection(path=self.model), self.sampling)
+        rows, said = {number: dict(row) for number, row in enumerate(asked.rows)}, {"reward": told(self.reward)}
+        lines = sample(at, rows, self.model, self.sampling, asked.reward, said, at.folder.name)
+        write_json_lines(at.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines])
+        return sample_facts(lines, len(rows))
 
-    def tokens(self, completion: Any) -> int: ...
 
-    def identity(self) -> dict[str, Any]: ...
+class ModelSampler:
+    """`sampler(prompts, n)` → n completions a prompt by a saved model (folder or hub name), in the form of the prompt
+    (text or message list); transformers or vLLM. ``made``: completions by this process."""
+
+    def __init__(self, model: str, settings: SamplingSettings) -> None:
+        check_place(model)
+        self.settings, self.name = settings, model
+        self.made = 0
+        if settings.use_vllm:
+            self._start_vllm(model)
+        else:
+            loaded, self.tokenizer = load_saved_model(model, settings.use_cpu)
+            self.context = context_of(loaded)
+            self.sampler: Sampler = TransformersSampler(loaded, self.tokenizer, settings.batch_size, progress=False)
+
+    def _start_vllm(self, model: str) -> None:
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
+
+        refuse_no_tokenizer(model)
+        with loading(model):
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
+            config: Any = AutoConfig.from_pretrained(model)
+        options = EngineOptions.from_mapping(self.settings.engine)
+        start = engine_factory(options, trainer_dtype=getattr(config, "dtype", None))
+        engine = start(model=model, seed=self.settings.seed)
+        self.context = engine.llm.llm_engine.model_config.max_model_len
+        try:
+            generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
+        except OSError:  # the folder has none
+            generation = None
+        self.sampler = VllmSampler(engine, stop_token_ids(generation, self.tokenizer))
+
+    def __call__(self, prompts: Sequence[Any], n: int, **how: Any) -> list[list[Any]]:
+        return [[one.completion for one in group] for group in self.written(prompts, n, **how)]
+
+    def written(
+        self,
+        prompts: Sequence[Any],
+        n: int,
+        *,
+        max_new_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[list[Written]]:
+        """The same, each completion with whether the limit of tokens cut it."""
+        ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
+        # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
+        digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
+        limit, seed = max_new_tokens or self.settings.max_completion_length, int.from_bytes(digest[:4], "big") >> 1
+        heat = self.settings.temperature
+        groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
+        self.made += sum(len(group) for group in groups)
+        return [
+            [Written(in_form_of(prompt, self._text(completion.ids)), not completion.ended) for completion in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
+        return render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def tokens(self, completion: Any) -> int:
+        """Length of a completion's text in this model's tokens, without an end token."""
+        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def judged(
+        self,
+        problems: Sequence[Problem],
+        reward: Any,
+        file: Path,
+        stop: StopRequests,
+        said: Mapping[str, Any],
+        label: str = "pass rates",
+    ) -> list[PassRate]:
+        """Completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file of other
+        samples is refused; ``said``: what they follow from beside the sampler."""
+        how: Any = {"path": file, "batch_size": self.settings.problems_per_save, "label": label}
+        how |= {"settings": {**self.identity(), **said}, "rendered": self.rendered}
+        return pass_rates(problems, stop.before_each(self.written), reward, self.settings.n_samples, **how)
+
+    def identity(self) -> dict[str, Any]:
+        """What the samples depend on, for the header of their file: the model's files, all that shape its completions,
+        and the settings. The engine counts: its rounding differs. What it is given for a prompt is `rendered`.
+        """
+        settings = self.settings
+        return {
+            "model": self.name,
+            "files": model_files(self.name),
+            "temperature": settings.temperature,
+            "max_completion_length": settings.max_completion_length,
+            "seed": settings.seed,
+            "engine": {"vllm": dict(settings.engine)} if settings.use_vllm else "transformers",
+        }
 
 
-def judged_samples(
-    problems: Sequence[Mapping[str, Any]],
-    sampler: CompletionWriter,
-    reward: Any,
-    file: Path,
-    stop: StopRequests,
-    said: Mapping[str, Any],
-    label: str = "pass rates",
-) -> list[PassRate]:
-    """``sampler``'s completions of every problem with ``reward``'s scores; goes on with those that ``file`` has.
-
-    Args:
-        said: beside what the sampler says of itself: what the samples follow from. A file of other samples is refused.
-    """
-    return pass_rates(
-        problems,
-        stop.before_each(sampler.written),
-        reward,
-        sampler.settings.n_samples,
-        path=file,
-        settings={**sampler.identity(), **said},
-        batch_size=sampler.settings.problems_per_save,
-        label=label,
-        rendered=sampler.rendered,
-    )
+def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[int, Problem]:
+    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
+    context, completion = sampler.context, sampler.settings.max_completion_length
+    if context is None:
+        return dict(problems)
+    room = context - completion
+    fitting = {number: one for number, one in problems.items() if len(sampler.rendered(one["prompt"])) <= room}
+    if not fitting:
+        raise no_room(completion, context)
+    if len(fitting) < len(problems):
+        console.print(
+            f"left out {len(problems) - len(fitting):,} of {len(problems):,} problems: their prompts leave no room for "
+            f"max_completion_length={completion} tokens in the model's context of {context}"
+        )
+    return fitting
 
 
 def sample(
-    rows: Sequence[Mapping[str, Any]],
-    start: Callable[[], tuple[CompletionWriter, Sequence[int]]],
+    at: At,
+    problems: Mapping[int, Problem],
+    model: str,
+    settings: SamplingSettings,
     reward: Any,
-    folder: Path,
-    stop: StopRequests,
     said: Mapping[str, Any],
     label: str,
 ) -> list[dict[str, Any]]:
-    """`samples.jsonl` in ``folder``: a line a problem with its row's number, its completions, their scores and lengths
-    in tokens.
-
-    Args:
-        start: loads the model: what samples, and the numbers of the ``rows`` that it is asked. Not called where the
-            file is there.
-    """
-    file, progress = folder / SAMPLES, folder / SAMPLING
+    """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
+    lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelSampler.judged`."""
+    file, progress = at.folder / SAMPLES, at.folder / SAMPLING
     if not file.is_file():
-        sampler, asked = start()
-        trim_to_whole_batches(progress, sampler.settings.problems_per_save)
-        rates = judged_samples([rows[row] for row in asked], sampler, reward, progress, stop, said, label)
-        lines = [_line(row, rate, sampler) for row, rate in zip(asked, rates, strict=True)]
+        sampler = ModelSampler(model, settings)
+        fitting = with_room(problems, sampler)
+        trim_to_whole_batches(progress, settings.problems_per_save)
+        rates = sampler.judged([*fitting.values()], reward, progress, at.stop, said, label)
+        lines = [
+            {
+                "row": row,
+                "scores": list(rate.scores),
+                "lengths": [sampler.tokens(one) for one in rate.completions],
+                "cut": rate.cut,
+                "completions": [encodable(one) for one in rate.completions],
+            }
+            for row, rate in zip(fitting, rates, strict=True)
+        ]
         write_json_lines(file, lines)
     progress.unlink(missing_ok=True)
     return read_lines(file)
 
 
-def _line(row: int, rate: PassRate, sampler: CompletionWriter) -> dict[str, Any]:
-    return {
-        "row": row,
-        "scores": list(rate.scores),
-        "lengths": [sampler.tokens(one) for one in rate.completions or ()],
-        "cut": rate.cut,
-        "completions": [encodable(one) for one in rate.completions or ()],
-    }
-
-
-def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> dict[str, Any]:
+def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
     """Tokens: of the texts, and one for each end that was written."""
     each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
     cut = sum(line["cut"] or 0 for line in lines)
@@ -116,22 +230,36 @@ def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> dict[str, An
     }
 
 
+def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Sampled]:
+    """What `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
+    return [
+        Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
+        for line in read_lines(file)
+        for row in [line["problem"] if rows is None else rows[line["row"]]]
+    ]
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """A file of JSON, an object a line."""
     with file.open(encoding="utf-8", newline="\n") as lines:
         return [json.loads(line) for line in lines]
 
 
-def problems_in(file: Path) -> int:
-    """How many problems a file of samples holds: its whole lines after the header."""
-    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
-
-
-def samples_in_words(files: Mapping[str, Path]) -> str:
-    """What is there after Ctrl-C: what they are → their file."""
-    counts = {name: (problems_in(file), file) for name, file in files.items()}
-    found = [f"{name} of {count:,} problems in {file}" for name, (count, file) in counts.items() if count]
-    return f"{', '.join(found)} (the same command goes on)" if found else "no samples yet"
+def plan_of_samples(
+    model: Any, reward: RewardSection, settings: SamplingSettings, rows: Any, file: Path, overwrite: bool
+) -> Words:
+    """What will be sampled, and what an earlier run has left of it in ``file``."""
+    each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
+    total = "" if rows is None else f", at most {settings.n_samples * len(rows):,} in all"
+    tokens = f"of at most {settings.max_completion_length} tokens each"
+    there = problems_in(file)
+    forgotten = " (--overwrite makes them anew)" if overwrite and there else ""
+    return {
+        "reward": told(reward),
+        "model": model_of(str(model)),
+        "completions": f"{each}{total}, {tokens}; by {'vLLM' if settings.use_vllm else 'transformers'}",
+        "samples that are there": f"of {there:,} problems in {file}{forgotten}" if there else "none",
+    }
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:

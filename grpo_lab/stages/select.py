@@ -8,19 +8,34 @@ Shorter    the shortest right answer against longer and wrong ones → pairs (`p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from grpo_lab.curation import Sampled, contrast_pairs, preference_pairs, right_answers, shortest_correct
 from grpo_lab.curation.rejection import normalised
+from grpo_lab.io import write_json_lines
 from grpo_lab.rewards.arithmetic import calculates_right, equation_list
+from grpo_lab.runs.console import told
+from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Number, Positive, Switch, settings
+from grpo_lab.stages.sample import samples_in
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+from grpo_lab.visible import encodable
 
 GOLD = "worked_solution"
 """Column of the reference solutions that `keep.gold` learns from."""
 ROWS = "rows.jsonl"
 """What is trained on."""
 Distinct = Literal["equations", "words", "text"]
+
+
+def _equations_or_words(text: str) -> Any:
+    """By its equations; an answer without any by its words: two proofs in words are two ways."""
+    return equation_list(text) or normalised(text)
+
+
+SAME: dict[str, Callable[[str], Any]] = {"equations": _equations_or_words, "words": normalised, "text": str}
 
 
 @settings()
@@ -34,64 +49,95 @@ class Keep:
         right_calculations: an answer with an equation that does not hold is left out, right or not.
     """
 
+    needs: ClassVar[str] = "right on some"
     per_problem: Positive | None = None
     distinct: Distinct = "equations"
     gold: Switch = False
     right_calculations: Switch = False
 
+    def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        sound = calculates_right if self.right_calculations else None
+        given: Any = {"per_problem": self.per_problem, "same": SAME[self.distinct], "sound": sound}
+        return right_answers(samples, **given, gold=GOLD if self.gold else None)
+
 
 @settings()
 class Contrast:
-    """``pairs`` of a right and a wrong answer (`contrast_pairs`).
+    """``pairs`` of a right and a wrong answer (`contrast_pairs`): most pairs a problem, None: every answer that differs
+    is in one; ``distinct`` as in `Keep`."""
 
-    Args:
-        per_problem: most pairs a problem; None: every answer that differs is in one.
-        distinct: as in `Keep`.
-    """
-
+    needs: ClassVar[str] = "right and wrong on the same"
     per_problem: Positive | None = None
     distinct: Distinct = "words"
+
+    def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return contrast_pairs(samples, per_problem=self.per_problem, same=SAME[self.distinct])
 
 
 @settings()
 class Shortest:
     """The shortest right answer of each problem (`shortest_correct`)."""
 
+    needs: ClassVar[str] = "right on some"
+
+    def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return shortest_correct(samples), {}
+
 
 @settings()
 class Shorter:
     """``pairs`` of a short right answer and longer or wrong ones (`preference_pairs`)."""
 
+    needs: ClassVar[str] = "right, and also wrong or longer, on the same"
     ratio: Number = 1.5
     wrong_must_be_longer: Switch = False
     pairs_per_problem: Positive | None = None
 
+    def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        limits: Any = {"wrong_must_be_longer": self.wrong_must_be_longer, "pairs_per_problem": self.pairs_per_problem}
+        return preference_pairs(samples, self.ratio, **limits), {}
 
-How = Keep | Contrast | Shortest | Shorter
+
+Way = Keep | Contrast | Shortest | Shorter
 
 
-def select(samples: Sequence[Sampled], how: How) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Rows or pairs, and what was counted."""
-    if isinstance(how, Keep):
-        return right_answers(
-            list(samples),
-            per_problem=how.per_problem,
-            same=_SAME[how.distinct],
-            sound=calculates_right if how.right_calculations else None,
-            gold=GOLD if how.gold else None,
+@settings()
+class Select:
+    """``select``: rows to train on out of samples; exactly one of the four ways."""
+
+    leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
+    samples: str
+    keep: Keep | None = None
+    contrast: Contrast | None = None
+    shortest: Shortest | None = None
+    shorter: Shorter | None = None
+
+    def __post_init__(self) -> None:
+        if len(self._ways()) != 1:
+            raise ValueError("a stage `select` needs exactly one of `keep`, `contrast`, `shortest` and `shorter`")
+
+    def _ways(self) -> list[Way]:
+        return [way for way in (self.keep, self.contrast, self.shortest, self.shorter) if way is not None]
+
+    def plan(self) -> str:
+        return f"{type(self._ways()[0]).__name__.lower()} {told(self._ways()[0])}".strip()
+
+    def run(self, at: At) -> Facts:
+        return choose(samples_in(Path(self.samples)), self._ways()[0], at.folder)
+
+
+def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:
+    """`rows.jsonl` in ``folder``, and what was counted. ValueError where there is none; ``who``, before it, and
+    ``otherwise``, at its end, are the caller's."""
+    rows, counts = way.rows(samples)
+    if not rows:
+        scores = [score for one in samples for score in one.scores]
+        scored = [score for score in scores if score is not None]
+        right = sum(score >= CORRECT_FROM for score in scored)
+        raise ValueError(
+            f"{who}no row to train on out of {len(samples)} problems: of {len(scores)} samples {len(scored)} could be "
+            f"scored and {right} are right, and the model has to be {way.needs}. Raise `n_samples`, or take other "
+            f"`data` (or `reward`, where nothing could be scored){otherwise}"
         )
-    if isinstance(how, Contrast):
-        return contrast_pairs(list(samples), per_problem=how.per_problem, same=_SAME[how.distinct])
-    if isinstance(how, Shortest):
-        return shortest_correct(samples), {}
-    most = how.pairs_per_problem
-    longer = how.wrong_must_be_longer
-    return preference_pairs(samples, how.ratio, wrong_must_be_longer=longer, pairs_per_problem=most), {}
-
-
-def _equations_or_words(text: str) -> Any:
-    """By its equations; an answer without any by its words: two proofs in words are two ways."""
-    return equation_list(text) or normalised(text)
-
-
-_SAME: dict[str, Callable[[str], Any]] = {"equations": _equations_or_words, "words": normalised, "text": str}
+    write_json_lines(folder / ROWS, [encodable(row) for row in rows])
+    return {**counts, "rows": len(rows)}

@@ -1,17 +1,24 @@
-"""Train on rows: supervised on answers (SFT), or on pairs of a better and a worse one (DPO, SimPO), by TRL's
-trainers."""
+"""Models: trained on rows or on pairs by TRL's trainers (SFT, DPO, SimPO), given a cold start, merged out of two."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from grpo_lab.curation import average_weights
 from grpo_lab.io import whole_folder
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import DataSection, ModelSection
+from grpo_lab.runs.console import settings_in_words, told
 from grpo_lab.runs.metrics_file import MetricsFile, cut_metrics
-from grpo_lab.runs.stop import StopRequests, identity_of
+from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.stop import identity_of
+from grpo_lab.settings import NULL_IS_DEFAULT, Number, Whole, settings
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 
@@ -21,63 +28,132 @@ MODEL = "model"
 STOPPED = "stopped"
 """A training that was asked to stop: its checkpoint, until it has come to its end."""
 WEIGHT = "rewards/weight"
+Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 
-def columns(method: str) -> tuple[str, ...]:
-    """What a row of ``method`` consists of; everything but `PREFERENCES` is imitation."""
-    return ("prompt", "chosen", "rejected") if method in PREFERENCES else ("prompt", "completion")
+@settings(rest="training")
+class Train:
+    """``sft``, ``dpo``, ``simpo``: a model trained on selected ``rows``. Other keys: TRL's ``SFTConfig``,
+    ``DPOConfig``, ``CPOConfig``."""
+
+    leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
+    method: ClassVar[str] = "sft"
+    model: str
+    rows: str
+    seed: Whole = 0
+    training: Training = field(default_factory=dict)
+
+    def plan(self) -> str:
+        from grpo_lab.trainer.supervised.preference import check_training
+
+        check_training(self.method, self.training)
+        return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
+
+    def run(self, at: At, reference: Any = None) -> Facts:
+        """``reference``: DPO's; default: the model as it begins."""
+        from datasets import Dataset
+
+        model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
+        pairs = self.method in PREFERENCES
+        read = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
+        rows = [{name: row[name] for name in read} for row in read_lines(Path(self.rows))]
+        data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
+        with trained(at, tokenizer, rows, [self.model, arguments]) as (folder, training, counted):
+            if pairs:
+                from grpo_lab.trainer.supervised.preference import prefer
+
+                method: Any = self.method
+                prefer(method, model, tokenizer, data, folder, arguments, [counted], reference, training)
+            else:
+                from grpo_lab.trainer.supervised.cold_start import supervised
+
+                supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
+        return counted.facts()
 
 
-def training_rows(method: str, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without what no training reads."""
-    return [{name: row[name] for name in columns(method)} for row in rows]
+@settings(rest="training")
+class Dpo(Train):
+    """``dpo``: on pairs; the reference is the model as it begins."""
+
+    method: ClassVar[str] = "dpo"
 
 
-def train_on(
-    method: Any,
-    model: Any,
-    tokenizer: Any,
-    rows: Sequence[Mapping[str, Any]],
-    folder: Path,
-    arguments: dict[str, Any],
-    training: StoppableTraining,
-    callbacks: Sequence[Any] = (),
-    reference: Any = None,
-) -> None:
-    """``model`` trained on ``rows`` (`training_rows`) with TRL's ``arguments``, saved in ``folder``.
+@settings(rest="training")
+class Simpo(Train):
+    """``simpo``: on pairs, without a reference."""
 
-    Args:
-        training: asked after each step whether to stop; a training that was stopped is gone on with from its
-            checkpoint.
-        reference: DPO's; default: the model as it begins.
-    """
-    from datasets import Dataset
+    method: ClassVar[str] = "simpo"
 
-    data, heard = Dataset.from_list(list(rows)), list(callbacks) or None
-    if method in PREFERENCES:
-        from grpo_lab.trainer.supervised.preference import prefer
 
-        prefer(method, model, tokenizer, data, folder, arguments, heard, reference, training)
-    else:
-        from grpo_lab.trainer.supervised.cold_start import supervised
+@settings(rest="training")
+class ColdStart:
+    """``cold_start``: a model, or a tiny one from config, trained on worked solutions; without ``data`` as it is. Other
+    keys: TRL's ``SFTConfig``."""
 
-        supervised(model, tokenizer, data, folder, arguments, heard, train=training)
+    leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
+    model: ModelSection
+    data: DataSection | None = None
+    seed: Whole = 0
+    training: Training = field(default_factory=dict)
+
+    def plan(self) -> str:
+        from grpo_lab.trainer.supervised.cold_start import check_cold_start
+
+        check_cold_start(self.training)
+        return self.model.name + (
+            "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
+        )
+
+    def run(self, at: At, rows: Any = None) -> Facts:
+        """``rows``: of ``data``, where they are loaded already."""
+        from grpo_lab.trainer.supervised.cold_start import cold_start
+
+        model, tokenizer = load_model(self.model, self.seed)
+        if self.data is None:
+            with whole_folder(at.folder / MODEL) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+            return {"steps": 0, "loss": None}
+        rows = load_rows(self.data, "data") if rows is None else rows
+        arguments = {"seed": self.seed, **self.training}
+        with trained(at, tokenizer, rows.to_list(), arguments) as (folder, training, counted):
+            cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
+        return counted.facts()
+
+
+@settings()
+class Merge:
+    """``merge``: the average of two models' weights (`average_weights`)."""
+
+    leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
+    model: str
+    short_model: str
+    alpha: Number = 0.5
+
+    def plan(self) -> str:
+        return f"{self.alpha:g} of {self.model}, the rest of {self.short_model}"
+
+    def run(self, at: At) -> Facts:
+        shutil.rmtree(at.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
+        average_weights(self.model, self.short_model, at.folder / MODEL, self.alpha)
+        return {}
 
 
 @contextmanager
 def trained(
-    folder: Path, tokenizer: Any, rows: Any, made_from: Any, stop: StopRequests
+    at: At, tokenizer: Any, rows: Any, made_from: Any
 ) -> Iterator[tuple[Path, StoppableTraining, TrainingFacts]]:
-    """Where the model of a training goes (`model/` in ``folder``), what trains it, and what is counted of it.
+    """Where the model of a training goes (`model/`), what trains it, and what is counted of it.
 
     A training that was stopped is gone on with from `stopped/`, where it is of the same ``rows`` and ``made_from``.
     """
-    counted = TrainingFacts(folder / "metrics.jsonl")
-    with stop.training(folder / STOPPED, identity_of(rows, made_from)) as training:
+    counted = TrainingFacts(at.folder / "metrics.jsonl")
+    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
         counted.begin(training.step)
-        with whole_folder(folder / MODEL) as place:
+        with whole_folder(at.folder / MODEL) as place:
             yield place, training, counted
-            finish(place, tokenizer)
+            tokenizer.save_pretrained(place)
+            (place / "training_args.bin").unlink(missing_ok=True)  # pickled, and it names this machine
     training.done()
 
 
@@ -106,22 +182,7 @@ class TrainingFacts(MetricsFile):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps = state.global_step
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Optimizer steps, mean loss; of pairs also w(θ) in the first and the last log."""
-        found: dict[str, Any] = {"steps": self.steps, "loss": self.loss}
+        found: Facts = {"steps": self.steps, "loss": self.loss}
         return found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})
-
-
-def finish(folder: Path, tokenizer: Any) -> None:
-    """The tokenizer, and without the pickled arguments of the trainer, which name this machine."""
-    tokenizer.save_pretrained(folder)
-    (folder / "training_args.bin").unlink(missing_ok=True)
-
-
-def free() -> None:
-    """The accelerator's memory, after a model that nobody holds any more."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -16,12 +16,9 @@ from trl import GRPOConfig
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
-from grpo_lab.trainer.scoring.resample import check_resample
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.inputs import check_budget, check_hooks, check_inputs, check_loss_type, check_weights
 from grpo_lab.trainer.settings.parse import LabSettings
-
-_FIRST_ROWS = 64
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
@@ -47,7 +44,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
         for name, part in parts.items():
             if objective.get(name) not in (None, part):
                 raise ValueError(f"`{cls.__name__}.{name}` and `objective.{name}` are set and differ; leave one out")
-            objective[name] = _bound(part)
+        objective |= parts
     reset = cls.reset_optimizer if config.reset_optimizer is None else config.reset_optimizer
     if objective is config.objective and advantage is config.advantage and reset is config.reset_optimizer:
         return config
@@ -68,10 +65,8 @@ def _promoted(args: GRPOConfig) -> LabConfig:
 
 def _merged(cls: Any, name: str, configured: Any) -> Any:
     declared = getattr(cls, name)
-    if declared is None:
-        return configured
-    if configured is None:
-        return _bound(declared)
+    if declared is None or configured is None:
+        return configured if declared is None else declared
     named = configured.get("name", declared) if isinstance(configured, dict) else configured
     if named != declared:
         raise ValueError(
@@ -79,10 +74,6 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
             f"LabTrainer, or leave `{name}` out of the configuration"
         )
     return {**configured, "name": declared} if isinstance(configured, dict) else configured
-
-
-def _bound(part: Any) -> Any:
-    return part.__func__ if isinstance(part, staticmethod) else part
 
 
 def as_list(given: Any) -> list[Any]:
@@ -108,9 +99,6 @@ class EnvironmentReward:
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
-    def __call__(self, **_: Any) -> list[float | None]:
-        raise RuntimeError(f"the reward of the environment {self.__name__!r} is TRL's to call (`environment_factory`)")
-
 
 class FirstMade:
     """A factory whose first instance was made already: TRL looks at one as well, and environments are made once."""
@@ -123,8 +111,7 @@ class FirstMade:
 
 
 def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
-    """(the rewards that environments own, the factories to hand on). A class says by itself what it has; another
-    factory is called once."""
+    """(the rewards that environments own, the factories to hand on); a factory that is no class is called once."""
     factories = dict(factory) if isinstance(factory, dict) else {None: factory}
     kinds = []
     for name, make in factories.items():
@@ -180,8 +167,11 @@ def given(
         check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
-    if settings.update.dead_groups == "resample":
-        check_resample(train_dataset)
+    if settings.update.dead_groups == "resample" and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"`update.dead_groups: resample` draws further prompts by index, but `train_dataset` is a "
+            f"{type(train_dataset).__name__}; use a datasets.Dataset, or `dead_groups: skip`"
+        )
     algorithm = args.algorithm.with_hooks(cls)
     check_hooks(cls, algorithm, base)
     check_loss_type(cls, args, algorithm)
@@ -198,4 +188,4 @@ def warm_up(reward_funcs: Any, rows: Any) -> None:
         if isinstance(reward, CodeReward):
             reward.warm_up()
         if isinstance(reward, AccuracyReward) and isinstance(rows, Dataset) and "solution" in rows.column_names:
-            reward.warm_up(rows[:_FIRST_ROWS]["solution"])
+            reward.warm_up(rows[:64]["solution"])

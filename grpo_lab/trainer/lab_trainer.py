@@ -28,7 +28,6 @@ from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
-from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.prompt_fit import check_room
@@ -40,6 +39,7 @@ from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
+from grpo_lab.trainer.rows import Carried
 from grpo_lab.trainer.scoring.advantages import (
     add_value_estimates,
     row_advantages,
@@ -169,11 +169,9 @@ class LabTrainer(ResumableTrainer):
         check_room(self, ids)
         return ids, images, fields
 
-    def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, has_tool_images: bool = False
-    ) -> Any:
-        training, rest = self.model.training, (images, multimodal_fields, num_generations, has_tool_images)
-        generated = super()._generate_single_turn(prompt_ids, *rest)
+    def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        training = self.model.training
+        generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():

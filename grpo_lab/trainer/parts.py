@@ -1,8 +1,4 @@
-"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor.
-
-Callbacks of ours come before all others (which may write a checkpoint, or look at the optimizer); that order is fixed
-here, too.
-"""
+"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ class Parts:
         self.due_evaluation = DueEvaluation(trainer)
         self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
-        self._only_model = bool(given.args.save_only_model)
         if trainer.use_vllm:
             engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
             engine.waiting = self.stop.wait
@@ -85,8 +80,7 @@ class Parts:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation batch needs them; once, however many rounds it
-        takes."""
+        """Weights, optimizer and reference as the coming generation batch needs them; once, whatever its rounds."""
         self.weight_schedules.apply()
         self.guard.before_generation()
         if training:
@@ -104,7 +98,7 @@ class Parts:
             "guard": self.guard.state,
             "evaluation_due": self.due_evaluation.state,
         }
-        if not self._only_model:
+        if not trainer.args.save_only_model:
             asked["reference"] = lambda: self.reference.save(folder)
             asked["kl"] = self.kl.state
             asked["without_moments"] = lambda: trl_bridge.without_moments(trainer)

@@ -135,13 +135,8 @@ def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
 
 
 class Recorder:
-    """Metrics of training and evaluation, and what is said once.
-
-    Args:
-        book: which definition of a mean: ``MetricBook``, or ``TrlBook`` for a drop-in.
-        mode: ``train`` or ``eval``, as it is now.
-        speaks: whether this process may speak.
-    """
+    """Metrics of training and evaluation (``book``: which definition of a mean; ``mode``: ``train`` or ``eval``, as it
+    is now), and what is said once, where this process ``speaks``."""
 
     #: what was not finite, where a guard is in force (``guard``); None: it is an error at once
     faults: Faults | None = None
@@ -181,6 +176,10 @@ class StepPort(Protocol):
     lab_settings: LabSettings
     recorder: Recorder
     exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+    phase: Phase
+    correction: SamplerCorrection | None
+    team_overrides_token_loss: bool
+    replaces_trls_advantages: bool
 
     accelerator: Any
     args: Any
@@ -212,18 +211,6 @@ class StepPort(Protocol):
     _generate: Any
     _calculate_rewards: Any
     _group_size: Any
-
-    @property
-    def phase(self) -> Phase: ...
-
-    @property
-    def correction(self) -> SamplerCorrection | None: ...
-
-    @property
-    def team_overrides_token_loss(self) -> bool: ...
-
-    @property
-    def replaces_trls_advantages(self) -> bool: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 

@@ -80,6 +80,22 @@ SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())
 _FUNCTION_OF = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln))\s*(?:\^\s*(?:\{(\d+)\}|(\d)))?\s*(\d*\s?(?:\\theta|\\alpha|\\beta|\\pi|[a-zA-Z]))(?![a-zA-Z({_^])"
 )
+TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
+_GROUP_OF_TEXT = re.compile(TEXT_GROUP)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]+")
+_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
+_FUNCTIONS_WORDS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
+    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
+)
+_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
+_SMALL_WORDS_WORDS = (
+    "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
+    "am pm km kg cm mm mph one two six ten day men cup"
+)
+_SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def group_end(text: str, open_brace: int) -> int:
@@ -187,24 +203,6 @@ def canonical(text: str) -> str:
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     text = _TIME_OF_DAY.sub("", _PERCENT_AT_END.sub(r"\\%", text))
     return _without_unit(text)
-
-
-TEXT_GROUP = _TEXT_HEAD.pattern + r"[^{}]*\}"
-_GROUP_OF_TEXT = re.compile(TEXT_GROUP)
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
-_WORD = re.compile(r"[^\W\d_]+")
-_NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
-_FUNCTIONS_WORDS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
-    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
-)
-_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
-_SMALL_WORDS_WORDS = (
-    "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
-    "am pm km kg cm mm mph one two six ten day men cup"
-)
-_SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def prose_words(text: str) -> list[str]:

@@ -1,7 +1,6 @@
 r"""Numbers that need no sympy: decimals, fractions, mixed numbers, with the verdict math-verify would give.
 
-    one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}
-    several      3, 4     9999.86, 9999\frac{6}{7}
+    one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}           several      3, 4     9999.86, 9999\frac{6}{7}
 
 math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals
 (`decimals_compared`; its default is always 6, which makes .0000672 equal to .0000673). So
@@ -27,6 +26,15 @@ from functools import lru_cache
 _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _MAX_DIGITS = 15  # a double holds 15 decimal digits, and so does math-verify's default precision
 _ZEROS = re.compile(r"-?0*\.(0*)[1-9]\d*", re.ASCII)
+_FAR = 5e-6
+"""Apart by more than this share of the larger (or of 1): sure. math-verify rounds to 1e-6."""
+_LONGEST, _MOST_PARTS = 120, 8
+_INT = r"\d{1,9}"
+_PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"
+_OVER = rf"\\frac\s?(?:\{{(-?{_INT})\}}\s?\{{({_INT})\}}|(\d)(\d))"
+_DECIMAL = re.compile(_PLAIN, re.ASCII)
+_FRACTION = re.compile(rf"(?:({_INT})\s?/\s?({_INT})|(?:({_INT})\s?)?{_OVER})", re.ASCII)
+_JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def is_plain_number(text: str) -> bool:
@@ -52,17 +60,6 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
     return False if abs(a - b) > Fraction(2, 10 ** decimals_compared(gold)) else None
 
 
-_FAR = 5e-6
-"""Apart by more than this share of the larger (or of 1): sure. math-verify rounds to 1e-6."""
-_LONGEST, _MOST_PARTS = 120, 8
-_INT = r"\d{1,9}"
-_PLAIN = r"(?:\d{1,3}(?:,\d{3}){1,3}|\d{1,12})(?:\.\d{1,20})?"
-_OVER = rf"\\frac\s?(?:\{{(-?{_INT})\}}\s?\{{({_INT})\}}|(\d)(\d))"
-_DECIMAL = re.compile(_PLAIN, re.ASCII)
-_FRACTION = re.compile(rf"(?:({_INT})\s?/\s?({_INT})|(?:({_INT})\s?)?{_OVER})", re.ASCII)
-_JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
-
-
 def compare_numbers(gold: str, answer: str) -> bool | None:
     """As `compare_plain_numbers`, fractions too. Both in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
@@ -74,8 +71,11 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
     if gold == answer:
         return True
     given = _value(answer)
-    if given is None:
-        return False if _all_far(wanted, answer) else None
+    if given is None:  # several numbers and none of them the gold: wrong, however a list is compared with a number
+        parts = answer.split(", ")
+        if len(answer) > _LONGEST or not 1 < len(parts) <= _MOST_PARTS or _JOINED_AGAIN.search(answer):
+            return None
+        return None if any((value := _value(part)) is None or not _far(wanted, value) for part in parts) else False
     if "." not in gold + answer:
         return wanted == given
     return False if _far(wanted, given) else None
@@ -83,15 +83,6 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
 
 def _far(a: Fraction, b: Fraction) -> bool:
     return abs(float(a) - float(b)) > _FAR * max(1.0, abs(float(a)), abs(float(b)))
-
-
-def _all_far(wanted: Fraction, answer: str) -> bool:
-    """Several numbers and none of them the gold: wrong, however a list is compared with a number."""
-    if len(answer) > _LONGEST or ", " not in answer or _JOINED_AGAIN.search(answer):
-        return False
-    parts = answer.split(", ")
-    values = [_value(part) for part in parts] if len(parts) <= _MOST_PARTS else [None]
-    return all(value is not None and _far(wanted, value) for value in values)
 
 
 @lru_cache(maxsize=4096)

@@ -16,14 +16,9 @@
 A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof
 ends with the goal under no assumption. The order of m and n does not matter.
 
-Formulas are read from, and written in, this form:
-
-    atom   a single letter a … z but v          ~A  ¬A  not          A & B  ∧  and
-    #  ⊥   the false one                        A v B  ∨  or         A -> B  →  implies, to the right
-
-``~`` binds closest, then ``&``, ``v``, ``->``. A chain of one sign needs no brackets; the reading is ``(p & q) & r``
-and ``p -> (q -> r)``. A formula is a tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``,
-``("->", A, B)``.
+Formulas: a letter but v; ``#`` or ⊥, the false one; ``~A`` or ¬, ``A & B`` or ∧, ``A v B`` or ∨, ``A -> B`` or →, the
+closest first. A chain of one sign needs no brackets: ``(p & q) & r``, ``p -> (q -> r)``. A formula is a tuple:
+``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
 """
 
 from __future__ import annotations
@@ -39,6 +34,12 @@ FALSE: Formula = ("#",)
 _SPELLED_OPERATORS = {"∧": "&", "∨": "v", "¬": "~", "→": "->", "⊥": "#", "!": "~", "=>": "->", "⇒": "->", "∼": "~"}
 _TOKEN = re.compile(r"\s*(->|=>|[∧∨¬→⊥⇒∼!&~#()a-z])")
 _LEVELS = ("->", "v", "&")
+MOST_LINES, MOST_CHARACTERS = 200, 1000
+_LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
+_RULE = re.compile(
+    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
+)
+_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NoFormula(ValueError):
@@ -64,30 +65,30 @@ def read(text: str) -> Formula:
 
 
 def _level(tokens: list[str], place: int, level: int, depth: int) -> tuple[Formula, int]:
-    if depth > MOST_DEPTH:
-        raise NoFormula(f"nested deeper than {MOST_DEPTH}")
     if level == len(_LEVELS):
         return _single(tokens, place, depth)
     left, place = _level(tokens, place, level + 1, depth)
     sign = _LEVELS[level]
     while place < len(tokens) and tokens[place] == sign:
-        right, place = _level(tokens, place + 1, level if sign == "->" else level + 1, depth + 1)
+        right, place = _level(tokens, place + 1, level if sign == "->" else level + 1, _deeper(depth))
         left = (sign, left, right)
-        depth += 1
-        if depth > MOST_DEPTH:
-            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+        depth = _deeper(depth)
     return left, place
+
+
+def _deeper(depth: int) -> int:
+    if depth >= MOST_DEPTH:
+        raise NoFormula(f"nested deeper than {MOST_DEPTH}")
+    return depth + 1
 
 
 def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
     token = tokens[place] if place < len(tokens) else ""
     if token == "~":
-        if depth > MOST_DEPTH:
-            raise NoFormula(f"nested deeper than {MOST_DEPTH}")
-        inside, place = _single(tokens, place + 1, depth + 1)
+        inside, place = _single(tokens, place + 1, _deeper(depth - 1) + 1)  # one more than of anything else
         return ("~", inside), place
     if token == "(":
-        inside, place = _level(tokens, place + 1, 0, depth + 1)
+        inside, place = _level(tokens, place + 1, 0, _deeper(depth))
         if place >= len(tokens) or tokens[place] != ")":
             raise NoFormula("a bracket is not closed")
         return inside, place + 1
@@ -108,14 +109,6 @@ def atoms(formula: Formula) -> set[str]:
     if len(formula) == 1:
         return set() if formula == FALSE else {formula[0]}
     return set().union(*(atoms(part) for part in formula[1:]))
-
-
-MOST_LINES, MOST_CHARACTERS = 200, 1000
-_LINE = re.compile(r"^\s*([0-9]{1,4})[.):]\s*((?:\|\s*)*)([^\[\]|]{1,400})\[\s*([^\[\]]{1,80})\]\s*$")
-_RULE = re.compile(
-    r"^(premise|assume|copy|&i|&e|vi|ve|->i|->e|~i|~e|#e|~~e|raa)((?:[\s,]+[0-9]{1,4}(?:-[0-9]{1,4})?)*)$"
-)
-_SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NotAProof(ValueError):

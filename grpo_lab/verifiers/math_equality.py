@@ -17,12 +17,7 @@ from typing import Any
 
 from grpo_lab.sandbox.pool import Limits, WorkerPool
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
-from grpo_lab.verifiers.exact_numbers import (
-    compare_numbers,
-    compare_plain_numbers,
-    decimals_compared,
-    is_plain_number,
-)
+from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 
@@ -80,12 +75,8 @@ def _choice_label(text: str) -> str | None:
 class MathVerifier:
     """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
 
-    Args:
-        fast_path: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
-        limits: time per comparison and memory per worker process.
-        workers: number of worker processes, started when the first pair needs one; None: half of the cores, 4 at most.
-
-    Picklable; the copy starts workers of its own. Usable from any thread.
+    ``fast_path``: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
+    ``limits``, ``workers``: of the ``WorkerPool``. Picklable and usable from any thread, as that is.
     """
 
     def __init__(self, *, fast_path: bool = True, limits: Limits | None = None, workers: int | None = None) -> None:
@@ -122,10 +113,6 @@ class MathVerifier:
             else:
                 decided[key] = MathVerdict(Verdict(outcome.status), outcome.reason)
         return [judged for key in keys if (judged := decided[key]) is not None]
-
-    def check_golds(self, golds: Sequence[str]) -> list[MathVerdict]:
-        """Each gold against itself: everything but `EQUAL` is a gold that no answer could satisfy."""
-        return self.compare([(gold, gold) for gold in golds])
 
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
         """Both in canonical spelling, and a gold that is not text read together with its answer."""

@@ -2,15 +2,14 @@ r"""Numbers as they are written in running text: figures with scale words, numbe
 
     "12 million"  "1.5 billion"  "3 dozen"  "5k"  "two hundred and five"  "half a million"  "3 and a half"  "two-thirds"
 
-A quantity is read from a place in a text as far as it goes; what follows (a unit, a sentence) is the caller's.
-One pass, at most `_MOST_WORDS` words.
+Read from a place in a text as far as it goes, at most `_MOST_WORDS` words; what follows is the caller's.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 _ONES_WORDS = (
@@ -59,11 +58,8 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 
 @dataclass(frozen=True)
 class Quantity:
-    """`value` (of `35%`: 35), where it ends in the text, and how it is written.
-
-    `plain`: figures alone, `18` or `1,234.5`; `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a
-    formula would be a variable.
-    """
+    """`value` (of `35%`: 35), where it ends in the text, and how it is written. `plain`: figures alone, `1,234.5`;
+    `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula would be a variable."""
 
     value: Fraction
     end: int
@@ -95,14 +91,9 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
     if found is None or found.end == begin:
         return None
     percent = _PERCENT.match(text, found.end)
-    return Quantity(
-        -found.value if sign else found.value,
-        percent.end() if percent else found.end,
-        plain=found.plain and percent is None and (sign is None or sign[1] is not None),
-        percent=percent is not None,
-        part=found.part,
-        suffix=found.suffix,
-    )
+    value, end = -found.value if sign else found.value, percent.end() if percent else found.end
+    plain = found.plain and percent is None and (sign is None or sign[1] is not None)
+    return replace(found, value=value, end=end, plain=plain, percent=percent is not None)
 
 
 def exact_value(text: str) -> Fraction | None:

@@ -18,8 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_lab.trainer.carried import POLICY_VERSION, POSITION_OFFSET
-from grpo_lab.trainer.rows import RowNumbers, RowTable
+from grpo_lab.trainer.rows import POLICY_VERSION, POSITION_OFFSET, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.update import Plan, plan_update
 

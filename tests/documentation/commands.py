@@ -17,8 +17,8 @@ import yaml
 
 from documentation.blocks import ROOT
 from grpo_lab.cli import _parser
-from grpo_lab.pipelines.curation_recipe import curation_recipe_from
-from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.curate import curation_recipe_from
+from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.runner import pipeline_from
 from grpo_lab.recipe.job import lab_config, numbers_read

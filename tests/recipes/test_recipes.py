@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from grpo_lab.data import TEMPLATES
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import parse_overrides
 

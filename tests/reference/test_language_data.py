@@ -14,7 +14,7 @@ from statistics import mean
 
 import pytest
 
-from grpo_lab.rewards.language.reward import LanguageConsistencyReward
+from grpo_lab.rewards.language import LanguageConsistencyReward
 
 Sentences = dict[str, list[str]]
 

@@ -33,7 +33,7 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import worker
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
-from grpo_lab.engines.vllm.talk import ServerGone, answers, check_answer, wait_until_ready
+from grpo_lab.engines.vllm.talk import ServerGone, check_answer, got, wait_until_ready
 from grpo_lab.engines.vllm.token import of_trainer
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
@@ -299,7 +299,7 @@ def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.T
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=600) == 0
     assert of_trainer(url, None) is None
-    assert not answers(f"{url}/health")
+    assert got(f"{url}/health", None)[0] != 200
     assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
 
 

@@ -14,7 +14,6 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.weights.proof import (
     SyncGap,
     TensorDifference,
-    describe,
     differing_tensors,
     forward_logprobs,
     judge,
@@ -50,7 +49,7 @@ def test_nan_of_the_trainer_is_a_fault() -> None:
 
 @pytest.mark.parametrize(("engine", "trainer"), [([[-1.0]], []), ([[-1.0]], [[-1.0, -1.0]]), ([[]], [[]]), ([], [])])
 def test_shapes_that_prove_nothing_are_refused(engine: list[list[float]], trainer: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match=r"completions|log-probs|no token"):
+    with pytest.raises(ValueError, match=r"zip\(\) argument|no token"):
         sync_gap(engine, trainer)
 
 
@@ -69,9 +68,8 @@ def test_judge_names_gap_and_tensors() -> None:
         judge(close, stale, tolerance=1e-4)
     with pytest.raises(WeightSyncError, match=r"gap 0.3 nats(.|\n)*tolerance 0.0001(.|\n)*lm_head.weight"):
         judge(wide, stale, tolerance=1e-4)
-    with pytest.raises(WeightSyncError, match=r"gap 0\.3 nats"):
+    with pytest.raises(WeightSyncError, match=r"gap 0\.3 nats(.|\n)*No tensor that can be read differs"):
         judge(wide, [], tolerance=1e-4)
-    assert "No tensor that can be read differs" in describe(wide, 1e-4, [])
 
 
 def test_forward_log_probs_equal_one_row_at_a_time_in_float64() -> None:

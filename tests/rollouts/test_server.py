@@ -112,7 +112,10 @@ def test_push_leaves_nothing_behind_and_knows_its_version() -> None:
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
-        (Workers(lambda method, arguments: {"error": "ValueError: no"}), "did not load"),
+        (
+            Workers(lambda method, arguments: {"error": "ValueError: no"}),
+            "failed at grpo_lab_load_weights: ValueError: no",
+        ),
         (Workers(lambda method, arguments: {"tensors": 1}), "did not load the 2 tensors"),
         (Workers(lambda method, arguments: "None"), "worker-extension-cls"),
         (Workers(loaded, cache_dropped=False), "cached prompts"),

@@ -30,7 +30,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make setup-vllm` ins
 import requests
 
 from grpo_lab.engines.vllm.access import ROUTES
-from grpo_lab.engines.vllm.talk import answers, wait_until_ready
+from grpo_lab.engines.vllm.talk import got, wait_until_ready
 from grpo_lab.engines.vllm.token import default_file, of_trainer, read
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.wait(timeout=600)
-    assert not answers(f"{running.url}/health", token=running.token)
+    assert got(f"{running.url}/health", running.token)[0] != 200
 
 
 def routes_of(log: str) -> list[tuple[str, str]]:
@@ -306,5 +306,5 @@ def test_the_run_goes_on_with_the_server_that_comes_after_a_killed_one(
         content = path.read_bytes() if path.is_file() else b""
         assert not any(str(given).encode() in content for given in (token, served.token)), path
     second.stop()
-    assert not answers(f"{served.url}/health", token=token)
+    assert got(f"{served.url}/health", token)[0] != 200
     assert not default_file(served.url).exists()

@@ -100,10 +100,7 @@ class Story:
         self.done: list[str] = []
         self.faults = faults
         self.counted: list[float] = []
-        client = SimpleNamespace(
-            close_communicator=lambda: None,
-            wait=lambda limit: self.step("wait"),
-        )
+        client = SimpleNamespace(wait=lambda limit: self.step("wait"))
         accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
         generation = SimpleNamespace(accelerator=accelerator, vllm_client=client, waiting=contextlib.nullcontext)
         monkeypatch.setattr(server, "connect", lambda *_: self.step("connect"))

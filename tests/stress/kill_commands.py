@@ -31,7 +31,7 @@ import yaml
 from kill_processes import adopt_orphans, begin, ended, has_ended, kill, wait
 
 from grpo_lab.cli import main as command
-from grpo_lab.pipelines import evaluate, run_rounds  # noqa: F401
+from grpo_lab.pipelines import evaluate, rounds  # noqa: F401
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.supervised import cold_start, preference  # noqa: F401
 

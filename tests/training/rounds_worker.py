@@ -20,9 +20,10 @@ import trl.trainer.sft_trainer  # noqa: F401
 
 from grpo_lab.cli import main as main_of_grpo_lab
 from grpo_lab.evaluation import result
-from grpo_lab.pipelines import round_parts
+from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_rounds import run_rounds
+from grpo_lab.stages import evaluate as measuring
+from grpo_lab.stages import sample, select, train
 from grpo_lab.trainer.supervised import cold_start, preference  # noqa: F401
 
 ROUND = "round-2"
@@ -34,7 +35,7 @@ def die() -> None:
 
 def in_sample() -> None:
     """Before the second batch of the round's questions; the first is on the disk."""
-    made, calls = round_parts.ModelSampler.written, []
+    made, calls = sample.ModelSampler.written, []
 
     def written(self: Any, *given: Any, **more: Any) -> Any:
         if "round-1" in self.name:  # the model that samples in round 2
@@ -43,19 +44,19 @@ def in_sample() -> None:
                 die()
         return made(self, *given, **more)
 
-    round_parts.ModelSampler.written = written  # type: ignore[method-assign]
+    sample.ModelSampler.written = written  # type: ignore[method-assign]
 
 
 def in_select() -> None:
     """The rows are written, the marker is not."""
-    write = round_parts.write_json_lines
+    write = select.write_json_lines
 
     def written(path: Path, rows: Any) -> None:
         write(path, rows)
         if path.name == "rows.jsonl" and path.parent.name == ROUND:
             die()
 
-    round_parts.write_json_lines = written
+    select.write_json_lines = written
 
 
 def in_train() -> None:
@@ -65,7 +66,7 @@ def in_train() -> None:
         if self.path.parent.name == ROUND:
             die()
 
-    round_parts.TrainingFacts.on_step_end = on_step_end  # type: ignore[method-assign]
+    train.TrainingFacts.on_step_end = on_step_end  # type: ignore[method-assign]
 
 
 def in_evaluate() -> None:
@@ -85,7 +86,7 @@ KILLS: tuple[Callable[[], None], ...] = (in_sample, in_select, in_train, in_eval
 
 def asked_in_sample() -> None:
     """SIGTERM, twice, while the first batch is made: it is finished."""
-    made = round_parts.ModelSampler.written
+    made = sample.ModelSampler.written
 
     def sampled(self: Any, *given: Any, **named: Any) -> Any:
         if "round-1" in self.name:
@@ -93,7 +94,7 @@ def asked_in_sample() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return made(self, *given, **named)
 
-    round_parts.ModelSampler.written = sampled  # type: ignore[method-assign]
+    sample.ModelSampler.written = sampled  # type: ignore[method-assign]
 
 
 def asked_in_train() -> None:
@@ -103,7 +104,7 @@ def asked_in_train() -> None:
         if self.path.parent.name == ROUND and state.global_step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    round_parts.TrainingFacts.on_pre_optimizer_step = on_pre_optimizer_step  # type: ignore[method-assign]
+    train.TrainingFacts.on_pre_optimizer_step = on_pre_optimizer_step  # type: ignore[method-assign]
 
 
 def asked_again_in_train() -> None:
@@ -114,12 +115,12 @@ def asked_again_in_train() -> None:
         if self.path.parent.name == ROUND and state.global_step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    round_parts.TrainingFacts.on_step_begin = on_substep_end  # type: ignore[method-assign]
+    train.TrainingFacts.on_step_begin = on_substep_end  # type: ignore[method-assign]
 
 
 def asked_in_evaluate() -> None:
     """A stop file, seen within a second: the evaluation, which goes on for ever here, ends."""
-    measure = round_parts.evaluate_saved_model
+    measure = measuring.evaluate_saved_model
 
     def measured(model: str, *given: Any, **named: Any) -> Any:
         if ROUND in model:
@@ -128,7 +129,7 @@ def asked_in_evaluate() -> None:
                 time.sleep(0.01)
         return measure(model, *given, **named)
 
-    round_parts.evaluate_saved_model = measured
+    measuring.evaluate_saved_model = measured
 
 
 STOPS: tuple[tuple[Callable[[], None], int], ...] = (

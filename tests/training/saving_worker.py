@@ -30,6 +30,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from grpo_lab.trainer.resume import checkpoint as saving
+from grpo_lab.trainer.resume import whole
 from grpo_lab.trainer.resume.whole import newest_whole
 from training.test_resume import build, history
 
@@ -70,8 +71,8 @@ POINTS: dict[str, Callable[[Any], None]] = {
     "before the weights": patched(None, "_save", die),
     "in the optimizer": lambda _: setattr(torch, "save", half(torch.save)),
     "before the random numbers": patched(None, "_save_rng_state", die),
-    "before the mark": patched(saving, "mark_of", die),
-    "before the move": patched(saving, "move_whole", die),
+    "before the mark": patched(whole, "mark_of", die),
+    "before the move": patched(whole, "move_whole", die),
     "before the pruning": patched(saving, "_prune", die),
 }
 

@@ -20,8 +20,7 @@ from grpo_lab.cli import main
 from grpo_lab.data import load_file
 from grpo_lab.engines.sampler import TransformersSampler
 from grpo_lab.evaluation.curation_page import histogram, kept_examples
-from grpo_lab.pipelines.curate import curate
-from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -143,7 +142,7 @@ def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp
         rows = load_file(done.folder / name, template="none")
         assert rows["question"] == [row["question"] for row in done.rows]
         assert rows["pass_rate"] == [row["pass_rate"] for row in done.rows]
-        with pytest.raises(ValueError, match="made with template none and the setting template is 'r1'"):
+        with pytest.raises(ValueError, match="made with template none and template is 'r1'"):
             load_file(done.folder / name, template="r1")
     source = str(done.folder / "curated.parquet")
     second = curate(

@@ -13,9 +13,10 @@ import yaml
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.held_out import evaluate_saved_model, held_out_like
+from grpo_lab.pipelines.evaluate import held_out_like
 from grpo_lab.recipe.models import load_saved_model
 from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.stages.evaluate import evaluate_saved_model
 
 ROWS = {
     "loader": "word_problems",
@@ -144,7 +145,7 @@ def test_the_output_folder_is_looked_at_first(
         raise AssertionError("the model was asked before the folder was looked at")
 
     with monkeypatch.context() as patched:
-        patched.setattr("grpo_lab.pipelines.held_out.evaluate", worked)
+        patched.setattr("grpo_lab.stages.evaluate.evaluate", worked)
         for folder, said in [
             (out, "holds an evaluation already"),
             (mine, "holds something else (thesis.tex)"),

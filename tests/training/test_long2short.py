@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.finite import NumbersError
 from grpo_lab.pipelines import long2short as pipeline
-from grpo_lab.pipelines.long2short import _claim, long2short
-from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.stage import At
 from grpo_lab.runs.stop import Interrupted
+from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.train import Dpo
 from grpo_lab.trainer.supervised.cold_start import supervised
 from grpo_lab.trainer.supervised.preference import prefer
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
@@ -217,22 +219,22 @@ def test_asked_to_stop_it_goes_on_with_what_is_done(
     """By SIGTERM in the training, then in the last evaluation: nothing is measured, sampled or trained twice."""
     whole = long2short(recipe(tmp_path / "whole", tiny_folder, "dpo"))
     calls: list[str] = []
-    measure, train = pipeline._measure, pipeline._train
+    measure, train = Evaluate.measured, Dpo.run
 
-    def measured(recipe: Any, path: str, target: Path) -> Any:
+    def measured(kind: Evaluate, target: Path) -> Any:
         calls.append(target.name)
         if target.name == "after" and calls.count("after") == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return measure(recipe, path, target)
+        return measure(kind, target)
 
-    def trained(*given: Any) -> None:
+    def trained(kind: Dpo, at: At) -> Any:
         calls.append("train")
         if calls.count("train") == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        train(*given)
+        return train(kind, at)
 
-    monkeypatch.setattr(pipeline, "_measure", measured)
-    monkeypatch.setattr(pipeline, "_train", trained)
+    monkeypatch.setattr(Evaluate, "measured", measured)
+    monkeypatch.setattr(Dpo, "run", trained)
     stopped = recipe(tmp_path / "stopped", tiny_folder, "dpo")
     for _ in range(2):
         with pytest.raises(Interrupted, match=r"SIGTERM: stopped .* can be gone on with by the same command"):
@@ -248,16 +250,20 @@ def test_asked_to_stop_it_goes_on_with_what_is_done(
     assert not (done.folder / "stopped").exists()
 
 
-def test_overwrite_samples_anew_and_leaves_a_shared_file(tiny_folder: Path, tmp_path: Path) -> None:
+def test_overwrite_samples_anew_and_leaves_a_shared_file(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = recipe(tmp_path, tiny_folder, "shortest_sft", evaluation=None)
     written.output_dir.mkdir()
     own, shared = written.output_dir / "samples.jsonl", tmp_path / "shared.jsonl"
     own.write_text("kept")
     shared.write_text("kept")
     (written.output_dir / "run.json").write_text(json.dumps({"pipeline": "long2short", "finished": False}))
-    _claim(replace(written, samples=str(shared)), overwrite=False)
+    monkeypatch.setattr(pipeline, "carry_out", lambda *_: None)
+    monkeypatch.setattr(pipeline, "write_report", lambda folder: folder)
+    long2short(replace(written, samples=str(shared)), overwrite=False)
     assert own.is_file()
-    _claim(replace(written, samples=str(shared)), overwrite=True)
+    long2short(replace(written, samples=str(shared)), overwrite=True)
     assert not own.exists()
     assert shared.read_text() == "kept"
 
@@ -330,7 +336,7 @@ def test_models_that_cannot_be_merged_are_said_before_the_first_evaluation(tmp_p
 def test_a_misspelt_training_setting_and_no_rows_are_named(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`training` has no setting 'learning_rat'; did you mean 'learning_rate'"):
         long2short(recipe(tmp_path, tiny_folder, "dpo", training={"learning_rat": 1}, evaluation=None))
-    with pytest.raises(ValueError, match="no row for `method: shortest_sft`"):
+    with pytest.raises(ValueError, match="`method: shortest_sft`: no row to train on"):
         long2short(recipe(tmp_path, tiny_folder, "shortest_sft", reward={"name": "accuracy"}, evaluation=None))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train as pipeline
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.rewards import EquationSteps, TokenClassificationSteps, step_reward, steps_as_outcome

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.testing import tiny_model

@@ -12,8 +12,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import forked
+from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_rounds import run_rounds
 from grpo_lab.trainer.supervised.preference import implicit_weight, prefer
 from tolerance import log_prob_gap
 from training.curation_rewards import brief
@@ -111,7 +111,7 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
         recipe(tiny_folder, **changes, method="dpo", pairs={"per_problem": 2, "reference": "base"})
     )
     first = run_rounds(dpo)
-    assert first.lines[1]["weight_first"] == pytest.approx(
+    assert first[1]["weight_first"] == pytest.approx(
         0.5, abs=1e-4
     )  # the reference is what training begins with: log-ratios are 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "round-1" / "rows.jsonl").read_text().splitlines()]
@@ -128,8 +128,8 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
         rounds_recipe_from(recipe(tiny_folder, **more, method="dpo", pairs={"per_problem": 2, "reference": "base"}))
     )
     assert files(tmp_path / "out" / "round-1") == before
-    assert second.lines[1] == first.lines[1]
-    assert second.lines[2]["weight_first"] != pytest.approx(
+    assert second[1] == first[1]
+    assert second[2]["weight_first"] != pytest.approx(
         0.5, abs=1e-4
     )  # the base is not the model that round 2 begins with
     simpo = {
@@ -140,7 +140,7 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
         "keep_models": False,
     }
     done = run_rounds(rounds_recipe_from(recipe(tiny_folder, **simpo)))
-    assert 0 < done.lines[1]["weight_last"] < 1
+    assert 0 < done[1]["weight_last"] < 1
 
 
 def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float, int]:

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 import forked
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import recipe_from
 

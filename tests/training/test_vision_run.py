@@ -12,7 +12,7 @@ import yaml
 from transformers import BertConfig
 
 from grpo_lab.cli import main
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.recipe.models import model_class
 from grpo_lab.recipe.sections import recipe_from
 from parity.tiny_vlm import save_tiny_llava

@@ -119,7 +119,7 @@ def test_a_replaced_loss_and_trls_own(tiny_folder: Path, tmp_path: Path) -> None
 def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path, tmp_path: Path) -> None:
     """`run.json` of a KimiTrainer named the recipe's reward only, and not the length reward."""
     from grpo_lab import KimiTrainer
-    from grpo_lab.pipelines.in_words import rewards_in_force
+    from grpo_lab.pipelines.train import rewards_in_force
     from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(KimiTrainer, tmp_path, tiny_folder, max_completion_length=8)
@@ -131,7 +131,7 @@ def test_the_runs_record_names_rewards_that_the_trainer_added(tiny_folder: Path,
 
 
 def test_the_runs_record_has_the_weights_that_reward_weights_set(tiny_folder: Path, tmp_path: Path) -> None:
-    from grpo_lab.pipelines.in_words import rewards_in_force
+    from grpo_lab.pipelines.train import rewards_in_force
     from grpo_lab.recipe.sections import recipe_from
 
     made = trainer(LabTrainer, tmp_path, tiny_folder, reward_weights=[0.25])

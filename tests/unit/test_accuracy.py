@@ -201,7 +201,7 @@ def test_errors_name_the_column_and_the_setting(strict: AccuracyReward) -> None:
         strict(prompts=["q"], completions=["18"], answer=["18"])
     with pytest.raises(ValueError, match="completions"):
         strict(solution=["18"])
-    with pytest.raises(ValueError, match="2 completions and 1 solutions"):
+    with pytest.raises(ValueError, match="2 completions, 1 solutions"):
         strict(completions=["a", "b"], solution=["18"])
     with pytest.raises(ValueError, match="'strict' or 'lenient'"):
         AccuracyReward(mode="exact")  # type: ignore[arg-type]

@@ -241,7 +241,7 @@ def test_no_gold(solution: object) -> None:
     ],
 )
 def test_boxes_are_found_from_the_first_one_on(text: str, inside: list[str]) -> None:
-    assert [text[box.inside : box.inside_end] for box in closed_boxes(text)] == inside
+    assert [text[start:end] for _, _, start, end in closed_boxes(text)] == inside
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from transformers import TrainerState
 from transformers.trainer_utils import rotate_checkpoints
 
 from grpo_lab.finite import NumbersError
-from grpo_lab.trainer.resume import checkpoint, which
+from grpo_lab.trainer.resume import checkpoint, going_on
 from grpo_lab.trainer.resume import whole as checkpoints
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, save_final, save_whole, surplus
-from grpo_lab.trainer.resume.which import WasRead, chosen, newest_read
+from grpo_lab.trainer.resume.going_on import WasRead, chosen, newest_read
 from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, what_is_broken
 
 
@@ -125,7 +125,7 @@ def test_what_goes_is_what_transformers_would_remove(tmp_path: Path) -> None:
         limit = rng.choice((None, 0, 1, 2, 3))
         best = rng.choice((None, str(run / f"checkpoint-{rng.choice(steps)}"), str(run / "checkpoint-999")))
         before = {path.name for path in run.iterdir()}
-        going = {path.name for path in surplus(str(run), limit, best, newest)}
+        going = {path.name for path in surplus(run, limit, best, newest)}
         rotate_checkpoints(str(run), limit, best, use_mtime=True)
         assert {path.name for path in run.iterdir()} == before - going
 
@@ -302,7 +302,7 @@ def test_every_rank_goes_on_from_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     """One process of each node reads; where a node finds its newest one damaged, all take the one before."""
     two, four = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
     others = [(four, []), (two, ["checkpoint-4 (optimizer.pt is damaged)"])]
-    monkeypatch.setattr(which, "gather_object", lambda own: [*others, *own])
+    monkeypatch.setattr(going_on, "gather_object", lambda own: [*others, *own])
     assert newest_read(tmp_path, reads=False) == (two, ["checkpoint-4 (optimizer.pt is damaged)"])
     others.append((None, []))
     assert newest_read(tmp_path, reads=False)[0] is None

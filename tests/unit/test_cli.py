@@ -218,10 +218,10 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
 @pytest.mark.parametrize(
     ("words", "kept"),
     [
-        (["train"], "checkpoint-8, evaluation/before, metrics.jsonl in "),
-        (["curate"], "pass rates of 3 problems in "),
-        (["long2short"], "samples of 2 problems in "),
-        (["rounds"], "round-1 (sample, select), round-2 (sample) in "),
+        (["train"], "cold_start; evaluation_before; checkpoint-8 in "),
+        (["curate"], "pass rates of 3 problems; guesses of 1 problems in "),
+        (["long2short"], "before; samples of 2 problems in "),
+        (["rounds"], "round 1, sample; round 1, select; round 2, sample in "),
         (["report"], "nothing"),
     ],
 )
@@ -229,19 +229,19 @@ def test_ctrl_c_is_one_line_with_what_was_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], kept: str
 ) -> None:
     out = tmp_path / "out"
-    for folder in ("checkpoint-4", "checkpoint-8", "evaluation/before", "round-1", "round-2"):
-        (out / folder).mkdir(parents=True)
-    for file, lines in (
-        ("evaluation/before/summary.json", 1),
-        ("metrics.jsonl", 3),
-        ("run.json", 1),
-        ("pass_rates.jsonl", 4),
-        ("samples.jsonl", 3),
-        ("round-1/sample.json", 1),
-        ("round-1/select.json", 1),
-        ("round-2/sample.json", 1),
-    ):
-        (out / file).write_text("{}\n" * lines)
+    stages, samples = {
+        "train": (["cold_start", "evaluation_before"], {}),
+        "curate": ([], {"pass_rates": 4, "guesses": 2}),
+        "long2short": (["before"], {"samples": 3}),
+        "rounds": (["round 1, sample", "round 1, select", "round 2, sample"], {}),
+        "report": ([], {}),
+    }[words[0]]
+    out.mkdir()
+    (out / "run.json").write_text(json.dumps({"seconds": dict.fromkeys(stages, 1.0)}))
+    for name, lines in samples.items():
+        (out / f"{name}.jsonl").write_text("{}\n" * lines)
+    for number in (4, 8) if words == ["train"] else ():
+        (out / f"checkpoint-{number}").mkdir()
     rest = {"method": "dpo"} if words[0] in ("long2short", "rounds") else {}
     extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
     config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
@@ -306,7 +306,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
         time.sleep(600)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("grpo_lab.pipelines.held_out.evaluate_saved_model", measured)
+    monkeypatch.setattr("grpo_lab.stages.evaluate.evaluate_saved_model", measured)
     assert main(["evaluate", "m", "--data", "word_problems"]) == 75
     assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

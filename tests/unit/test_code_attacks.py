@@ -267,9 +267,9 @@ def test_a_wall_that_stands_with_others_alone_is_refused_before_the_first_progra
     asked.close()
 
 
-def test_without_walls_it_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_walls_it_is_refused_unless_asked_for() -> None:
     bare = CodeReward(workers=1)
-    bare._judge._missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
+    bare._judge.missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
     with pytest.raises(ValueError, match=r"keeps a model-written program from the files .*`walls: \['limits'\]`"):
         bare(completions=["x = 1"], tests=["assert x == 1"])
 

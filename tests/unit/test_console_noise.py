@@ -13,7 +13,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging as theirs
 
 from grpo_lab.cli import _parser
-from grpo_lab.pipelines.console_noise import quiet
+from grpo_lab.runs.console import quiet
 from grpo_lab.trainer.metrics.progress import AsStock, OneLine, in_short, one_line_for
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lab.data import countdown
 from grpo_lab.rewards import CountdownReward
-from grpo_lab.rewards.countdown import NoExpression, reaches, value_and_numbers
+from grpo_lab.rewards.puzzles import NoExpression, reaches, value_and_numbers
 
 
 def score(text: str, numbers: list[Any], target: Any) -> float | None:

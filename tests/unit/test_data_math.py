@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_lab.data import load_math
-from grpo_lab.data.math import last_boxed
+from grpo_lab.data.benchmarks import last_boxed
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from grpo_lab import LabTrainer, data
 from grpo_lab.cli import main
-from grpo_lab.pipelines.dry_run import dry_run
+from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe, recipe_from
 from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
+from grpo_lab.runs.console import show
 from grpo_lab.testing import tiny_model
 
 GOOD: dict[str, Any] = {
@@ -201,8 +202,8 @@ def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None
     """transformers builds an empty tokenizer in its place: 0, and a run on no words at all."""
     import shutil
 
-    from grpo_lab.pipelines.sampler import ModelSampler
     from grpo_lab.recipe.sections import SamplingSettings
+    from grpo_lab.stages.sample import ModelSampler
 
     bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     said = r"holds a model and no tokenizer \(tokenizer\.json"
@@ -226,7 +227,7 @@ def test_a_prompt_is_printed_character_by_character(tmp_path: Path) -> None:
     rows.write_text(json.dumps({"question": question, "answer": "#### 1"}) + "\n")
     data = {"loader": "gsm8k", "source": str(rows), "template": "none"}
     console = Console(width=400, record=True, file=io.StringIO())
-    dry_run(recipe_from({**GOOD, "data": data, "output_dir": str(tmp_path / "run")}), console)
+    show("a-test", dry_run(recipe_from({**GOOD, "data": data, "output_dir": str(tmp_path / "run")})), console)
     assert repr(question) in console.export_text()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_lab.engines.sampler import plain_generation_config, render_prompt
+from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.evaluation import (
     Completion,
     EvaluationResult,
@@ -171,10 +171,8 @@ def test_sampling_is_the_softmax_at_the_temperature(model_and_tokenizer):
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]
     # Batch rows and not texts: several tokens may decode alike.
-    config = plain_generation_config(0.7, 1, [tokenizer.eos_token_id], tokenizer.pad_token_id)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        rows = generator._continue([ids] * 4000, config)
+    (written,) = generator([ids], n=4000, temperature=0.7, max_new_tokens=1, seed=0)
+    rows = [one.ids for one in written]
     sampled = torch.bincount(torch.tensor(rows)[:, 0], minlength=len(logits)).double()
     distance = 0.5 * (sampled / 4000 - torch.softmax(logits / 0.7, -1)).abs().sum()
     wrong_heat = 0.5 * (sampled / 4000 - torch.softmax(logits, -1)).abs().sum()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_lab.rewards.completion import reasoning_in, reasoning_of
-from grpo_lab.rewards.language.reward import LanguageConsistencyReward, language_shares, mixture_shares
-from grpo_lab.rewards.language.words import known_languages, words_of
+from grpo_lab.rewards.language import LanguageConsistencyReward, language_shares, mixture_shares
+from grpo_lab.rewards.words import known_languages, words_of
 
 ENGLISH = "First we add the two numbers, and then we divide the result by three because there are three children."
 FRENCH = (
@@ -243,7 +243,7 @@ def test_mixture_by_hand() -> None:
 def test_a_missing_library_is_named_with_the_remedy() -> None:
     code = (
         "import sys; sys.modules['wordfreq'] = None\n"
-        "from grpo_lab.rewards.language.reward import LanguageConsistencyReward as R\n"
+        "from grpo_lab.rewards.language import LanguageConsistencyReward as R\n"
         "R('en')(completions=['the cat'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
@@ -255,7 +255,7 @@ def test_a_missing_library_is_named_with_the_remedy() -> None:
 def test_the_same_in_every_process() -> None:
     """Rewards must agree over ranks: no dependence on the hash seed or on what was scored before."""
     code = (
-        "from grpo_lab.rewards.language.reward import LanguageConsistencyReward as R; import sys; "
+        "from grpo_lab.rewards.language import LanguageConsistencyReward as R; import sys; "
         "print(R('en')(completions=[sys.argv[1]]))"
     )
     mixed = f"{ENGLISH} {FRENCH} {CHINESE} Ελλάδα Москва Anna Bob {JAPANESE}"

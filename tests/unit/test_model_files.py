@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_lab.pipelines.sampler import ModelSampler
 from grpo_lab.recipe.sections import SamplingSettings
+from grpo_lab.stages.sample import ModelSampler
 
 
 def other_template(folder: Path) -> None:

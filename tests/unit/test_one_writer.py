@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines import curate, long2short, run_rounds, train
-from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines import curate, long2short, rounds, train
+from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
-from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import refuse_folder
 from grpo_lab.recipe.sections import recipe_from
@@ -29,7 +29,7 @@ from grpo_lab.stages.sample import trim_to_whole_batches
 HOLDS = """
 import sys
 from pathlib import Path
-from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.runs.folder import OneWriter
 with OneWriter(Path(sys.argv[1])).take():
     print("has it", flush=True)
@@ -165,7 +165,7 @@ ALL = [
     (train.train, training),
     (curate.curate, curation),
     (long2short.long2short, shortening),
-    (run_rounds.run_rounds, by_rounds),
+    (rounds.run_rounds, by_rounds),
 ]
 
 
@@ -188,9 +188,9 @@ def test_every_pipeline_asks(
     ("check", "recipe", "first"),
     [
         (refuse_folder, training, "run.json"),
-        (curate.check_folder, curation, "curation.json"),
+        (curate.resolve, curation, "curation.json"),
         (long2short.check_folder, shortening, "run.json"),
-        (run_rounds.check_folder, by_rounds, "run.json"),
+        (rounds.check_folder, by_rounds, "run.json"),
     ],
     ids=["train", "curate", "long2short", "rounds"],
 )

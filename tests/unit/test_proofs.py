@@ -10,7 +10,7 @@ import pytest
 
 from grpo_lab.data import proofs
 from grpo_lab.rewards import ProofReward
-from grpo_lab.rewards.proof import read_sequent, why_not
+from grpo_lab.rewards.puzzles import read_sequent, why_not
 from grpo_lab.verifiers.logic import Formula, NoFormula, atoms, read, write
 
 PROOFS = {

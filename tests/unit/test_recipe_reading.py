@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from grpo_lab.cli import _parser, main
-from grpo_lab.pipelines import long2short, run_rounds
-from grpo_lab.pipelines.curation_filters import Asked
-from grpo_lab.pipelines.curation_recipe import curation_recipe_from
+from grpo_lab.pipelines import curate, long2short, rounds
+from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
-from grpo_lab.pipelines.long2short_recipe import long2short_recipe_from
+from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
@@ -260,7 +259,7 @@ def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
 def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
     written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
     with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
-        Asked.by(curation_recipe_from(written))
+        curate.resolve(curation_recipe_from({**written, "output_dir": str(tmp_path / "out")}), overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -389,14 +388,14 @@ def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path:
     written = {"model": {"path": str(tiny_folder)}, "data": {"loader": f"{team}:questions", "count": 3}}
     written |= {"max_completion_length": 8, "output_dir": str(tmp_path / "out"), "training": {"max_steps": 1}}
     given: Any = long2short_recipe_from if command == "long2short" else rounds_recipe_from
-    resolve: Any = long2short.resolve if command == "long2short" else run_rounds.resolve
+    resolve: Any = long2short.resolve if command == "long2short" else rounds.resolve
     recipe = given({**written, "method": "dpo"})
     found = resolve(recipe, overwrite=False)
     asked = found if command == "long2short" else found[0]
     before = rows_fingerprint(asked.rows)
     changed = asked.rows.map(lambda row: {"solution": row["solution"] + "0"})
     (tmp_path / "out").mkdir()
-    settings = (long2short if command == "long2short" else run_rounds).settings_of(recipe)
+    settings = (long2short if command == "long2short" else rounds).settings_of(recipe)
     said = {"pipeline": command, "recipe": settings, "data_digest" if command == "long2short" else "rows": before}
     write_run(tmp_path / "out", said)
     resolve(recipe, overwrite=False)

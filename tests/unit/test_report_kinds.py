@@ -22,7 +22,7 @@ from grpo_lab.evaluation import terminal_summary, write_report
 from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.evaluation.terminal import Terminal
-from grpo_lab.pipelines.rounds_table import line_of
+from grpo_lab.pipelines.rounds import line_of
 from grpo_lab.visible import VisibleFormatter, encodable
 from unit.test_report import Page, assert_self_contained, page_of, result, whole_run
 

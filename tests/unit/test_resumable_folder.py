@@ -21,12 +21,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.releases import versions
-from grpo_lab.pipelines.resume import going_on, refuse_another_run, set_aside
-from grpo_lab.pipelines.run_folder import claim, is_begun
-from grpo_lab.pipelines.train import _before, train
+from grpo_lab.pipelines.run_folder import claim, going_on, is_begun, refuse_another_run, set_aside
+from grpo_lab.pipelines.train import _evaluate, train
 from grpo_lab.recipe.sections import Recipe, recipe_from
-from grpo_lab.runs.differences import rows_fingerprint
+from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import read_marker, write_run
 from grpo_lab.runs.metrics_file import cut_metrics
 from grpo_lab.runs.stop import Interrupted, heed_stop_file
@@ -110,7 +108,7 @@ def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, mo
     job: Any = SimpleNamespace(folder=tmp_path, evaluation=evaluation, config=SimpleNamespace(use_cpu=True, seed=0))
     EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(target)
     for _ in range(2):
-        found = _before(job, "start", {}, resume=True)
+        found = _evaluate(job, "start", {}, "before", resume=True)
         assert found is not None
         assert found.stopped is None
         assert made == ["start"]

@@ -14,14 +14,22 @@ from grpo_lab.evaluation.run_page import rounds_figures as figures
 from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.io import write_json, write_json_lines
-from grpo_lab.pipelines.round_parts import RoundParts, questions_of
-from grpo_lab.pipelines.rounds import Round, rounds
-from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from, seed_of
-from grpo_lab.pipelines.rounds_table import COLUMNS, line_of
-from grpo_lab.pipelines.run_rounds import check_folder, plan_of_rounds, settings_of
+from grpo_lab.pipelines.rounds import (
+    Round,
+    RoundStages,
+    check_folder,
+    line_of,
+    plan_of_rounds,
+    questions_of,
+    rounds,
+    seed_of,
+    settings_of,
+)
+from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import Stage, carry_out, read_facts
+from grpo_lab.runs.stop import StopRequests
 from grpo_lab.stages.sample import SAMPLES, trim_to_whole_batches
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -47,7 +55,8 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
 
         return Stage(name, make, inputs=inputs)
 
-    start = Round(folder=tmp_path / "start", number=0, current="m", start="m")
+    stop = StopRequests(tmp_path)
+    start = Round(folder=tmp_path / "start", stop=stop, number=0, current="m", start="m")
     parts = [part("sample"), part("train", broken=True)]
     whole = [part("sample"), part("train", inputs=("sample",))]
     with pytest.raises(RuntimeError):
@@ -63,9 +72,9 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
     assert len(done) == 5
     (tmp_path / "round-1" / "train.json").write_text("{")
     with pytest.raises(ValueError, match=r"train\.json is damaged.*the part is done again"):
-        carry_out(parts, Round(folder=tmp_path / "round-1", number=1, current="m", start="m"))
+        carry_out(parts, Round(folder=tmp_path / "round-1", stop=stop, number=1, current="m", start="m"))
     with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
-        carry_out(whole[::-1], Round(folder=tmp_path / "round-3", number=3, current="m", start="m"))
+        carry_out(whole[::-1], Round(folder=tmp_path / "round-3", stop=stop, number=3, current="m", start="m"))
 
 
 def test_every_round_asks_other_questions_until_all_were_asked() -> None:
@@ -216,11 +225,13 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     [([None, None], "0 could be scored and 0 are right"), ([1.0, 1.0], "2 could be scored and 2 are")],
 )
 def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tmp_path: Path) -> None:
-    parts = RoundParts(rounds_recipe_from({**GOOD, "method": "dpo"}), Questions([{"prompt": "q"}], None))
+    stages = RoundStages(rounds_recipe_from({**GOOD, "method": "dpo"}), Questions([{"prompt": "q"}], None))
     line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
     (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):
-        parts.select(Round(folder=tmp_path, number=1, current="last/model", start="start"))
+        stages.select(
+            Round(folder=tmp_path, stop=StopRequests(tmp_path), number=1, current="last/model", start="start")
+        )
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
@@ -249,8 +260,8 @@ def test_a_line_holds_shares_and_totals() -> None:
     assert (start["steps"], start["tokens_total"], start["accuracy"], start["length"]) == (0, 0, 0.25, 5.0)
     # 5 own rows of 20 samples, 6 ways over 3 solved problems; two rounds of 3 steps and 200 tokens
     assert (second["kept_share"], second["ways"], second["steps_total"], second["tokens_total"]) == (0.25, 2.0, 6, 400)
-    table = rounds_table([start, second], COLUMNS)
-    assert table.rows[0][:2] == ["0", "–"]
+    table = rounds_table([start, second])
+    assert table.rows[0][3] == "–"
     assert "25.0% [10.0%, 40.0%]" in table.rows[1]
 
 

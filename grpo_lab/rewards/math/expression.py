@@ -11,9 +11,9 @@ Every scan is linear: no pattern revisits what it has passed, and each looks a b
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from grpo_lab.verifiers.canonical import CURRENCY, prose_words
 from grpo_lab.verifiers.quantity import exact_value, is_value_word, read_quantity
@@ -51,6 +51,42 @@ _ASKED = re.compile(
     rf"({_SCALE})s(?![\w-])",
     re.IGNORECASE,
 )
+_MAX_SPAN = 600
+_MAX_EXPRESSION = 2000
+_SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
+_CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
+_CURRENCY_CLASS = re.escape(CURRENCY)
+NUMBER = re.compile(
+    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?"
+)
+_LEADING = re.compile(
+    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
+)
+_LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")
+_PERCENT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
+_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|(?<!\d):|:(?!\d)")  # 3:5 is a ratio
+_NEXT_SUBJECT = re.compile(
+    r"[\s*$]*[-+]?[^\w\s]?\d[\d,./]*[\s*$]*(?:[^\W\d_]+\s+){0,3}?[^\W\d_]*\s*(?:[,;&]|\band\b|\bor\b|\bwhile\b|\bbut\b)"
+    r"(?:\s*(?:and|or|while|but)\b)?([\s$*]+(?:[^\W\d_]+[\s$*']*){1,4})"
+)
+_SUMMARY = re.compile(
+    r"\b(?:total|sum|answer|result|so|thus|hence|therefore|which|that|this|it|final|difference|product|altogether|overall)\b",
+    re.IGNORECASE,
+)
+_SHARE_AFTER = re.compile(  # "8 out of 10", "3:5", "17 or 18": not the one figure
+    r"(?:\s+out of(?: (?:the|every|each|all))? |:|\s+or \\?\$?)\d[\d,]*(?:\.\d+)?", re.IGNORECASE
+)
+_BETWEEN_TWO = re.compile(r"\s+and \\?\$?\d[\d,]*(?:\.\d+)?", re.IGNORECASE)
+_SIGN_IN_WORDS = re.compile(r"(?:minus|negative)\s+(?=\\?\W?\d)", re.IGNORECASE)
+_COUNTED_IN_WORDS = re.compile(  # "two out of 5", "minus 5": the one figure is not the number
+    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|million|billion|dozen)\b"
+    r"(?:\s+[^\W\d_]+){0,2}?\s+(?:out of|of|in|and|or|to)(?:\s+(?:the|every))?\s+\W?\d|\b(?:minus|negative)\s+\W?\d",
+    re.IGNORECASE,
+)
+_FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)  # 18, -3.5: an expression at sight
+_MARKDOWN = " \t\r\n*_`>"
 
 
 def asked_unit(question: str) -> Fraction | None:
@@ -91,46 +127,7 @@ def stated_in_words(content: str) -> str | None:
     return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
 
 
-_MAX_SPAN = 600
-_MAX_EXPRESSION = 2000
-_SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
-_CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
-_CURRENCY_CLASS = re.escape(CURRENCY)
-NUMBER = re.compile(
-    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?"
-)
-_LEADING = re.compile(
-    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-    rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
-)
-_LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")
-_PERCENT_AFTER = re.compile(r"\s*(?:\\?%|percent\b|pct\b)")
-_TAIL_HEAD = re.compile(r"\b(?:is|are|equals|be|was)\b:?|(?<![!<>\\])=|(?<!\d):|:(?!\d)")  # 3:5 is a ratio
-_NEXT_SUBJECT = re.compile(
-    r"[\s*$]*[-+]?[^\w\s]?\d[\d,./]*[\s*$]*(?:[^\W\d_]+\s+){0,3}?[^\W\d_]*\s*(?:[,;&]|\band\b|\bor\b|\bwhile\b|\bbut\b)"
-    r"(?:\s*(?:and|or|while|but)\b)?([\s$*]+(?:[^\W\d_]+[\s$*']*){1,4})"
-)
-_SUMMARY = re.compile(
-    r"\b(?:total|sum|answer|result|so|thus|hence|therefore|which|that|this|it|final|difference|product|altogether|overall)\b",
-    re.IGNORECASE,
-)
-_SHARE_AFTER = re.compile(  # "8 out of 10", "3:5", "17 or 18": not the one figure
-    r"(?:\s+out of(?: (?:the|every|each|all))? |:|\s+or \\?\$?)\d[\d,]*(?:\.\d+)?", re.IGNORECASE
-)
-_BETWEEN_TWO = re.compile(r"\s+and \\?\$?\d[\d,]*(?:\.\d+)?", re.IGNORECASE)
-_SIGN_IN_WORDS = re.compile(r"(?:minus|negative)\s+(?=\\?\W?\d)", re.IGNORECASE)
-_COUNTED_IN_WORDS = re.compile(  # "two out of 5", "minus 5": the one figure is not the number
-    r"\b(?:one|two|three|four|five|six|seven|eight|nine|ten|hundred|thousand|million|billion|dozen)\b"
-    r"(?:\s+[^\W\d_]+){0,2}?\s+(?:out of|of|in|and|or|to)(?:\s+(?:the|every))?\s+\W?\d|\b(?:minus|negative)\s+\W?\d",
-    re.IGNORECASE,
-)
-_FIGURES = re.compile(r"-?\d{1,13}(?:\.\d{1,13})?", re.ASCII)  # 18, -3.5: an expression at sight
-_MARKDOWN = " \t\r\n*_`>"
-
-
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of mathematics between delimiters: `text[start:end]`, and its inside."""
 
     start: int
@@ -259,9 +256,3 @@ def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
         done = end if end <= stop else match.end()
         found.append((done, text[match.start() : done]))
     return found
-
-
-def last_expression(text: str) -> str | None:
-    """The last number or stretch of mathematics, for lenient reading."""
-    found = expressions_in(text)
-    return found[-1][1] if found else None

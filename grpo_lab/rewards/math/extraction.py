@@ -19,13 +19,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from grpo_lab.rewards.completion import END_OF_THINK, THINK
 from grpo_lab.rewards.math.expression import (
+    expressions_in,
     is_expression,
     joined,
-    last_expression,
     number_in_words,
     stated_expression,
     stated_in_words,
@@ -33,72 +33,11 @@ from grpo_lab.rewards.math.expression import (
 
 _NUMBERED = re.compile(r"(\d{1,3})[.)]\s+[^\W\d_]")
 _HEADING = re.compile(r"(?:step|part|case|solution|question|problem)\b", re.IGNORECASE)
-
-
-def is_heading(line: str, before: str) -> bool:
-    """Whether `line`, after the hashes and `before`, is one: `#### Step 1`, `#### 1. Add`, `#### 2. Multiply` after an
-    item 1. `#### 30. Jeff walks ...` with no item 29 before it is the answer 30."""
-    if line.startswith("#") or _HEADING.match(line):
-        return True
-    numbered = _NUMBERED.match(line)
-    if numbered is None:
-        return False
-    number = int(numbered[1])
-    item = re.compile(rf"^[#*\s]{{0,8}}(?:(?:step|part)\s+)?{number - 1}[.):]", re.MULTILINE | re.IGNORECASE)
-    return number <= 1 or item.search(before) is not None
-
-
 _BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[-+]?\$?[\d.,/]*\d|\\[a-zA-Z]+[^$\n]{0,80}|[a-zA-Z]\b")
-
-
-class Place(NamedTuple):
-    """A box: the whole command is `[start, end)`, what it holds `[inside, inside_end)`."""
-
-    start: int
-    end: int
-    inside: int
-    inside_end: int
-
-
-def closed_boxes(text: str) -> list[Place]:
-    """Outermost closed boxes, by one pass with a stack; a box that never closes is none."""
-    first = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
-    if first < 0:
-        return []
-    while first > 0 and text[first - 1] == "\\":
-        first -= 1  # `\\\\boxed` is a line break; no brace before it matters
-    closed: list[Place] = []
-    stack: list[tuple[int, int] | None] = []  # (start of the command, start of the inside); None: some other brace
-    pending: re.Match[str] | None = None
-    for token in _BOX_TOKEN.finditer(text, first):
-        mark = token[0]
-        head = pending if pending is not None and pending.end() == token.start() else None
-        pending = None
-        if mark.startswith((r"\boxed", r"\fbox")):
-            pending = token
-            bare = _BARE_BOX.match(text, token.end())
-            if bare:
-                _close_box(closed, Place(token.start(), bare.end(), bare.start(), bare.end()))
-        elif mark == "{":
-            stack.append((head.start(), token.end()) if head is not None else None)
-        elif mark == "}" and stack:
-            opened = stack.pop()
-            if opened is not None:
-                _close_box(closed, Place(opened[0], token.end(), opened[1], token.start()))
-    return closed
-
-
-def _close_box(closed: list[Place], box: Place) -> None:
-    while closed and closed[-1].start > box.start:
-        closed.pop()  # it lies inside this one
-    closed.append(box)
-
-
 Mode = Literal["strict", "lenient"]
 Marker = Literal["answer_tag", "boxed", "hashes", "a_line", "phrase", "whole", "last_expression", "last_letter"]
 T = TypeVar("T")
-
 _HASHES = re.compile(r"####[ \t]*")
 _A_LINE = re.compile(r"^[ \t>*_#-]{0,8}A[*_]{0,2}:[*_]{0,2}[ \t]*", re.MULTILINE)
 _PHRASE = re.compile(
@@ -123,6 +62,85 @@ _TASK_IN_LINE = re.compile(r"\s(?:Question|Problem|Exercise|Q|User|Human)\s?\d{0
 _WINDOW = 700
 _KEPT = 24
 _LONGEST_READ = 4000
+_CONTROL = re.compile(
+    r"<[|｜][^<>\n]{1,40}[|｜]>|</?s>|<eos>|<pad>|</?(?:start|end)_of_turn>|<bos>|\[/?INST\]|<</?SYS>>|</answer>(?=\s*<think>)"
+)
+_HEAD_MARKS = re.compile(r"[#>*_\-=~ \t\d.)\u2022$\]\\]{0,12}")
+_NEW_TASK = re.compile(
+    r"(?:(?:a|an|the|my|our|here(?:'s| is| are)|new|next|another|similar|follow[- ]?up|bonus|extra|sample|practice|test"
+    r"|your)\s){0,4}(?:(?:math|word|example|similar|more|related)\s){0,2}(?:q|questions?|problems?|exercises?|examples?"
+    r"|puzzles?|riddles?|tasks?|instructions?|quiz|queries|query|prompt|input|user|human|student|teacher|assistant|system"
+    r"|turn)"
+    r"\s*[#(]?\s*(?:\d{1,4}|[ivx]{1,4}\b)?\)?\s*[*_]{0,2}\s*(?:[:.\-–—]|$)",
+    re.IGNORECASE,
+)
+_NEW_TASK_PHRASE = re.compile(
+    r"(?:your turn\b|now you try|now,? (?:let'?s|please|try to|can you) (?:solve|answer|try|consider)"
+    r"|try (?:this|another|the (?:next|following))\b"
+    r"|(?:please )?(?:answer|solve) (?:this|the (?:next|following)|another)\b"
+    r"|let'?s (?:try|do|solve|move on to|look at) (?:another|a new|the next|a similar)"
+    r"|(?:here(?:'s| is)|this is) (?:another|a new|the next|a similar|a different)\b"
+    r"|consider (?:the following|another) (?:problem|question)|(?:next|another) (?:question|problem|example)\b"
+    r"|(?:new|similar) (?:question|problem)s?\b|in this (?:task|problem),? you)",
+    re.IGNORECASE,
+)
+_SELF_TALK_WORDS = (
+    "wait but hmm is isn't does doesn't do did so therefore ok okay now however can could should would are am was were "
+    "let let's right really why hold or and then check correct maybe actually have has i we no yes oh um well since"
+)
+_SELF_TALK = frozenset(_SELF_TALK_WORDS.split())
+_LOOK_AHEAD = 160
+_NEXT_TURN = re.compile(
+    rf"{_CONTROL.pattern}|^[#* \t]{{0,6}}(?:user|human|instruction)[*]{{0,2}}:", re.IGNORECASE | re.MULTILINE
+)
+_TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instruction"
+
+
+def is_heading(line: str, before: str) -> bool:
+    """Whether `line`, after the hashes and `before`, is one: `#### Step 1`, `#### 1. Add`, `#### 2. Multiply` after an
+    item 1. `#### 30. Jeff walks ...` with no item 29 before it is the answer 30."""
+    if line.startswith("#") or _HEADING.match(line):
+        return True
+    numbered = _NUMBERED.match(line)
+    if numbered is None:
+        return False
+    number = int(numbered[1])
+    item = re.compile(rf"^[#*\s]{{0,8}}(?:(?:step|part)\s+)?{number - 1}[.):]", re.MULTILINE | re.IGNORECASE)
+    return number <= 1 or item.search(before) is not None
+
+
+def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
+    """Outermost closed boxes, by one pass with a stack: start and end of the command, start and end of its inside."""
+    first = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
+    if first < 0:
+        return []
+    while first > 0 and text[first - 1] == "\\":
+        first -= 1  # `\\\\boxed` is a line break; no brace before it matters
+    closed: list[tuple[int, int, int, int]] = []
+
+    def close(start: int, end: int, inside: int, inside_end: int) -> None:
+        while closed and closed[-1][0] > start:
+            closed.pop()  # it lies inside this one
+        closed.append((start, end, inside, inside_end))
+
+    stack: list[tuple[int, int] | None] = []  # (start of the command, start of the inside); None: some other brace
+    pending: re.Match[str] | None = None
+    for token in _BOX_TOKEN.finditer(text, first):
+        mark = token[0]
+        head = pending if pending is not None and pending.end() == token.start() else None
+        pending = None
+        if mark.startswith((r"\boxed", r"\fbox")):
+            pending = token
+            bare = _BARE_BOX.match(text, token.end())
+            if bare:
+                close(token.start(), bare.end(), *bare.span())
+        elif mark == "{":
+            stack.append((head.start(), token.end()) if head is not None else None)
+        elif mark == "}" and stack:
+            opened = stack.pop()
+            if opened is not None:
+                close(opened[0], token.end(), opened[1], token.start())
+    return closed
 
 
 @dataclass(frozen=True)
@@ -177,7 +195,9 @@ def _untagged_markers(text: str) -> list[Answer]:
     boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
     found = list(boxes)
-    for answer in _hashes(text) + _a_lines(text) + _phrases(text):
+    heads = _first_and_last(list(_A_LINE.finditer(text)))
+    lines = [one for head in heads for one in _stated(_line(text, head.end()), "a_line", head.start(), head.end())]
+    for answer in _hashes(text) + lines + _phrases(text):
         before = bisect_right(starts, answer.end - 1) - 1  # the last box that starts before this ends
         if before < 0 or boxes[before].end <= answer.start:
             found.append(answer)
@@ -218,9 +238,8 @@ def _last_resort(text: str) -> Answer | None:
         return Answer(stripped, "whole", 0, len(text))
     first_digit = re.search(r"\d", text)
     own = text[: run_on_start(text, first_digit.end())] if first_digit else text
-    answer = last_expression(own)
-    if answer is not None:
-        return Answer(answer, "last_expression", 0, len(own))
+    if found := expressions_in(own):
+        return Answer(found[-1][1], "last_expression", 0, len(own))
     letters = _LAST_LETTER.findall(own)
     return Answer(letters[-1], "last_letter", 0, len(own)) if letters else None
 
@@ -251,9 +270,8 @@ def _read(content: str) -> str:
 
 def boxed_answers(text: str) -> list[Answer]:
     """Outermost closed boxes with something in them."""
-    boxes = [(text[box.inside : box.inside_end], box) for box in _first_and_last(closed_boxes(text))]
-    filled = [(content, box) for content, box in boxes if any(map(str.isalnum, content))]
-    return [Answer(_read(content), "boxed", box.start, box.end) for content, box in filled]
+    boxes = [(a, b, text[inside:end]) for a, b, inside, end in _first_and_last(closed_boxes(text))]
+    return [Answer(_read(inside), "boxed", start, end) for start, end, inside in boxes if any(map(str.isalnum, inside))]
 
 
 def _hashes(text: str) -> list[Answer]:
@@ -263,11 +281,6 @@ def _hashes(text: str) -> list[Answer]:
         if not is_heading(line, text[max(0, head.start() - _LONGEST_READ) : head.start()]):
             found += _stated(line, "hashes", head.start(), head.end())
     return found
-
-
-def _a_lines(text: str) -> list[Answer]:
-    heads = _first_and_last(list(_A_LINE.finditer(text)))
-    return [one for head in heads for one in _stated(_line(text, head.end()), "a_line", head.start(), head.end())]
 
 
 def _phrases(text: str) -> list[Answer]:
@@ -316,46 +329,11 @@ def _sentence(window: str) -> str:
     return window[: end_match.start()] if end_match else window
 
 
-_CONTROL = re.compile(
-    r"<[|｜][^<>\n]{1,40}[|｜]>|</?s>|<eos>|<pad>|</?(?:start|end)_of_turn>|<bos>|\[/?INST\]|<</?SYS>>|</answer>(?=\s*<think>)"
-)
-_HEAD_MARKS = re.compile(r"[#>*_\-=~ \t\d.)\u2022$\]\\]{0,12}")
-_NEW_TASK = re.compile(
-    r"(?:(?:a|an|the|my|our|here(?:'s| is| are)|new|next|another|similar|follow[- ]?up|bonus|extra|sample|practice|test"
-    r"|your)\s){0,4}(?:(?:math|word|example|similar|more|related)\s){0,2}(?:q|questions?|problems?|exercises?|examples?"
-    r"|puzzles?|riddles?|tasks?|instructions?|quiz|queries|query|prompt|input|user|human|student|teacher|assistant|system"
-    r"|turn)"
-    r"\s*[#(]?\s*(?:\d{1,4}|[ivx]{1,4}\b)?\)?\s*[*_]{0,2}\s*(?:[:.\-–—]|$)",
-    re.IGNORECASE,
-)
-_NEW_TASK_PHRASE = re.compile(
-    r"(?:your turn\b|now you try|now,? (?:let'?s|please|try to|can you) (?:solve|answer|try|consider)"
-    r"|try (?:this|another|the (?:next|following))\b"
-    r"|(?:please )?(?:answer|solve) (?:this|the (?:next|following)|another)\b"
-    r"|let'?s (?:try|do|solve|move on to|look at) (?:another|a new|the next|a similar)"
-    r"|(?:here(?:'s| is)|this is) (?:another|a new|the next|a similar|a different)\b"
-    r"|consider (?:the following|another) (?:problem|question)|(?:next|another) (?:question|problem|example)\b"
-    r"|(?:new|similar) (?:question|problem)s?\b|in this (?:task|problem),? you)",
-    re.IGNORECASE,
-)
-_SELF_TALK_WORDS = (
-    "wait but hmm is isn't does doesn't do did so therefore ok okay now however can could should would are am was were "
-    "let let's right really why hold or and then check correct maybe actually have has i we no yes oh um well since"
-)
-_SELF_TALK = frozenset(_SELF_TALK_WORDS.split())
-_LOOK_AHEAD = 160
-_NEXT_TURN = re.compile(
-    rf"{_CONTROL.pattern}|^[#* \t]{{0,6}}(?:user|human|instruction)[*]{{0,2}}:", re.IGNORECASE | re.MULTILINE
-)
-_TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instruction"
-
-
 def next_turn_start(text: str) -> int:
     """Where somebody else's turn begins after the model has said something; `len(text)` if nowhere."""
-    if text.isascii():  # what `_NEXT_TURN` finds holds one of these; most texts do not
-        lower = text.lower()
-        if not any(sign in lower for sign in _TURN_SIGNS.split()):
-            return len(text)
+    lower = text.lower()  # what `_NEXT_TURN` finds holds one of these; most texts do not
+    if text.isascii() and not any(sign in lower for sign in _TURN_SIGNS.split()):
+        return len(text)
     said = len(text) - len(text.lstrip())
     for mark in _NEXT_TURN.finditer(text, said):
         if text[said : mark.start()].strip():
@@ -372,10 +350,8 @@ def _opens_new_task(line: str) -> bool:
 
 def _asks_a_question(line: str) -> bool:
     line = line.strip().rstrip("*_\"' ")
-    if len(line) < 24 or not line.endswith("?"):
-        return False
-    words = re.findall(r"[A-Za-z']+", line[:_LOOK_AHEAD])
-    return bool(words) and words[0].lower() not in _SELF_TALK
+    first = re.search(r"[A-Za-z']+", line[:_LOOK_AHEAD]) if len(line) >= 24 and line.endswith("?") else None
+    return first is not None and first[0].lower() not in _SELF_TALK
 
 
 def run_on_start(text: str, answer_end: int) -> int:
@@ -384,12 +360,10 @@ def run_on_start(text: str, answer_end: int) -> int:
     limit = control.start() if control else len(text)
     if _opens_new_task(text[answer_end : min(limit, answer_end + _LOOK_AHEAD)].partition("\n")[0]):
         return answer_end
-    line_start = text.find("\n", answer_end, limit)
-    while line_start != -1:
-        line_start += 1
-        line_end = text.find("\n", line_start, limit)
+    line_end = text.find("\n", answer_end, limit)
+    while line_end != -1:
+        line_start, line_end = line_end + 1, text.find("\n", line_end + 1, limit)
         line = text[line_start : limit if line_end == -1 else line_end]
         if _opens_new_task(line) or _asks_a_question(line):
             return line_start
-        line_start = line_end
     return limit

@@ -1,18 +1,16 @@
 """Two questions to the model itself, once, before the first update: may rows be in bins, and may they be under dropout?
 
 ``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
-positions and no attention mask; TRL pads on both sides, with a mask and without positions. For a causal model that
-masks padding these are one number; for some families (BERT's, RoBERTa's, Doge) they are two, and lists of names are
-never complete. So two short rows are forwarded both ways. What differs only by rounding is told from what differs by
-formula by forwarding in float32 where the weights are, and beyond that by the model's own rounding: TRL's batch against
-each of its rows alone.
+positions and no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
+RoBERTa's families, Doge) these are two numbers, and lists of names are never complete: so two short rows are forwarded
+both ways. Rounding is told from a formula by float32 where the weights are, else by the model's own: TRL's batch
+against each of its rows alone.
 
-``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then the distribution of what
-a row adds is its own, and rows may be left out and re-cut (``update.randomness: same_distribution``). Copies of one row
-are forwarded in training mode, two and then four, with every call of torch's dropout passing its input through. A
-number that is drawn all the same is another's (a router's, an adapter's that drops whole modules); a mask that does not
-grow with the rows is shared by them. In the first optimizer step the real forwards are looked at likewise, every call
-of dropout apart (``apart_from_dropout``).
+``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then rows may be left out and
+re-cut (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two and then four,
+with every call of torch's dropout passing its input through. A number that is drawn all the same is another's (a
+router's, an adapter's that drops whole modules); a mask that does not grow with the rows is shared. In the first
+optimizer step the real forwards are looked at likewise, every call of dropout apart (``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -172,8 +170,7 @@ def _in_float32(trainer: StepPort) -> bool:
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
-    found = (one.double() - other.double()).abs()[mask].mean().item()
-    return found if found == found else float("inf")
+    return (one.double() - other.double()).abs()[mask].mean().nan_to_num(nan=float("inf"), posinf=float("inf")).item()
 
 
 class MaskProbe(_Question):

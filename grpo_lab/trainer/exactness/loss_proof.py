@@ -1,10 +1,9 @@
 """Start-up proof: the loss in force is the one that was configured.
 
-Before the first step the trainer sends a toy batch through the very path that training uses (its ``token_loss`` hook,
-its aggregation) and compares with the formula written out as plain Python over single numbers. A subclass hook, a wrong
-denominator or an option that stopped having an effect shows here, not after a day.
-
-The same toy batches answer what the exact update asks of every loss; ``part_questions`` asks the parts of a team more.
+Before the first step a toy batch goes through the very path that training uses (the ``token_loss`` hook, the
+aggregation) and is compared with the formula written out as plain Python over single numbers. A subclass hook, a wrong
+denominator or an option that stopped having an effect shows here. The same toy batches answer what the exact update
+asks of every loss; ``part_questions`` asks the parts of a team more.
 """
 
 from __future__ import annotations
@@ -68,14 +67,9 @@ def _batch(
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
-    """Compare the loss in force with the written-out formula. Returns a sentence for the log.
-
-    Parts that a team brought (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so.
-
-    Raises:
-        RuntimeError: the values differ.
-        ValueError: the loss is not finite, has no gradient or another shape than it may have.
-    """
+    """Compare the loss in force with the written-out formula; returns a sentence for the log. Parts that a team brought
+    (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so. ``RuntimeError``: the values
+    differ. ``ValueError``: the loss is not finite, has no gradient, or another shape than it may have."""
     batch, named = toy_batch(objective), f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
     average = objective.aggregate
@@ -156,7 +150,7 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
         logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
         row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
-        losses.append([push(row, t) + _literal_kl(objective, row, ref, t) for t in range(len(logps))])
+        losses.append([push(row, t) + _literal_kl(objective, row, ref[t] - logps[t], t) for t in range(len(logps))])
     return float(average(losses, _DENOMINATORS))
 
 
@@ -166,10 +160,9 @@ def _literal_of(part: Any) -> Any:
     return part.literal if ours is None and "literal" in vars(type(part)) else ours
 
 
-def _literal_kl(objective: Objective, row: LiteralRow, ref: list[float], t: int) -> float:
+def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> float:
     kl = objective.kl_in_loss
     if kl is None:
         return 0.0
-    x = ref[t] - row.logps[t]
     value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[kl.estimator]
     return kl.coefficient * value * (math.exp(row.log_ratios[t]) if kl.ratio_weighted else 1.0)

@@ -1,10 +1,9 @@
-"""What of the model itself stands in the exact update's way: randomness in the forward, layers that mix rows,
-positions.
+"""What of the model stands in the exact update's way: randomness in the forward, layers that mix rows, positions.
 
 The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
-whatever the model family calls them. The second does not trust names: in the first optimizer step the random number
-generators are looked at before and after a forward (``RandomnessWatch``), since a forward that is a function of its
-inputs does not move them. What torch's dropout draws may be told apart (``MaskProbe``).
+whatever the family calls them. The second does not trust names: in the first optimizer step the random number
+generators are looked at before and after a forward (``RandomnessWatch``); one that is a function of its inputs does not
+move them. What torch's dropout draws may be told apart (``MaskProbe``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _SHARED = re.compile(r"(rank|module)_?drop")
 _DROPOUT = re.compile(r"drop")
 #: drop whole channels: of a row by itself only where the first of three dimensions is the rows
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
-_SCALED_POSITIONS = ("dynamic", "longrope")
 
 
 def dropout_rate(model: nn.Module) -> float:
@@ -81,7 +79,7 @@ def moves_positions(model: nn.Module) -> str:
     text = _text_config(model)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
-        if kind in _SCALED_POSITIONS:
+        if kind in ("dynamic", "longrope"):
             return f"rotary angles follow the longest row of its batch (rope_type {kind!r} in the model's config)"
     return ""
 
@@ -100,10 +98,9 @@ def position_limit(model: nn.Module) -> int | None:
 def padding_reaches_state(model: nn.Module) -> bool:
     """Whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded it.
 
-    transformers marks models that carry a state from token to token (``_is_stateful``). Those that zero padding on its
-    way into the state do it by one function, ``apply_mask_to_padding_states`` (Mamba and its hybrids, gated DeltaNet:
-    Qwen3.5, Qwen3-Next); those without it let padding through (RWKV, RecurrentGemma, xLSTM, DeepSeek-V4's compressor).
-    A model that masks its state by other means counts here, too: the price is a slower update, not a wrong one.
+    transformers marks models with a state (``_is_stateful``); those that zero padding on its way do it by one function,
+    ``apply_mask_to_padding_states`` (Mamba, gated DeltaNet), those without it let padding through (RWKV,
+    RecurrentGemma, xLSTM). One that masks otherwise counts, too: the price is a slower update, not a wrong one.
     """
     stateful = [module for module in model.modules() if getattr(module, "_is_stateful", False)]
     homes = {type(module).__module__ for module in stateful}

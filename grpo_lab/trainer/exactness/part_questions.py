@@ -1,12 +1,10 @@
 """Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
 
 The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
-a row depends on that row alone. A part of a team is asked on toy batches: each row alone and cut to its own length, in
-pairs, in reverse, with further padding, with neighbours of advantage 0. It is asked before every optimizer step, since
-what it answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one
-whose value depends on how often it is called.
-
-What cannot be seen: a dependence that shows only on values that no toy batch has, or that changes within one step.
+a row depends on that row alone. A part of a team is asked on toy batches before every optimizer step, since what it
+answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one whose
+value depends on how often it is called. What cannot be seen: a dependence that shows only on values that no toy batch
+has, or that changes within one step.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "n
 class StateWatch:
     """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
 
-    ``touched`` then says in words what they had changed, or is ``None``. Looked at: attributes of objects (also of
-    those that they hold), closures, and module variables that a function names, as far as they are numbers, texts,
-    tensors, or small lists, sets and dictionaries of such.
+    ``touched`` then says what they had changed, or is ``None``. Looked at: attributes of objects (also of those that
+    they hold), closures, and module variables that a function names, where they are numbers, texts, tensors, or small
+    lists, sets and dictionaries of such.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -184,11 +182,6 @@ def _random_states() -> list[Any]:
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
-#: parts of rows that a toy batch of four or more is asked in; each is cut to its longest row
-PARTS = ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0))
-FURTHER_PADDING = 3
-
-
 class Answers(NamedTuple):
     """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
     advantage is 0; "" where nothing has."""
@@ -249,10 +242,10 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
         if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
             return "asked twice, it gives two answers"
         rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
-        padded = _asked(token_loss, cut(whole, rows, width + FURTHER_PADDING))
+        padded = _asked(token_loss, cut(whole, rows, width + 3))
         if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
             return "its value depends on how wide a batch is padded"
-        for part in (*PARTS, rows[::-1]):
+        for part in ((0,), (1,), (2,), (3,), (0, 2), (3, 1), (2, 1, 0), rows[::-1]):  # each cut to its longest row
             longest = int(whole.mask[list(part)].sum(1).max())
             expected = loss[list(part), :longest], gradient[list(part), :longest]
             if not _alike(expected, _asked(token_loss, cut(whole, part, longest))):

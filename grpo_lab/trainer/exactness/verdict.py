@@ -47,8 +47,7 @@ class UpdateVerdict:
     """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
 
     ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
-    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, whatever batches
-    they are in.
+    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, in any batch.
     """
 
     stock: str | None
@@ -103,12 +102,10 @@ class StandingVerdict:
 
     def after_first_step(self) -> None:
         """A forward that drew random numbers keeps TRL's batches from now on. A collective, the first time."""
-        if self._watch is None:
-            return
-        drawn, self._watch = self._watch.drawn_anywhere(self._trainer.accelerator), None
-        if drawn:
+        if self._watch is not None and self._watch.drawn_anywhere(self._trainer.accelerator):
             self.saw_randomness = True
             self.forget()
+        self._watch = None
 
     def _asked(self, ask_model: bool) -> UpdateVerdict:
         random = {

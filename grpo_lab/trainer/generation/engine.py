@@ -1,9 +1,8 @@
-"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven, the thinking budget.
+"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven.
 
-TRL builds its engine in ``VLLMGeneration`` and calls ``sync_weights`` and ``generate`` on it. While the trainer is
-built that class is replaced by a subclass (``engine_class``) that starts the engine with the recipe's options and,
-where the engine packs its weights (the CPU build), pushes weights in a way that reaches all of them. On a GPU TRL's own
-sync runs unchanged.
+While the trainer is built TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``) that starts the engine
+with the recipe's options and, where the engine packs its weights (the CPU build), pushes weights in a way that reaches
+all of them. On a GPU TRL's own sync runs unchanged.
 """
 
 from __future__ import annotations
@@ -92,17 +91,16 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     return LabVLLMGeneration
 
 
-class SyncProof:
-    """Compares the engine with the trainer after the first syncs and then every ``verify_every`` steps."""
+class SyncProof(TrainerCallback):  # type: ignore[misc]
+    """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
         self.settings = settings
-        self._last = -1
-        self._done = 0
+        self._last, self._done, self._doubts = -1, 0, 0
         self.doubted = False
         if trainer.use_vllm:
-            trainer.add_callback(ProofWatch(self))
+            trainer.add_callback(self)
 
     def is_due(self) -> bool:
         step = self.trainer.state.global_step
@@ -116,10 +114,6 @@ class SyncProof:
         own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
         training = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else own
         return self.settings.tolerance or tolerance_for(*engine, training)
-
-    def last_proven(self) -> str:
-        """When the sync was proven last, in words."""
-        return "never" if self._done == 0 else f"at step {self._last}"
 
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
         """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
@@ -164,40 +158,32 @@ class SyncProof:
         finally:
             model.train(was_training)
 
-
-class ProofWatch(TrainerCallback):  # type: ignore[misc]
-    """Says where the sync goes unproven for many steps, and doubts it where the batches themselves show a gap."""
-
-    def __init__(self, proof: SyncProof) -> None:
-        self.proof = proof
-        self._doubts = 0
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        every = self.proof.settings.verify_every
+        every = self.settings.verify_every
         if every == 0 or every > MANY_STEPS:
             when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
             self._warn(
                 f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): "
-                "in between, completions of stale weights would be trained on; up to "
-                f"{MANY_STEPS} is usual, 50 the default",
+                f"in between, completions of stale weights would be trained on; up to {MANY_STEPS} is usual",
                 "proof off",
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        trainer = self.proof.trainer
+        trainer = self.trainer
         gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
-        limit = GAP_FACTOR * self.proof.tolerance()
+        limit = GAP_FACTOR * self.tolerance()
         if gap is None or gap <= limit / min(trainer.temperature, 1.0):
             return
-        proves = self.proof.settings.verify_every > 0
-        self.proof.doubted = proves and self._doubts < DOUBTS
+        proves = self.settings.verify_every > 0
+        self.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
+        last = "never" if self._done == 0 else f"at step {self._last}"
         self._warn(
             f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: "
-            f"the engine may not hold the trainer's weights (proven last: {self.proof.last_proven()}). "
+            f"the engine may not hold the trainer's weights (proven last: {last}). "
             + ("The next sync is proven" if proves else "`rollout.verify_every` is 0, so nothing proves it: set it"),
             "logp difference",
         )
 
     def _warn(self, message: str, key: str) -> None:
-        self.proof.trainer.recorder.say(message, key=key, level=logging.WARNING)
+        self.trainer.recorder.say(message, key=key, level=logging.WARNING)

@@ -1,8 +1,7 @@
 """Prompts that do not fit the engine: found in the data before the first step where that can be, else when they come.
 
-vLLM refuses such a request, with the whole batch in it. A server takes a prompt that leaves room for
-``max_completion_length`` tokens; an engine in the process takes one that leaves room for any, and ends completions at
-its context.
+vLLM refuses such a request, with the whole batch in it. A server's prompt must leave room for ``max_completion_length``
+tokens; an engine in the process takes one that leaves room for any, and ends completions at its context.
 """
 
 from __future__ import annotations
@@ -44,12 +43,7 @@ def refuse_long(
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """Prompts (token ids) of a generation must leave room in the engine's and in the model's context; a tight one is
-    said once.
-
-    Raises:
-        ValueError: a prompt fills a context.
-    """
+    """``ValueError`` for a prompt (token ids) that fills the engine's or the model's context; a tight one is said."""
     if trainer.use_vllm:
         refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
     limit = trainer.args.vllm_max_model_length if trainer.use_vllm else None
@@ -60,13 +54,10 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """Every prompt of the data sets must leave room in the engine's context.
+    """``ValueError`` with the rows of the data sets that leave no room in the engine's context.
 
     Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a
     subclass that tokenizes in its own way. Every rank looks at all rows, so all of them end together.
-
-    Raises:
-        ValueError: names the rows.
     """
     own_rollout = trainer.rollout_func is not None and not getattr(trainer.rollout_func, "drives_trls_engine", False)
     if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:

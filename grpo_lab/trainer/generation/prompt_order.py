@@ -4,12 +4,8 @@
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
     sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
 
-The samplers stand in `grpo_lab/curation` (formulas, sources); this file carries numbers between them and the trainer:
-
-    rows         the data set gets a column with each row's number, so that a reward is put down to its problem also
-                 where prompts are drawn past the sampler (`update.dead_groups: resample`)
-    success      right and scorable completions of each problem, counted over all ranks from the correctness reward
-    checkpoint   its state is an entry of the checkpoint's record, loaded before the first batch is drawn again
+The samplers stand in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number, so
+that a reward is put down to its problem also where prompts are drawn past the sampler (`update.dead_groups: resample`).
 """
 
 from __future__ import annotations
@@ -42,9 +38,7 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
             "prompts): give a data set, or leave `sampler` out"
         )
     if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"`sampler` draws rows by number, but `train_dataset` is a {type(dataset).__name__}; use a datasets.Dataset"
-        )
+        raise ValueError(f"`sampler` draws rows by number: give it a Dataset, not a {type(dataset).__name__}")
     column = settings.column
     if column is not None and column not in dataset.column_names:
         raise ValueError(
@@ -70,13 +64,7 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 class PromptOrder:
-    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing.
-
-    Args:
-        args: the run's configuration.
-        group_size: completions of a prompt.
-        every: micro-batches that a generation batch serves (``Phase.every``).
-    """
+    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
 
     def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
         self.settings = settings
@@ -88,12 +76,8 @@ class PromptOrder:
         settings = self.settings
         if settings is None:
             return None
-        shape = {
-            "mini_repeat_count": self._group_size,
-            "batch_size": self._args.generation_batch_size // self._group_size,
-            "repeat_count": self._every,
-            "seed": self._args.seed,
-        }
+        shape = {"mini_repeat_count": self._group_size, "repeat_count": self._every, "seed": self._args.seed}
+        shape["batch_size"] = self._args.generation_batch_size // self._group_size
         rates = list(dataset[settings.column]) if settings.column else None
         how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:
@@ -108,12 +92,8 @@ class PromptOrder:
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
-        """Give the sampler what a generation showed.
-
-        Args:
-            rows: ``[N]`` row of the data set of each completion of all ranks, −1 unknown.
-            correct: ``[N]`` correctness reward of all ranks, NaN unscorable.
-        """
+        """Give the sampler what a generation showed, of all ranks: ``rows`` (−1 unknown) and correctness rewards (NaN
+        unscorable), both ``[N]``."""
         if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
             for row, successes, trials in outcomes(rows, correct):
                 self.sampler.update(row, successes, trials)

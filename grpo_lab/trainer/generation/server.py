@@ -7,8 +7,8 @@ a checkpoint, which takes all of them, can be written before the run ends.
 A server that is lost in the middle of a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it
 again, and ``rollout.server.return_timeout`` waits for it (``ServerReturn``). Then, on every rank at the same place:
 connect as at the start (is it this model), send all weights, prove them with the prompts of the generation that failed,
-and ask for that generation again. What is asked again are the same prompts, of the same policy; the completions are
-other samples than they would have been, since the random numbers of the new server begin with its ``--seed``.
+and ask for it again. The completions are other samples than they would have been: the random numbers of the new server
+begin with its ``--seed``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, read_as_vllms
-from grpo_lab.engines.weights.proof import Probe, SyncGap, TensorDifference, describe, forward_logprobs, judge, sync_gap
+from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
+from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, forward_logprobs, judge, sync_gap
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server_client import LabVLLMClient, RequestRefused, check_same_model
+from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_model, read_to_end
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
@@ -53,7 +53,6 @@ LOSSES = 3
 
 
 def from_main(accelerator: Any, value: Any) -> Any:
-    """The main process's ``value`` on every rank."""
     box = [value]
     if accelerator.num_processes > 1:
         broadcast_object_list(box, from_process=0)
@@ -82,10 +81,9 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
 
 
 def connect(generation: Any, settings: ServerSettings) -> None:
-    """Wait for the server, see that it serves this model, open the way for the weights.
+    """``VLLMGeneration._init_vllm`` in server mode: wait for the server, open the way for the weights.
 
-    What ``VLLMGeneration._init_vllm`` does in server mode. Raises ``ValueError`` where the server serves another model,
-    or its context has no room for a prompt beside the longest completion.
+    ``ValueError`` where it serves another model, or its context has no room beside the longest completion.
     """
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
@@ -139,9 +137,8 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
 class KeptFailure:
     """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
 
-    So the main process still reaches the broadcast in which the others wait; the failure is raised after it,
-    everywhere. ``on_fault`` is given the ``EngineFault`` of log-probs that are not finite; unless it raises,
-    completions come without them.
+    So the main process reaches the broadcast in which the others wait. ``on_fault`` is given the ``EngineFault`` of
+    log-probs that are not finite; unless it raises, completions come without them.
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
@@ -178,30 +175,20 @@ def prove(
 ) -> SyncGap:
     """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
 
-    ``tolerance(dtype of the server's weights)`` in nats per token. Raises ``WeightSyncError`` or ``EngineFault`` on
-    every rank.
+    ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``.
     """
-    accelerator = generation.accelerator
-
-    def talk() -> tuple[Probe, torch.dtype, bool]:
-        client = generation.vllm_client
-        return client.probe(prompt_ids), client.dtype, client.reads_tensors
-
-    probe, dtype, readable = on_main(accelerator, talk)
+    accelerator, client = generation.accelerator, getattr(generation, "vllm_client", None)
+    asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
+    probe, dtype, readable = asked
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
-    limit = tolerance(dtype)
+    found: list[TensorDifference] = []
     if readable:
         params = generation._iter_named_params()
-        if not accelerator.is_main_process:  # gathering the trainer's takes all ranks
-            for _ in params:
-                pass
-        found: list[TensorDifference] = on_main(accelerator, lambda: generation.vllm_client.differing(params))
-        judge(gap, found, tolerance=limit)
-    elif gap.mean > limit:
-        raise WeightSyncError(
-            f"{describe(gap, limit, [])} (The server's tensors could not be read: it runs without our worker "
-            "extension, or on another machine.)"
-        )
+        if not accelerator.is_main_process:
+            read_to_end(params)
+        found = on_main(accelerator, lambda: client.differing(params))
+    unread = " (The server's tensors could not be read: it runs without our worker extension, or on another machine.)"
+    judge(gap, found, tolerance=tolerance(dtype), note="" if readable else unread)
     return gap
 
 
@@ -209,14 +196,7 @@ class ServerReturn:
     """Syncs and generations of one run in server mode, each with a server that may be lost meanwhile.
 
     What cannot be had back in time ends the run as a lost server does without ``return_timeout``: a checkpoint, then
-    ``ServerGone``.
-
-    Args:
-        generation: TRL's ``VLLMGeneration``.
-        patience: seconds that ranks wait for each other (``ddp_timeout``).
-
-    Raises:
-        ValueError: the other ranks would give up before the server is back.
+    ``ServerGone``. ``patience``: seconds that ranks wait for each other (``ddp_timeout``), more than for the server.
     """
 
     trainer: GRPOTrainer | None = None  # set once it is built: it proves and records
@@ -268,31 +248,24 @@ class ServerReturn:
         return proven
 
     def _reconnect(self, lost: ServerGone, stock_sync: Callable[[], None]) -> None:
-        """Wait for the server, connect, send the weights. Every rank calls this with the same fault.
-
-        Raises:
-            ServerGone: as ``lost``, with what prevented a return.
-        """
+        """Wait for the server, connect, send the weights; else ``lost``. Every rank calls this with the same fault."""
         if not self.waits:
             raise lost
-        start = time.monotonic()
-        waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
-        self._say(f"the vLLM server is lost ({lost}); {waiting}", logging.WARNING)
+        start, says = time.monotonic(), self.generation.accelerator.is_main_process
+        if says:
+            waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
+            logger.warning(f"the vLLM server is lost ({lost}); {waiting}")
         try:
             with self.generation.waiting():
-                on_main(self.generation.accelerator, self._wait)
+                on_main(self.generation.accelerator, lambda: self.generation.vllm_client.wait(self.waits))
                 connect(self.generation, self.settings)
                 sync(self.generation, stock_sync)
         except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
         self._since, self._unproven = self._since + 1, True
-        waited = time.monotonic() - start
-        self._say(f"the vLLM server is back after {waited:.0f} s and has this step's weights; their proof is next")
-
-    def _wait(self) -> None:
-        """On the main process: until the server answers."""
-        self.generation.vllm_client.close_communicator()
-        self.generation.vllm_client.wait(self.waits)
+        if says:
+            waited = time.monotonic() - start
+            logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
 
     def _prove(self, prompts: list[list[int]]) -> None:
         """The proof of a server that came back, however seldom the run proves otherwise."""
@@ -304,17 +277,12 @@ class ServerReturn:
             raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
         self._unproven = False
 
-    def _say(self, message: str, level: int = logging.INFO) -> None:
-        if self.generation.accelerator.is_main_process:
-            logger.log(level, message)
-
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
-    """A fault of ``KEPT`` inside the block ends the run with a checkpoint of its last step and says how to go on.
+    """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server.
 
-    So does Ctrl-C while the trainer waits for the server. A prompt that is too long for engines in the processes is one
-    rank's own: with several ranks it ends the run without a checkpoint, which would take all of them.
+    A prompt too long for a rank's own engine ends a run of several ranks without one, which would take all of them.
     """
     try:
         yield
@@ -336,7 +304,6 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def checkpoint_folder(trainer: GRPOTrainer) -> str:
-    """Where the checkpoint of the current step is or would be."""
     return f"{trainer._get_output_dir(trial=None)}/{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
 
 

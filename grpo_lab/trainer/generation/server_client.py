@@ -4,10 +4,8 @@
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
                     server's own reload (``engines/vllm/worker.py``), on one machine
 
-Before anything is sent the server's model is compared with the trainer's (``check_same_model``): weights can be sent,
-what they mean cannot. A server with another end-of-sequence id makes completions that never end, and the proof of the
-sync is perfect; one with other shapes fails in the middle of loading. Prompts are sent as token ids, so another chat
-template changes nothing that is sampled.
+Before anything is sent the server's model is compared with the trainer's (``check_same_model``): with another
+end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading fails.
 """
 
 from __future__ import annotations
@@ -23,22 +21,9 @@ from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION
-from grpo_lab.engines.vllm.talk import (
-    CONNECT_TIMEOUT,
-    NAN_ADVICE,
-    ServerGone,
-    bound_session,
-    check_answer,
-    post_json,
-    read_as_vllms,
-    refusal,
-    refuse_other_completions,
-    server_errors,
-    wait_until_ready,
-    watched,
-)
-from grpo_lab.engines.vllm.token import Bearer, of_trainer, token_of
+from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_of
 from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
@@ -49,14 +34,10 @@ logger = logging.getLogger("grpo_lab")
 
 #: requests that may take as long as a generation takes
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
-LOOPBACK = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
-    """``nccl`` or ``shared_memory``. ``server``: its ``vllm_config`` (``/server_info``).
-
-    Raises ``ValueError`` where the way that is due cannot be gone, naming what the server lacks.
-    """
+    """``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     way = ("nccl" if gpus else "shared_memory") if chosen == "auto" else chosen
@@ -68,7 +49,7 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
             "the weights go over NCCL, but the server has no weight-transfer engine: start it with `grpo-lab serve`, "
             """or add --weight-transfer-config '{"backend": "nccl"}' to `vllm serve`"""
         )
-    elif way == "shared_memory" and urlparse(url).hostname not in LOOPBACK:
+    elif way == "shared_memory" and urlparse(url).hostname not in LOCAL_NAMES:
         lacks = (
             "the weights go through shared memory, but the server is not on this machine: run it at 127.0.0.1, or "
             "train on a GPU with a server on GPUs"
@@ -83,8 +64,10 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     raise ValueError(f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}; {lacks}")
 
 
-class RequestRefused(ValueError):
-    """The server answered that it will not do what it was asked for."""
+def read_to_end(stream: Iterator[Any]) -> None:
+    """Also after a failure: gathering a shard needs every rank, and merged adapters are unmerged at the end."""
+    for _ in stream:
+        pass
 
 
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
@@ -100,18 +83,19 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         super().__init__(**arguments)
         self.info = self.get_server_info()
         #: POST JSON to a path of the server → its answer, or ``ServerGone``
-        self.post = functools.partial(post_json, self.session, self.base_url)
+        self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
         limit = min(self.settings.request_timeout, self.settings.silence_timeout)
-        bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
-        wait_until_ready(self.base_url, total_timeout, token=self._find_token)
+        talk.bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
+        talk.wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
     def wait(self, limit: float) -> None:
-        """Until the server answers that was lost (``wait_until_ready``)."""
-        wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
+        """Until the server answers that was lost."""
+        self.close_communicator()
+        talk.wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
     def _find_token(self) -> str | None:
         """The server's token, for every request from here on; None for a server of somebody else's."""
@@ -120,53 +104,29 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return token
 
     def _get(self, url: str, **arguments: Any) -> dict[str, Any]:
-        return self._read(url, lambda: self.session.get(url, **arguments))
+        return talk.answer_of(self.session, self.base_url, url, lambda: self.session.get(url, **arguments))
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
         """A generation is watched, since it may rightly take long."""
         if not url.endswith(GENERATIONS):
-            return self._read(url, lambda: self.session.post(url, **arguments))
+            return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
-        def ask() -> Any:
-            return self.session.post(url, timeout=(CONNECT_TIMEOUT, self.settings.request_timeout), **arguments)
-
-        body = arguments["json"]
+        body, limits = arguments["json"], (talk.CONNECT_TIMEOUT, self.settings.request_timeout)
+        ask = functools.partial(self.session.post, url, timeout=limits, **arguments)
         rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
-        answer = watched(
-            lambda: self._read(url, ask),
-            self.base_url,
-            silence=self.settings.silence_timeout,
-            what=f"{rows * body.get('n', 1)} completions of {rows} prompts",
-            token=token_of(self.session),
-        )
-        with read_as_vllms(self.base_url):
-            refuse_other_completions(body, answer, self.base_url)
+        what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
+        call = functools.partial(talk.answer_of, self.session, self.base_url, url, ask)
+        silence, token = self.settings.silence_timeout, token_of(self.session)
+        answer = talk.watched(call, self.base_url, silence=silence, what=what, token=token)
+        with talk.read_as_vllms(self.base_url):
+            talk.refuse_other_completions(body, answer, self.base_url)
         return dict(answer)
-
-    def _read(self, url: str, ask: Callable[[], Any]) -> dict[str, Any]:
-        """The response to ``ask()`` as JSON; what is wrong with one that is no success."""
-        token = token_of(self.session)
-        with server_errors(self.base_url, token):
-            response = ask()
-        if response.status_code == 200:
-            with read_as_vllms(self.base_url):
-                return dict(response.json())
-        said = f"{url} answered {response.status_code}: {response.text[:500]}"
-        if response.status_code == 401:
-            raise ServerGone(f"{refusal(self.base_url, token is not None)}. Was it started again? {said}")
-        if "JSON compliant" in response.text:  # vLLM cannot write NaN into its answer, and says so in these words
-            raise EngineFault(
-                f"the engine behind {self.base_url} returned a log-prob that is NaN or infinite ({said}); {NAN_ADVICE}"
-            )
-        if response.status_code >= 500:
-            raise ServerGone(f"the vLLM server failed a request for good: {said}")
-        raise RequestRefused(f"the vLLM server refused a request: {said}")
 
     def get_server_info(self) -> dict[str, Any]:
         """The server's resolved configuration (TRL 1.15's client cannot ask for it)."""
         try:
             answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
-        except RequestRefused as refused:
+        except talk.RequestRefused as refused:
             raise RuntimeError(
                 f"the vLLM server at {self.base_url} does not expose the endpoints that weight sync needs; start it "
                 f"with `grpo-lab serve --model …` (or with VLLM_SERVER_DEV_MODE=1 in its environment): {refused}"
@@ -186,7 +146,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     @property
     def reads_tensors(self) -> bool:
         """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
-        return self.has_worker and urlparse(self.base_url).hostname in LOOPBACK
+        return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
 
     @property
     def context(self) -> int:
@@ -202,8 +162,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.courier.try_shared_memory()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All weights to the server. The stream is read to its end also after a failure: gathering a shard needs every
-        rank, and merged adapters are unmerged at the end of it."""
+        """All weights to the server."""
         try:
             self._see_that_it_is_the_same()
             if self.way == "nccl":
@@ -216,8 +175,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                 self.courier.clear_cache()
             self.faulty = False
         finally:
-            for _ in named_params:
-                pass
+            read_to_end(named_params)
 
     def _see_that_it_is_the_same(self) -> None:
         """A server that was started since the last sync may serve another model, and is compared as at the start."""
@@ -228,9 +186,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         try:
             self.meet()
         except ValueError as other:
-            raise ServerGone(f"{again}: {other}") from other
+            raise talk.ServerGone(f"{again}: {other}") from other
         if self.way == "nccl":
-            raise ServerGone(f"{again}, without this run's NCCL group")
+            raise talk.ServerGone(f"{again}, without this run's NCCL group")
 
     def reset_prefix_cache(self) -> None:
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
@@ -239,7 +197,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def check_same_weights(self) -> None:
         """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs)."""
         if self.has_worker and not self.courier.is_current():
-            raise ServerGone(
+            raise talk.ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "
                 "another run uses it too"
             )
@@ -249,16 +207,15 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         try:
             return [TensorDifference(**entry) for entry in self.courier.differing(named_params)]
         finally:
-            for _ in named_params:
-                pass
+            read_to_end(named_params)
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         try:
-            with read_as_vllms(self.base_url):
+            with talk.read_as_vllms(self.base_url):
                 answer: dict[str, Any] = super().generate(*args, **kwargs)
-            check_answer(answer["logprobs"])
+            talk.check_answer(answer["logprobs"])
         except EngineFault:
             self.faulty = True
             raise
@@ -281,14 +238,10 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
 
 def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
-    """Compare the server's model with the trainer's; chat templates are told apart by a warning.
+    """``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
 
-    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out: it must cut a
-    text as the trainer's tokenizer does and end at the trainer's end-of-sequence ids; shapes are then not compared, and
-    a warning says so.
-
-    Raises:
-        ValueError: other end-of-sequence ids, vocabulary, tokenization or parameter shapes; every difference is named.
+    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out; shapes are
+    then not compared, and a warning says so. So does one of another chat template, which changes nothing here.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -296,9 +249,18 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
     if client.has_worker:
         theirs = worker_reports(client.post, "grpo_lab_describe")[0]
-        if "error" in theirs:
-            raise ValueError(f"the vLLM server at {client.base_url} cannot describe its model: {theirs['error']}")
-        found = [*mismatches(ours, ends, theirs), *shape_mismatches(type(base), base.config, theirs["config"])]
+        told = {  # of the tokenizer, the first that differs
+            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, not {ours['vocabulary_size']}",
+            "vocabulary": "its vocabulary has other tokens behind the same ids",
+            "encoding": "its tokenizer cuts the same text into other tokens",
+        }
+        found = [sentence for key, sentence in told.items() if theirs[key] != ours[key]][:1]
+        if theirs["end_ids"] != ends:
+            found.append(
+                f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
+                "tokenizer): completions would not end where the trainer takes them to end"
+            )
+        found += shape_mismatches(type(base), base.config, theirs["config"])
         alike = theirs["chat_template"] == ours["chat_template"]
         warning = "its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"
     else:
@@ -316,23 +278,6 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
         logger.warning(f"the vLLM server at {client.base_url}: {warning}")
 
 
-def mismatches(ours: Mapping[str, Any], ends: list[int], theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about end-of-sequence ids and tokenizer (``describe_tokenizer``)."""
-    found = []
-    if theirs["end_ids"] != ends:
-        found.append(
-            f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
-            "tokenizer): completions would not end where the trainer takes them to end"
-        )
-    if theirs["vocabulary_size"] != ours["vocabulary_size"]:
-        found.append(f"its vocabulary has {theirs['vocabulary_size']} tokens, the trainer's {ours['vocabulary_size']}")
-    elif theirs["vocabulary"] != ours["vocabulary"]:
-        found.append("its vocabulary has other tokens behind the same ids")
-    elif theirs["encoding"] != ours["encoding"]:
-        found.append("its tokenizer cuts the same text into other tokens")
-    return found
-
-
 def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
     """Sentences about parameters in which a model of our config and one of theirs differ; no memory is used."""
     if theirs.get("model_type") != ours.model_type:
@@ -340,9 +285,8 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
     with torch.device("meta"):
         models = model_class(ours), model_class(type(ours).from_dict(dict(theirs)))
     mine, other = ({name: list(one.shape) for name, one in model.named_parameters()} for model in models)
-    wrong = [f"{n}: {other[n]}, the trainer's {mine[n]}" for n in mine if n in other and mine[n] != other[n]]
-    wrong += [f"{n}: not there, the trainer's {mine[n]}" for n in mine if n not in other]
-    wrong += [f"{n}: {other[n]}, the trainer has none" for n in other if n not in mine]
+    names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
+    wrong = [f"{name}: {other.get(name, 'not there')}, the trainer's {mine.get(name, 'not there')}" for name in names]
     more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"] if wrong else []
 

@@ -36,18 +36,11 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
     for name, value in taken.items():
         if value:
-            raise ValueError(
-                f"`rollout.thinking_budget` does not combine with `{name}`, which makes completions in a way of its"
-                " own; leave one of them out"
-            )
-    budget = ThinkingBudget.for_tokenizer(
-        trainer._tokenizer,
-        settings.thinking_budget,
-        max_completion_length=trainer.max_completion_length,
-        eos_ids=trainer.eos_token_ids,
-        text=settings.budget_text,
-    )
-    return ThinkingRollout(budget)
+            own = "which makes completions in a way of its own; leave one of them out"
+            raise ValueError(f"`rollout.thinking_budget` does not combine with `{name}`, {own}")
+    ends: dict[str, Any] = {"max_completion_length": trainer.max_completion_length, "eos_ids": trainer.eos_token_ids}
+    asked = settings.thinking_budget
+    return ThinkingRollout(ThinkingBudget.for_tokenizer(trainer._tokenizer, asked, text=settings.budget_text, **ends))
 
 
 class ThinkingRollout:
@@ -65,8 +58,7 @@ class ThinkingRollout:
             raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")
         prompt_ids = [list(ids) for ids in tokenized]
         several = trainer.accelerator.num_processes > 1
-        generate = trainer_generate(trainer, prompt_ids, self.budget.budget)
-        done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)
+        done = budgeted_generate(prompt_ids, self._generating(trainer, prompt_ids), self.budget, in_step=several)
         counts = torch.tensor([[sum(one.was_cut for one in done), len(done)]], device=trainer.accelerator.device)
         trainer.recorder.book().add_alike("rollout/cut_share", *trainer.accelerator.gather(counts).sum(0))
         unscored = any(completion.logprobs is None for completion in done)
@@ -77,36 +69,31 @@ class ThinkingRollout:
             "env_mask": [completion.mask for completion in done],
         }
 
+    def _generating(self, trainer: GRPOTrainer, batch: list[list[int]]) -> Continue:
+        """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation.
 
-def trainer_generate(trainer: GRPOTrainer, batch: list[list[int]], budget: int) -> Continue:
-    """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation.
+        The thinking of a ``batch`` is asked for in groups (a server gets one request with ``n = G``); rows that go on
+        differ within a group and are asked for one by one. A rank without such rows completes the batch's first
+        prompt in vain, so that ranks stay in step.
+        """
 
-    The thinking of a ``batch`` is asked for in groups (a server gets one request with ``n = G``); rows that go on
-    differ within a group and are asked for one by one. A rank without such rows completes the batch's first prompt in
-    vain, so that ranks stay in step.
-    """
+        def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
+            rows = prompt_ids + [list(batch[0])] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
+            if not rows:
+                return []
+            group = trainer._group_size() if self.budget.budget > 0 and prompt_ids == batch else 1
+            engine = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+            with replaced(engine, "max_completion_length" if trainer.use_vllm else "max_new_tokens", max_new_tokens):
+                ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
+            ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
+            scored = [None] * len(ids) if logprobs is None else logprobs
+            made = [
+                Completion(row, row[-1:] != [] and row[-1] in ends, own, version)
+                for row, own in zip(ids, scored, strict=True)
+            ]
+            return made[: len(prompt_ids)]
 
-    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-        rows = prompt_ids + [list(batch[0])] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
-        if not rows:
-            return []
-        group = trainer._group_size() if budget > 0 and prompt_ids == batch else 1
-        place, limit = (
-            (trainer.vllm_generation, "max_completion_length")
-            if trainer.use_vllm
-            else (trainer.generation_config, "max_new_tokens")
-        )
-        with replaced(place, limit, max_new_tokens):
-            ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
-        ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
-        scored = [None] * len(ids) if logprobs is None else logprobs
-        made = [
-            Completion(row, row[-1:] != [] and row[-1] in ends, own, version)
-            for row, own in zip(ids, scored, strict=True)
-        ]
-        return made[: len(prompt_ids)]
-
-    return generate
+        return generate
 
 
 def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:

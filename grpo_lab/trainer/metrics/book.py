@@ -7,8 +7,7 @@ of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists e
 ``MetricBook`` is over all tokens (or rows, groups) since the last log. With ``objective`` unset ``TrlBook`` is in
 force, so that a drop-in logs TRL's numbers:
 
-    mean        of the micro-batches' means: each micro-batch of the step has a pair of its own, and their ratios are
-                averaged
+    mean        of the micro-batches' means: each has a pair of its own, and their ratios are averaged
     over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
     nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
     sampling/*  of a generation batch at a time
@@ -29,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.trainer.carried import Carried
 from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
@@ -42,8 +41,6 @@ EXTREMES: dict[str, tuple[str, str]] = {
 #: an extreme over nothing
 WORST = {"min": math.inf, "max": -math.inf}
 QUARTILES = 4
-#: count of a micro-batch without loss tokens: its mean is 0 and it takes part in a mean of means
-NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,9 @@ class LeftOut:
 class MetricBook:
     """Pairs of one mode (train or eval), over micro-batches, ranks and the steps of a logging window."""
 
+    #: count of a micro-batch without loss tokens
+    empty = 0.0
+
     def __init__(self) -> None:
         self._fresh: dict[str, Tensor] = {}  # this rank, since the last reduction: name -> [K, 2]
         self._fresh_extremes: dict[tuple[str, str], Tensor] = {}  # (name, how) -> [K]
@@ -107,7 +107,8 @@ class MetricBook:
         totals, counts = selected.sum(1), weights.sum(1).float()
         places, number = self._places(name, totals, origin)
         zeros = totals.new_zeros(number)
-        self.add(name, zeros.index_add(0, places, totals), self._sizes(zeros.index_add(0, places, counts), origin))
+        sizes = zeros.index_add(0, places, counts)
+        self.add(name, zeros.index_add(0, places, totals), sizes if origin else sizes.clamp(min=self.empty))
         if name in EXTREMES:
             means = totals / counts.clamp(min=1)
             self.add_worst(*EXTREMES[name], means.unsqueeze(1), (counts > 0).unsqueeze(1), origin)
@@ -195,8 +196,6 @@ class MetricBook:
     def _skipped_tokens(self, name: str, left_out: LeftOut) -> Tensor:
         return self._per_place(name, left_out.tokens * left_out.skipped, left_out.origin)
 
-    # what a definition of means decides
-
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
         """bool like ``values``: what is counted."""
         return mask.any(dim=1, keepdim=True) if values.size(1) == 1 else mask
@@ -205,13 +204,12 @@ class MetricBook:
         """Which of K pairs each of some rows goes to, long ``[B]``, and K."""
         return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device), 1
 
-    def _sizes(self, counts: Tensor, origin: Origin | None) -> Tensor:
-        """Counts ``[K]`` as they are added."""
-        return counts
-
 
 class TrlBook(MetricBook):
     """Means of micro-batch means, as TRL has them. All that this package knows of that definition stands here."""
+
+    #: the mean is then 0, and takes part in a mean of means
+    empty = 1e-9
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
         """A micro-batch that is one token wide counts rows for tokens."""
@@ -237,11 +235,11 @@ class TrlBook(MetricBook):
         super().reduce(accelerator)
 
     def _empty(self, name: str, left_out: LeftOut) -> Tensor:
-        return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * NOTHING
+        return (self._per_place(name, left_out.tokens, left_out.origin) == 0) * self.empty
 
     def _settle(self, name: str, pairs: Tensor) -> None:
         seen = pairs[:, 1] > 0
-        ratios = torch.where(seen, pairs[:, 0] / pairs[:, 1].clamp(min=1e-9), pairs[:, 0])
+        ratios = torch.where(seen, pairs[:, 0] / pairs[:, 1].clamp(min=self.empty), pairs[:, 0])
         super()._settle(name, torch.stack([ratios, seen.float()], dim=1))
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
@@ -253,9 +251,6 @@ class TrlBook(MetricBook):
             return super()._places(name, rows, origin)
         whole = name in SAMPLING_METRICS
         return origin.micro_batch // origin.every if whole else origin.micro_batch, origin.count
-
-    def _sizes(self, counts: Tensor, origin: Origin | None) -> Tensor:
-        return counts.clamp(min=NOTHING) if origin is None else counts
 
 
 def _pair(total: Tensor, count: Tensor | float) -> Tensor:

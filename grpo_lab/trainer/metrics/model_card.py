@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-#: what TRL's template makes of a base model and a hub name that it does not have
-NO_BASE = "[None](https://huggingface.co/None)"
-NO_HUB_NAME = 'model="None"'
-
-
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
     """Inside the block TRL writes its card under our name, without a paper that is not ours; afterwards it is
@@ -34,38 +29,30 @@ def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
         yield
     card = Path(trainer.args.output_dir) / "README.md"
     if trainer.is_world_process_zero() and card.is_file():
-        text = card.read_text(encoding="utf-8")
-        text = text.replace(NO_BASE, _base(trainer)).replace(NO_HUB_NAME, f'model="{trainer.args.output_dir}"')
-        card.write_text(
-            text.replace("### Framework versions", f"{_facts(trainer)}\n\n### Framework versions"), encoding="utf-8"
-        )
-
-
-def _base(trainer: GRPOTrainer) -> str:
-    path = str(getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", "") or "")
-    return f"the local model `{path}`" if path else "a model that was built from its configuration"
+        path = str(getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", "") or "")
+        base = f"the local model `{path}`" if path else "a model that was built from its configuration"
+        text = card.read_text(encoding="utf-8")  # TRL's template makes `None` of what it does not have
+        text = text.replace("[None](https://huggingface.co/None)", base)
+        text = text.replace('model="None"', f'model="{trainer.args.output_dir}"')
+        text = text.replace("### Framework versions", f"{_facts(trainer)}\n\n### Framework versions")
+        card.write_text(text, encoding="utf-8")
 
 
 def _facts(trainer: GRPOTrainer) -> str:
+    """A table of the parts, and of every reward with the weight in force over the steps: the trainer's, a schedule's,
+    the reward's own."""
     names = trainer.algorithm.with_hooks(trainer).names
     rows = [*names.items()]
-    preset = PRESETS.get(names.get("objective", ""))
-    if preset is not None:
+    if preset := PRESETS.get(names.get("objective", "")):
         rows.append(("source of the objective", preset.source))
     if trainer.algorithm.left_to_trl is not None:
         rows.append(("why the loss is TRL's", trainer.algorithm.left_to_trl))
-    rows.append(("rewards", ", ".join(f"{name} × {weight}" for name, weight in _weights(trainer))))
-    rows.append(("trainer class", type(trainer).__name__))
-    return "\n".join(
-        ["### What was trained", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
-    )
-
-
-def _weights(trainer: GRPOTrainer) -> list[tuple[str, str]]:
-    """Every reward with the weight in force over the steps: the trainer's, a schedule's, the reward's own."""
     scheduled = trainer.lab_settings.reward_schedules
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
-    return [
-        (name, scheduled[name].in_words() if name in scheduled else weight_in_words(reward, weight))
+    weights = [
+        f"{name} × {scheduled[name].in_words() if name in scheduled else weight_in_words(reward, weight)}"
         for name, reward, weight in rewards
     ]
+    rows += [("rewards", ", ".join(weights)), ("trainer class", type(trainer).__name__)]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    return f"### What was trained\n\n| | |\n|---|---|\n{table}"

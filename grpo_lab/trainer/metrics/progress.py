@@ -15,15 +15,13 @@ from transformers.trainer_callback import ProgressCallback
 
 from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
+logger = logging.getLogger("grpo_lab")
+
 SECONDS_IN_A_FILE = 30.0
 """Between two updates of the line of progress where nobody watches: a log file keeps each of them."""
 
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
 """(metric, its name on the line, how it is written), the first two that are there."""
-
-logger = logging.getLogger("grpo_lab")
-EVERY = 20
-"""Windows after which a verdict is said again though nothing has changed. Ours."""
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
@@ -67,16 +65,13 @@ def one_line_for(trainer: Any) -> None:
 
 
 class HealthLine(TrainerCallback):  # type: ignore[misc]
-    """Logs the verdict when it changes, every ``EVERY`` windows, and at the end; a warning where something looks wrong.
+    """Logs the verdict when it changes, every ``every`` windows, and at the end; a warning where something looks wrong.
 
     ``LabTrainer`` adds it where `objective` is set. A drop-in run has it with ``callbacks=[HealthLine()]``. It reads
     ``state.log_history``, which checkpoints carry: a resumed run goes on where it stopped.
-
-    Args:
-        every: windows after which an unchanged verdict is said again.
     """
 
-    def __init__(self, every: int = EVERY) -> None:
+    def __init__(self, every: int = 20) -> None:
         self.every = every
         self.said: Diagnosis | None = None
         self._since = 0
@@ -84,18 +79,12 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        verdict = diagnose(
-            [row for row in state.log_history if "loss" in row], facts_of(args, state, more.get("optimizer"))
-        )
+        optimizer, updates = more.get("optimizer"), args.steps_per_generation * args.num_iterations
+        moves = None if optimizer is None else any(float(group["lr"]) != 0 for group in optimizer.param_groups)
+        facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), moves)
+        verdict = diagnose([row for row in state.log_history if "loss" in row], facts)
         self._since += 1
         ends = state.global_step >= state.max_steps
         if self.said is None or verdict.names != self.said.names or self._since >= self.every or ends:
             logger.log(logging.INFO if verdict.healthy else logging.WARNING, "%s", verdict.line)
             self.said, self._since = verdict, 0
-
-
-def facts_of(args: Any, state: Any, optimizer: Any = None) -> Facts:
-    """What the rules must know of a run."""
-    micro_batches = args.steps_per_generation * args.num_iterations
-    moves = None if optimizer is None else any(float(group["lr"]) != 0 for group in optimizer.param_groups)
-    return Facts(micro_batches / args.gradient_accumulation_steps, int(state.max_steps), moves)

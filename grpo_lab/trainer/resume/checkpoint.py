@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import functools
 import os
 import pickle
 import shutil
@@ -31,23 +31,21 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.finite import NumbersError, not_finite
-from grpo_lab.io import move_whole, write_whole_text
 from grpo_lab.registry import address
 from grpo_lab.trainer.ranks import TRAINED, at, is_of_lost_rank, refuse_bad_weights
-from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, newest_whole, step_of
+from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
 
 def picklable(args: Any) -> Any:
     """``args``, or where a part of ours cannot be pickled a copy in which its name stands in for it."""
-    changed = {name: _picklable(getattr(args, name)) for name in OUR_FIELDS if getattr(args, name, None) is not None}
-    changed = {name: value for name, value in changed.items() if value is not getattr(args, name)}
-    if not changed:
-        return args
-    record = copy.copy(args)
-    vars(record).update(changed)
-    return record
+    ours = {name: value for name in OUR_FIELDS if (value := getattr(args, name, None)) is not None}
+    changed = {name: new for name, value in ours.items() if (new := _picklable(value)) is not value}
+    if changed:
+        args = copy.copy(args)
+        vars(args).update(changed)
+    return args
 
 
 def _picklable(value: Any) -> Any:
@@ -80,15 +78,10 @@ def save_final(trainer: Any, folder: Path) -> None:
         trainer.save_model(str(folder))
     except (OSError, SafetensorError) as error:
         newest, _ = newest_whole(folder)
-        kept = (
-            "there is no checkpoint"
-            if newest is None
-            else f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
-        )
+        again = f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
         raise CheckpointNotWritten(
             f"the trained model could not be written to {folder}{_room(folder)}: {type(error).__name__}: {error}. "
-            "Mend that (room on the "
-            f"disk, the folder's permissions); {kept}"
+            f"Mend that (room on the disk, the folder's permissions); {again if newest else 'there is no checkpoint'}"
         ) from error
 
 
@@ -101,89 +94,79 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
         CheckpointNotWritten: on every rank where one of them could not write.
         NumbersError: on every rank where NaN or infinities would be kept.
     """
-    run = trainer._get_output_dir(trial=trial)
-    name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    place, partial = Path(run) / name, Path(run) / SAVING / name
-    best = trainer.state.best_model_checkpoint
+    state, run = trainer.state, Path(trainer._get_output_dir(trial=trial))
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    place, partial = run / name, run / SAVING / name
+    best = state.best_model_checkpoint
     pushes: list[str] = []
-
-    def together(act: Callable[[], None]) -> None:
-        _together(trainer, place, act)
-
+    together = functools.partial(_together, trainer, place)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    # a rank cannot leave shards in the middle, nor the barrier before the best one is named
+    collective = trainer.accelerator.num_processes > 1 and (sharded or state.best_global_step)
     with replaced(trainer, "args", picklable(trainer.args)):  # they travel into training_args.bin
         try:
-            together(lambda: _empty(trainer, partial))
-            together(lambda: _empty_own_disk(trainer, partial))
-            _best_of_before(trainer, run)
+            together(lambda: _empty(trainer, partial, main=True))
+            together(lambda: _empty(trainer, partial, main=False))
+            _best_of_before(state, run)
             with (
                 replaced(trainer, "_get_output_dir", lambda trial=None: str(partial.parent)),
                 replaced(trainer, "_push_from_checkpoint", pushes.append),
             ):
                 trainer.parts.save(str(partial), together)
-                _together(trainer, place, lambda: stock(model, trial), alone=_has_collectives(trainer))
-            if trainer.state.best_model_checkpoint == str(partial):
-                trainer.state.best_model_checkpoint = os.path.join(run, name)
+                together(lambda: stock(model, trial), alone=bool(collective))
+            if state.best_model_checkpoint == str(partial):
+                state.best_model_checkpoint = str(place)
             _refuse_not_finite(trainer, partial, place, together)
-            together(lambda: _settle(trainer, partial, place))
-            together(lambda: _settle_own_disk(trainer, partial, place))
+            together(lambda: _settle(trainer, partial, place, main=True))
+            together(lambda: _settle(trainer, partial, place, main=False))
         except BaseException:
-            trainer.state.best_model_checkpoint = best
+            state.best_model_checkpoint = best
             raise
         if pushes:
-            trainer._push_from_checkpoint(os.path.join(run, name))
+            trainer._push_from_checkpoint(str(place))
     if trainer.args.should_save:
         _prune(trainer, run)
 
 
-def _has_collectives(trainer: Any) -> bool:
-    """Whether stock's saving is one that a rank cannot leave in the middle: shards, or the barrier before the best one
-    is named."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    return bool(trainer.accelerator.num_processes > 1 and (sharded or trainer.state.best_global_step))
-
-
-def _refuse_not_finite(
-    trainer: Any, partial: Path, place: Path, together: Callable[[Callable[[], None]], None]
-) -> None:
+def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Callable[..., None]) -> None:
     """Before it has its name, and before an earlier one goes: read back by one process of a node."""
-    reads = trainer.args.local_process_index == 0 and not trainer.lab_settings.keeps_nan
+    first = trainer.args.local_process_index == 0
     bad: list[str | None] = []
-    together(lambda: bad.append(not_finite(partial) if reads else None))
-    problem = next(filter(None, gather_object(bad)), None)
-    if problem is None:
-        return
-    if trainer.args.local_process_index == 0:
-        shutil.rmtree(partial.parent, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    raise NumbersError(
-        f"the checkpoint of step {step_of(place)} is not kept: {problem}. Look at the optimizer (`learning_rate`, "
-        "`adam_epsilon`, weights "
-        f"in fp16), then `grpo-lab train … --resume`: earlier checkpoints are as they were, {_newest(place.parent)}"
-    )
+    together(lambda: bad.append(not_finite(partial) if first and not trainer.lab_settings.keeps_nan else None))
+    if problem := next(filter(None, gather_object(bad)), None):
+        if first:
+            shutil.rmtree(partial.parent, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        raise NumbersError(
+            f"the checkpoint of step {step_of(place)} is not kept: {problem}. Look at the optimizer (`learning_rate`, "
+            "`adam_epsilon`, weights in fp16), then `grpo-lab train … --resume`: earlier checkpoints are as they were, "
+            f"{_newest(place.parent)}"
+        )
 
 
-def _prune(trainer: Any, run: str) -> None:
+def _prune(trainer: Any, run: Path) -> None:
     """Old checkpoints go once the new one is whole; each leaves its name in one move first, for half of one could look
     whole."""
     best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
-        left = Path(run) / SAVING / going.name
+        left = run / SAVING / going.name
         left.parent.mkdir(exist_ok=True)
         os.replace(going, left)
         shutil.rmtree(left.parent, ignore_errors=True)
 
 
-def surplus(run: str, limit: int | None, best: str | None, step: int) -> list[Path]:
+def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[Path]:
     """The checkpoints that transformers' ``rotate_checkpoints`` would remove: the oldest beyond ``limit``, never the
     newest or the best.
 
     It asks the clock, which may have been set back meanwhile. Here those beyond ``step``, the newest one's, are of an
     earlier training, and the oldest; the others are as old as their steps say.
     """
-    found = [place for place in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if place.is_dir() and step_of(place) >= 0]
-    ordered = sorted(found, key=lambda place: (step_of(place) <= step, step_of(place))) if limit and limit > 0 else []
+    if not limit or limit < 0:
+        return []
+    ordered = sorted(all_in(run), key=lambda place: (step_of(place) <= step, step_of(place)))
     spared = {*ordered[-1:], *([] if best is None else [Path(best)])}
-    many = len(ordered) - max(limit or 0, len(spared))
+    many = len(ordered) - max(limit, len(spared))
     return [one for one in ordered if one not in spared][: max(many, 0)]
 
 
@@ -197,25 +180,19 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
             raise  # nobody is left to be told
         fault = error
     own = None if fault is None else f"{type(fault).__name__}: {fault}"
-    if alone and own is not None:
-        raise CheckpointNotWritten(_said(place, own)) from fault
-    told = gather_object([own])
-    problems = [f"rank {rank}: {words}" if len(told) > 1 else words for rank, words in enumerate(told) if words]
-    if problems:
+    told = [own] if alone else gather_object([own])
+    problem = next((f"rank {rank}: {why}" if len(told) > 1 else why for rank, why in enumerate(told) if why), None)
+    if problem is None:
+        return
+    if not alone:
         if trainer.args.local_process_index == 0:
             shutil.rmtree(place.parent / SAVING, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()  # whoever has the error finds nothing half written
-        raise CheckpointNotWritten(_said(place, problems[0])) from fault
-
-
-def _said(place: Path, problem: str) -> str:
-    return (
+    raise CheckpointNotWritten(
         f"the checkpoint {place} could not be written{_room(place.parent)}: {problem}. Nothing of it is left under "
-        "that name, earlier checkpoints are "
-        f"as they were; {_newest(place.parent)}. Mend that (room on the disk, the folder's permissions, "
-        "`output_dir`, `save_total_limit`) and go on: "
-        "`grpo-lab train … --resume`"
-    )
+        f"that name, earlier checkpoints are as they were; {_newest(place.parent)}. Mend that (room on the disk, the "
+        "folder's permissions, `output_dir`, `save_total_limit`) and go on: `grpo-lab train … --resume`"
+    ) from fault
 
 
 def _newest(run: Path) -> str:
@@ -230,10 +207,17 @@ def _room(folder: Path) -> str:
         return ""
 
 
-def _empty(trainer: Any, partial: Path) -> None:
-    if trainer.accelerator.is_main_process:
-        _must_be_there(Path(trainer.args.output_dir))
-        shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
+def _writes(trainer: Any, main: bool) -> bool:
+    """Whether this is the ``main`` process; else: the first one of another node, which may have a disk of its own."""
+    return trainer.args.local_process_index == 0 and bool(trainer.accelerator.is_main_process) is main
+
+
+def _empty(trainer: Any, partial: Path, main: bool) -> None:
+    if _writes(trainer, main):
+        if main:
+            _must_be_there(Path(trainer.args.output_dir))
+        if main or any(path.is_file() for path in partial.parent.rglob("*")):  # on a common disk none is left
+            shutil.rmtree(partial.parent, ignore_errors=True)  # what a killed run left
         partial.mkdir(parents=True, exist_ok=True)
 
 
@@ -243,44 +227,18 @@ def _must_be_there(folder: Path) -> None:
         raise FileNotFoundError(f"{folder} is gone: it was removed while the run wrote into it")
 
 
-def _empty_own_disk(trainer: Any, partial: Path) -> None:
-    """On a node with a disk of its own; on a common one there is no file left to remove."""
-    if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process:
-        if any(path.is_file() for path in partial.parent.rglob("*")):
-            shutil.rmtree(partial.parent, ignore_errors=True)
-        partial.mkdir(parents=True, exist_ok=True)
-
-
-def _best_of_before(trainer: Any, run: str) -> None:
+def _best_of_before(state: Any, run: Path) -> None:
     """As transformers: an evaluation after a checkpoint may have found that one the best; it looks where it writes."""
-    best, state = trainer.state.best_global_step, trainer.state
-    place = os.path.join(run, f"{PREFIX_CHECKPOINT_DIR}-{best}")
-    if best and best != state.global_step and os.path.exists(place):
-        state.best_model_checkpoint = place
+    place = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if state.best_global_step and state.best_global_step != state.global_step and place.exists():
+        state.best_model_checkpoint = str(place)
 
 
-def _mark(trainer: Any, partial: Path) -> dict[str, Any]:
-    looked = not trainer.lab_settings.keeps_nan
-    return mark_of(partial, trainer.state.global_step, checksums=trainer.args.save_checksums, finite=looked)
-
-
-def _settle(trainer: Any, partial: Path, place: Path) -> None:
-    """The main process moves the folder to its name."""
-    if not trainer.accelerator.is_main_process:
-        return
-    if (
-        trainer.state.best_global_step == trainer.state.global_step
-    ):  # of this very step: written with the folder that it was in
-        trainer.state.save_to_json(str(partial / "trainer_state.json"))
-    write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
-    move_whole(partial, place)
-    shutil.rmtree(partial.parent, ignore_errors=True)
-
-
-def _settle_own_disk(trainer: Any, partial: Path, place: Path) -> None:
-    """On a node with a disk of its own: its files (random numbers, shards) are still where they were written."""
-    if trainer.args.local_process_index == 0 and not trainer.accelerator.is_main_process and partial.is_dir():
-        with contextlib.suppress(FileNotFoundError):  # one file system after all, whose client has not looked again
-            write_whole_text(partial / MARK, json.dumps(_mark(trainer, partial)))
-            move_whole(partial, place)
-            shutil.rmtree(partial.parent, ignore_errors=True)
+def _settle(trainer: Any, partial: Path, place: Path, main: bool) -> None:
+    """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there
+    (random numbers, shards)."""
+    if _writes(trainer, main):
+        if main and trainer.state.best_global_step == trainer.state.global_step:  # written with the folder it was in
+            trainer.state.save_to_json(str(partial / "trainer_state.json"))
+        with contextlib.nullcontext() if main else contextlib.suppress(FileNotFoundError):  # one file system after all
+            keep(partial, place, trainer.args.save_checksums, finite=not trainer.lab_settings.keeps_nan)

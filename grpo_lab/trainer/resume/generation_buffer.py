@@ -9,9 +9,7 @@ shifted.
 
 Here a checkpoint's record (``state.py``) gets an entry: ``_step``, the settings that fix the phase, metrics and loss
 since the last log. Inside a batch each rank writes its micro-batches beside it
-(``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and a description in JSON (``flattened``). A
-tensor that stands in several places (``num_items_in_batch``) is stored once and is one object again afterwards: the
-exact update asks by ``is`` whether micro-batches come from one generation batch.
+(``grpo_lab_generation_<rank>.safetensors``): one flat table of tensors and a description in JSON (``flattened``).
 
     the entry fits the run       goes on where the checkpoint was written: same weights, losses and metrics
     no entry                     (stock TRL, an early version) one warning if it is inside a batch; then as TRL does
@@ -21,33 +19,37 @@ exact update asks by ``is`` whether micro-batches come from one generation batch
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.io import write_whole
-from grpo_lab.trainer.carried import EARLIER, Carried
-from grpo_lab.trainer.resume.state import STATE, SavedState
+from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
+from grpo_lab.trainer.rows import EARLIER, Carried
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+VERDICTS = ("fits", "absent", "changed", "broken")
+"""What a rank finds in a checkpoint; the worst of all ranks holds."""
 
 
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """``value`` → (description for ``json.dumps``, tensors on the CPU by key).
+    """``value`` → (description for ``json.dumps``, tensors on the CPU by key). A tensor that stands in several places
+    (``num_items_in_batch``) is stored once and is one object again afterwards: the exact update asks by ``is`` whether
+    micro-batches come from one generation batch.
 
     Raises:
         ValueError: something in it is neither a plain tensor, None, bool, number, string, list, tuple nor a dict with
@@ -79,12 +81,10 @@ def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.devic
     Raises:
         ValueError: the description is not one of ours. KeyError: a tensor that it names is missing.
     """
-    placed: dict[tuple[str, str], Tensor] = {}
 
+    @functools.cache
     def tensor(key: str, on: str) -> Tensor:
-        if (key, on) not in placed:
-            placed[key, on] = tensors[key] if on == "cpu" else tensors[key].to(device)
-        return placed[key, on]
+        return tensors[key] if on == "cpu" else tensors[key].to(device)
 
     def walk(node: Any) -> Any:
         match node:
@@ -107,38 +107,21 @@ def rows_file(rank: int) -> str:
     return f"grpo_lab_generation_{rank}.safetensors"
 
 
-@dataclass(frozen=True)
-class Found:
-    """What one rank found in a checkpoint. ``verdict``: ``fits``, ``absent``, ``changed`` or ``broken``."""
-
-    verdict: str
-    text: str = ""
-    entry: dict[str, Any] | None = None
-    rows: list[dict[str, Any]] | None = None
-
-
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     """Saves and loads what is in memory; a callback because HF clears its running loss when a training begins."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
+        self.trainer: Any = trainer  # TRL's annotations say that the buffer is None
         self._done = 0  # micro-batches up to the last whole optimizer step
         self._loss: tuple[float, int] | None = None
         self._begun: Any = None  # HF's state object of the training that memory was cleared for
         self._ended = False
 
-    @property
-    def _every(self) -> int:
-        return self.trainer.phase.every
-
-    # -- HF's events ---------------------------------------------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
         if self._begun is not state:
             self._begin(resumed=False)
-        self._ended = False
-        self._done = trainer._step
+        self._ended, self._done = False, trainer._step
         if self._loss is not None:
             trainer._tr_loss += self._loss[0]
             trainer._globalstep_last_logged = self._loss[1]
@@ -156,7 +139,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         One exception, TRL's: with ``objective`` unset a training after one that came to its end goes on with the
         generation batch that was open.
         """
-        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
+        trainer = self.trainer
         self._begun, self._loss = trainer.state, None
         trainer.exact_update.forget()
         if resumed or not self._ended or trainer.lab_settings.objective is not None:
@@ -169,8 +152,6 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if trainer.use_vllm:
             trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         """This rank's rows into a checkpoint folder, and the record's entry; called on every rank. What cannot be
         written is warned of."""
@@ -178,33 +159,40 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
         place.mkdir(parents=True, exist_ok=True)
-        problem = self._save_rows(place)
-        told = gather_object([(problem, float(trainer._tr_loss))])
+        told = gather_object([(self._save_rows(place), float(trainer._tr_loss))])
         problem = next((words for words, _ in told if words is not None), None)
         if problem is not None:
             trainer.recorder.say(
                 f"{place} is inside a generation batch that could not be written ({problem}): a resume from this "
-                "checkpoint "
-                "generates the batch again and trains the rest of its micro-batches on that",
+                "checkpoint generates the batch again and trains the rest of its micro-batches on that",
                 key=f"generation buffer: {problem}",
                 level=logging.WARNING,
             )
+        window = None  # metrics and loss since the last log; none inside a step, which the resumed run repeats
+        if trainer._step == self._done:
+            window = {
+                "losses": [loss for _, loss in told],
+                "last_logged": trainer._globalstep_last_logged,
+                "metrics": plain_metrics(trainer._metrics["train"]),
+                "pairs": trainer.recorder.book("train").pending(),
+            }
         return {
             "settings": self._settings(),
             "step": self._done,
             "left_out": problem,
             "random_forward": trainer.exact_update.verdict.saw_randomness,
-            "window": self._window([loss for _, loss in told]),
+            "window": window,
             "completions": self._completions(),
         }
 
     def _save_rows(self, place: Path) -> str | None:
         """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
-        trainer, file = self.trainer, place / rows_file(self.trainer.accelerator.process_index)
+        trainer, every = self.trainer, self.trainer.phase.every
+        file = place / rows_file(trainer.accelerator.process_index)
         file.unlink(missing_ok=True)
-        if self._done % self._every == 0:
+        if self._done % every == 0:
             return None
-        if trainer._step > (self._done // self._every + 1) * self._every:
+        if trainer._step > (self._done // every + 1) * every:
             return "later ones were generated since the optimizer step that the checkpoint is of"
         try:
             description, tensors = flattened(trainer._buffered_inputs, "micro-batch ")
@@ -217,29 +205,15 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     def _settings(self) -> dict[str, Any]:
         """What fixes which rows a micro-batch holds, and which tensors."""
         trainer, args = self.trainer, self.trainer.args
+        of_args = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
         return {
             "optimizer step": trainer.state.global_step,
             "number of processes": trainer.accelerator.num_processes,
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "steps_per_generation": args.steps_per_generation,
+            **{name: getattr(args, name) for name in of_args},
             "num_iterations": trainer.num_iterations,
             "num_generations": trainer.num_generations,
             "beta > 0": trainer.beta != 0.0,
             "sampler correction": bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction),
-        }
-
-    def _window(self, losses: list[float]) -> dict[str, Any] | None:
-        """Metrics and loss (per rank) since the last log; None inside an optimizer step, which the resumed run
-        repeats."""
-        trainer = self.trainer
-        if trainer._step != self._done:
-            return None
-        return {
-            "losses": losses,
-            "last_logged": trainer._globalstep_last_logged,
-            "metrics": {name: [_number(value) for value in seen] for name, seen in trainer._metrics["train"].items()},
-            "pairs": trainer.recorder.book("train").pending(),
         }
 
     def _completions(self) -> dict[str, Any] | None:
@@ -255,8 +229,6 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         except (TypeError, ValueError):
             return None
 
-    # -- loading -------------------------------------------------------------------------------------------------------
-
     def load(self, saved: SavedState | None) -> None:
         """Go on where the checkpoint was written, or say why not; called on every rank, which all do the same.
 
@@ -266,66 +238,64 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if saved is None:
             return
         self._begin(resumed=True)
-        found = self._found(saved)
-        verdicts = gather_object([(found.verdict, found.text)])
-        worst = max(verdicts, key=lambda pair: ("fits", "absent", "changed", "broken").index(pair[0]))
-        if worst[0] == "broken":
-            raise ValueError(
-                f"`resume_from_checkpoint`: {worst[1]}; take another checkpoint, or take the entry `generation` out "
-                f"of its {STATE} to "
-                "resume as TRL does, which generates that batch again"
-            )
-        if worst[0] == "fits":
-            assert found.entry is not None
-            self._take(found.entry, found.rows, saved.checkpoint)
-        elif worst[1]:
-            self.trainer.recorder.say(f"`resume_from_checkpoint`: {worst[1]}", level=logging.WARNING)
-
-    def _found(self, saved: SavedState) -> Found:
-        checkpoint, entry = saved.checkpoint, saved.entries.get("generation")
-        if entry is None:
-            return Found(
-                "absent", self._shift(checkpoint, f"does not hold it (no {STATE}: stock TRL, or an early version)")
-            )
         try:
-            then, now = entry["settings"], self._settings()
-            changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
-            if changed:
-                inside = int(entry["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
-                return Found("changed", self._shift(checkpoint, f"is of another run ({', '.join(changed)})", inside))
-            inside = int(entry["step"]) % self._every != 0 and entry["left_out"] is None
-            return Found("fits", "", entry, self._load_rows(checkpoint) if inside else None)
+            verdict, text, rows = self._found(saved)
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
-            return Found("broken", f"{checkpoint} cannot be resumed inside its generation batch: {error!r}")
+            verdict, rows = "broken", None
+            text = f"{saved.checkpoint} cannot be resumed inside its generation batch: {error!r}"
+        worst, why = max(gather_object([(verdict, text)]), key=lambda pair: VERDICTS.index(pair[0]))
+        if worst == "broken":
+            raise ValueError(
+                f"`resume_from_checkpoint`: {why}; take another checkpoint, or take the entry `generation` out of its "
+                f"{STATE} to resume as TRL does, which generates that batch again"
+            )
+        if worst == "fits":
+            self._take(saved.entries["generation"], rows, saved.checkpoint)
+        elif why:
+            self.trainer.recorder.say(f"`resume_from_checkpoint`: {why}", level=logging.WARNING)
+
+    def _found(self, saved: SavedState) -> tuple[str, str, list[dict[str, Any]] | None]:
+        """Verdict, what is said, and this rank's micro-batches, where there are any to train on."""
+        entry = saved.entries.get("generation")
+        if entry is None:
+            missing = f"does not hold it (no {STATE}: stock TRL, or an early version)"
+            return "absent", self._shift(saved.checkpoint, missing), None
+        then, now = entry["settings"], self._settings()
+        changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
+        if changed:
+            inside = int(entry["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
+            other = f"is of another run ({', '.join(changed)})"
+            return "changed", self._shift(saved.checkpoint, other, inside), None
+        if int(entry["step"]) % self.trainer.phase.every == 0 or entry["left_out"] is not None:
+            return "fits", "", None
+        return "fits", "", self._load_rows(saved.checkpoint)
 
     def _load_rows(self, checkpoint: Path) -> list[dict[str, Any]]:
-        trainer = self.trainer
-        with safe_open(checkpoint / rows_file(trainer.accelerator.process_index), framework="pt") as stored:
+        accelerator = self.trainer.accelerator
+        file = checkpoint / rows_file(accelerator.process_index)
+        with safe_open(file, framework="pt") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
             description = json.loads(stored.metadata()["description"])
-        rows = rebuilt(description, tensors, trainer.accelerator.device)
-        if not isinstance(rows, list) or len(rows) != trainer.args.steps_per_generation:
-            raise ValueError(f"{rows_file(trainer.accelerator.process_index)} holds no list of micro-batches")
+        rows = rebuilt(description, tensors, accelerator.device)
+        if not isinstance(rows, list) or len(rows) != self.trainer.args.steps_per_generation:
+            raise ValueError(f"{file.name} holds no list of micro-batches")
         return [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
         """What follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is lost."""
-        args, every = self.trainer.args, self._every
-        past = self.trainer.state.global_step * args.gradient_accumulation_steps % every
+        of_step, every = self.trainer.args.gradient_accumulation_steps, self.trainer.phase.every
+        past = self.trainer.state.global_step * of_step % every
         if past == 0 and not inside:
             return ""
-        whole = math.lcm(every, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
         return (
-            f"{checkpoint} was written inside a generation batch and {why}. As in stock TRL, that batch's prompts "
-            "are generated "
-            f"again and trained on for {every} micro-batches, and generations after it come {past} micro-batches "
-            "late; a "
-            f"checkpoint at a multiple of {whole} optimizer steps has no such loss"
+            f"{checkpoint} was written inside a generation batch and {why}. As in stock TRL, that batch's prompts are "
+            f"generated again and trained on for {every} micro-batches, and generations after it come {past} "
+            f"micro-batches late; a checkpoint at a multiple of {math.lcm(every, of_step) // of_step} optimizer steps "
+            "has no such loss"
         )
 
     def _take(self, entry: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: Path) -> None:
-        trainer: Any = self.trainer  # TRL's annotations say that the buffer is None
-        window = entry["window"]
+        trainer, window = self.trainer, entry["window"]
         trainer._step, trainer._buffered_inputs = entry["step"], rows
         written_by = trainer.phase.version(trainer.state.global_step)
         for carried in map(Carried, rows or []):
@@ -334,8 +304,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if entry["left_out"] is not None:
             trainer.recorder.say(
                 f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch "
-                f"({entry['left_out']}): "
-                "the batch is generated again, and the rest of its micro-batches are trained on that",
+                f"({entry['left_out']}): the batch is generated again, and the rest of its micro-batches are trained "
+                "on that",
                 level=logging.WARNING,
             )
         trainer.exact_update.verdict.saw_randomness |= entry["random_forward"]
@@ -345,13 +315,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             trainer._metrics["train"].update(window["metrics"])
             trainer.recorder.book("train").take_up(window["pairs"], trainer.accelerator.device)
         for name, values in (entry["completions"] or {}).items():
-            columns: dict[str | None, list[Any]] = values if isinstance(values, dict) else {None: values}
-            for column, entries in columns.items():
-                shown = trainer._logs[name] if column is None else trainer._logs[name][column]
-                shown.clear()
-                shown.extend(entries)
-
-
-def _number(value: Any) -> float:
-    """A metric as JSON has it; TRL's keep their type, a team's may be a scalar tensor."""
-    return value if type(value) in (int, float) else float(value)
+            shown = trainer._logs[name]
+            columns = [(shown[key], values[key]) for key in values] if isinstance(values, dict) else [(shown, values)]
+            for held, entries in columns:
+                held.clear()
+                held.extend(entries)

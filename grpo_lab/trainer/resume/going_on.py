@@ -1,5 +1,5 @@
-"""Where a training goes on: in the order of its epoch, with the checkpoint's random numbers, and not beyond its last
-step.
+"""Where a training goes on: from the newest checkpoint that is whole and finite on every node, or the one asked for; in
+the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
 
 TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run
 begins with the first of them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and
@@ -8,22 +8,90 @@ others not at all. Here as many are drawn as epochs are over.
 transformers 5.17 makes one step more where a checkpoint has all steps already (its data loader begins before it
 counts). Here nothing is trained then: a finished run that is resumed stays where it is, to the bit. Callbacks hear of a
 beginning and an end, and ``train_loss`` is that of the log.
+
+transformers saves some models (LLaVA and other vision models) under the names of their first release; ``Trainer`` reads
+by the model's own names, finds none, warns, and would go on from the weights that the run began with
+(``load_other_names``).
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
+from transformers import PreTrainedModel
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.trainer.ranks import RankAwareTrainer
-from grpo_lab.trainer.resume.which import chosen, load_other_names, refuse_lacking
+from grpo_lab.trainer.resume.whole import MARK, broken_pickles, damaged, lacking, newest_whole, step_of
 from grpo_lab.trainer.trl_bridge import is_critics
+
+
+class WasRead(str):
+    """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
+
+
+def chosen(trainer: Any, given: Any) -> Any:
+    """What ``resume_from_checkpoint`` means: ``True`` is the newest whole checkpoint, where transformers takes the
+    newest.
+
+    Raises:
+        ValueError: there are checkpoints, and none is whole; or the one that was asked for by its path is not what was
+            written.
+    """
+    reads = trainer.args.local_process_index == 0
+    if given is True:
+        newest, passed = newest_read(Path(trainer.args.output_dir), reads)
+        if newest is None and passed:
+            none = f"`resume_from_checkpoint` is True, and no checkpoint in {trainer.args.output_dir} is whole"
+            raise ValueError(f"{none}: {'; '.join(passed)}")
+        for why in passed:
+            trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
+        given = given if newest is None else WasRead(newest)
+    if isinstance(given, str | os.PathLike):
+        if not isinstance(given, WasRead):
+            _refuse_damaged(Path(given), reads)
+        _say_what_starts_anew(trainer, Path(given))
+    return given
+
+
+def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
+    """transformers takes a checkpoint without optimizer, schedule or random numbers, and says nothing."""
+    rank = "" if trainer.accelerator.num_processes == 1 else f"_{trainer.accelerator.process_index}"
+    own = [name for name in lacking(checkpoint) if name != "rng_state.pth"]
+    own += [] if (checkpoint / f"rng_state{rank}.pth").is_file() else [f"rng_state{rank}.pth"]
+    if missing := sorted(set(gather_object(own if checkpoint.is_dir() else []))):
+        trainer.recorder.say(
+            f"`resume_from_checkpoint`: {checkpoint} holds no {', '.join(missing)} (`save_only_model`, another number "
+            "of processes, or it was removed): that starts anew, and the run is no longer the one that was saved",
+            level=logging.WARNING,
+        )
+
+
+def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
+    """``newest_whole`` by its content, the same on every rank: one process of a node ``reads``, and the oldest answer
+    holds."""
+    own = newest_whole(folder, read=True) if reads else None
+    told = [one for one in gather_object([own]) if one is not None]
+    passed = list(dict.fromkeys(why for _, words in told for why in words))
+    found = min((place for place, _ in told if place is not None), key=step_of, default=None)
+    return None if any(place is None for place, _ in told) else found, passed
+
+
+def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
+    own = (broken_pickles(checkpoint) or damaged(checkpoint)) if reads else None
+    if why := next(filter(None, gather_object([own])), None):
+        despite = f"; to go on from this one all the same, remove {MARK} in it" if (checkpoint / MARK).is_file() else ""
+        raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
 class ResumableTrainer(RankAwareTrainer):
@@ -37,20 +105,14 @@ class ResumableTrainer(RankAwareTrainer):
         return self._order
 
     def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: Any,
-        trial: Any,
+        self, max_steps: int, updates_per_epoch: int, num_epochs: int, checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        given = (max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial)
-        epochs, batches = super()._init_training_state(*given)
-        done = resume_from_checkpoint is not None and 0 < max_steps <= self.state.global_step
-        self._at_its_end = resume_from_checkpoint if done else None
-        if resume_from_checkpoint is not None and not self.args.ignore_data_skip:
+        epochs, batches = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
+        done = checkpoint is not None and 0 < max_steps <= self.state.global_step
+        self._at_its_end = checkpoint if done else None
+        if checkpoint is not None and not self.args.ignore_data_skip:
             pass_epochs(self._order, epochs)
-        return (num_train_epochs, 0) if done else (epochs, batches)
+        return (num_epochs, 0) if done else (epochs, batches)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)
@@ -59,12 +121,10 @@ class ResumableTrainer(RankAwareTrainer):
         policy: Any = self.model
         adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
         if model is None and getattr(policy, "peft_config", None) and adapter.is_file():  # not wrapped by FSDP
-            wanted = get_peft_model_state_dict(
-                policy, adapter_name=policy.active_adapters[0], save_embedding_layers=False
-            )
-            with safe_open(adapter, framework="pt") as stored:
-                there = set(stored.keys())
-            refuse_lacking(wanted.keys() - there, there - wanted.keys(), len(wanted))
+            name = policy.active_adapters[0]
+            wanted = get_peft_model_state_dict(policy, adapter_name=name, save_embedding_layers=False).keys()
+            there = _names_in(adapter)
+            refuse_lacking(wanted - there, there - wanted, len(wanted))
         try:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         except RuntimeError as error:
@@ -78,14 +138,6 @@ class ResumableTrainer(RankAwareTrainer):
         super()._load_best_model()
         load_other_names(self, self.state.best_model_checkpoint)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """transformers warns of a missing tensor in the middle of a log."""
-        state, missing = self.model.state_dict(), set(load_result.missing_keys)
-        there = {one.data_ptr() for name, one in state.items() if name not in missing}  # of what is tied one is saved
-        lacking = {name for name in missing if state[name].data_ptr() not in there and not is_critics(name)}
-        refuse_lacking(lacking, load_result.unexpected_keys, len(state))
-        super()._issue_warnings_after_load(load_result)
-
     def _load_rng_state(self, checkpoint: Any) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
@@ -98,6 +150,46 @@ class ResumableTrainer(RankAwareTrainer):
             self._load_rng_state(self._at_its_end)
             self._total_loss_scalar += logged_loss(self.state.log_history)
         return super()._finalize_training(trial, num_train_samples, start_time)
+
+
+def load_other_names(trainer: Any, checkpoint: str) -> None:
+    """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it
+    has them all.
+
+    Raises:
+        ValueError: the checkpoint has not all of them, under any name.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return  # adapters; formats of their own
+    state, names, index = model.state_dict(), set[str](), Path(checkpoint) / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    elif (Path(checkpoint) / "model.safetensors").is_file():
+        names = _names_in(Path(checkpoint) / "model.safetensors")
+    there = {state[name].data_ptr() for name in names & state.keys()}  # a tied one is saved once
+    passed_over = [name for name, one in state.items() if one.data_ptr() not in there and not is_critics(name)]
+    if names and passed_over:
+        refuse_lacking(passed_over, names - state.keys(), len(state))
+        read: Any = type(model).from_pretrained
+        whole, found = read(checkpoint, dtype="auto", output_loading_info=True)
+        refuse_lacking(found["missing_keys"], (), len(state))
+        model.load_state_dict(whole.state_dict(), strict=False)
+
+
+def refuse_lacking(missing: Collection[str], unexpected: Collection[str], of: int) -> None:
+    """A tensor that a checkpoint lacks, and has not under another name, would stay as the start model has it."""
+    if len(missing) > len(unexpected):
+        raise ValueError(
+            f"`resume_from_checkpoint`: the checkpoint lacks {len(missing)} of {of} tensors of the model "
+            f"({min(missing)}, …): it is not whole, or of another model; take another one (renamed, this one is passed "
+            "over)"
+        )
+
+
+def _names_in(file: Path) -> set[str]:
+    with safe_open(file, framework="pt") as stored:
+        return set(stored.keys())
 
 
 def mismatch(error: RuntimeError) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,17 +33,9 @@ from grpo_lab.io import write_whole, write_whole_text
 
 STATE = "grpo_lab_state.json"
 VERSION = 1
+_OWN_FILES = ("generation", "sampler", "guard", "kl", "evaluation_due", "without_moments", "training")
 #: entry → its file in checkpoints of earlier releases
-EARLIER = {
-    "generation": "grpo_lab_generation.json",
-    "sampler": "grpo_lab_sampler.json",
-    "guard": "grpo_lab_guard.json",
-    "kl": "grpo_lab_kl.json",
-    "evaluation_due": "grpo_lab_evaluation_due.json",
-    "reference": "grpo_lab_reference/reference.json",
-    "without_moments": "grpo_lab_without_moments.json",
-    "training": "grpo_lab_training.json",
-}
+EARLIER = {name: f"grpo_lab_{name}.json" for name in _OWN_FILES} | {"reference": "grpo_lab_reference/reference.json"}
 REFERENCE = "grpo_lab_reference"
 #: bytes after which a new file of the reference is begun; what the writing rank holds in memory beside the model
 PIECE = 2 << 30
@@ -125,6 +117,11 @@ def _json(file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def plain_metrics(pending: Mapping[str, Iterable[Any]]) -> dict[str, list[float]]:
+    """Metrics up to the next log as JSON has them; TRL's keep their type, a team's may be scalar tensors."""
+    return {name: [one if type(one) in (int, float) else float(one) for one in seen] for name, seen in pending.items()}
 
 
 def save_reference(

@@ -12,14 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.finite import not_finite
-from grpo_lab.io import own_cores
+from safetensors import SafetensorError, safe_open
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from grpo_lab.finite import ROWS, not_finite
+from grpo_lab.io import move_whole, own_cores, write_whole_text
 from grpo_lab.trainer.resume.state import read_state
 
 SAVING = "_saving"
@@ -58,12 +62,16 @@ def step_of(checkpoint: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() else -1
 
 
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first, whole or not."""
+    return sorted((one for one in folder.glob("checkpoint-*") if one.is_dir() and step_of(one) >= 0), key=step_of)
+
+
 def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in ``folder``, and why each newer one was passed over. ``read``: by its content,
     too."""
     passed: list[str] = []
-    found = [place for place in folder.glob("checkpoint-*") if place.is_dir() and step_of(place) >= 0]
-    for checkpoint in sorted(found, key=step_of, reverse=True):
+    for checkpoint in reversed(all_in(folder)):
         broken = what_is_broken(checkpoint) or (damaged(checkpoint) if read else None)
         if broken is None:
             return checkpoint, passed
@@ -86,9 +94,9 @@ def what_is_broken(checkpoint: Path) -> str | None:
         return "trainer_state.json is of another step"
     try:
         read_state(checkpoint)
+        return broken_weights(checkpoint) or broken_pickles(checkpoint) or _against_mark(checkpoint)
     except ValueError as error:
         return str(error)
-    return broken_weights(checkpoint) or broken_pickles(checkpoint) or _against_mark(checkpoint)
 
 
 def lacking(checkpoint: Path) -> list[str]:
@@ -98,8 +106,6 @@ def lacking(checkpoint: Path) -> list[str]:
 
 def broken_weights(folder: Path) -> str | None:
     """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
-    from safetensors import SafetensorError, safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -130,8 +136,6 @@ def broken_pickles(checkpoint: Path) -> str | None:
 def _broken_pickle(file: Path) -> str | None:
     """torch.save writes a zip file, whose list of contents stands at its end; small ones are read against their
     checksums."""
-    from torch.serialization import get_unsafe_globals_in_checkpoint
-
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip() if file.stat().st_size <= SMALL else None
@@ -144,21 +148,29 @@ def _broken_pickle(file: Path) -> str | None:
     return None if bad is None else f"{file.name} is damaged: {bad} has another checksum"
 
 
+def keep(partial: Path, place: Path, checksums: bool = True, finite: bool = True) -> None:
+    """``_saving/checkpoint-N``, which is whole, gets its list and becomes ``place``: on the disk, in one rename."""
+    write_whole_text(partial / MARK, json.dumps(mark_of(partial, step_of(place), checksums, finite)))
+    move_whole(partial, place)
+    shutil.rmtree(partial.parent, ignore_errors=True)
+
+
 def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
     """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``: it was
     looked at for NaN.
 
     For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
+    What is read as text has none: people edit ``trainer_state.json``, a configuration, a chat template.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
-    names = [path.relative_to(folder).as_posix() for path in files]
-    sizes = {name: path.stat().st_size for name, path in zip(names, files, strict=True)}
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     found = {"step": step, "finite": finite, "files": sizes}
-    if not checksums:
-        return found
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        beside.submit(_towards_disk, files)
-        return {**found, "sha256": checksums_of(folder, _no_texts(names))}
+    if checksums:
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            beside.submit(_towards_disk, files)
+            binary = [name for name in sizes if not name.endswith((".json", ".txt", ".jinja", ".md"))]
+            found["sha256"] = checksums_of(folder, binary)
+    return found
 
 
 def _towards_disk(files: list[Path]) -> None:
@@ -170,65 +182,56 @@ def _towards_disk(files: list[Path]) -> None:
 def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
     """file → SHA-256 of the SHA-256 digests of its pieces of ``PIECE`` bytes, which several threads read (``hashlib``
     lets them)."""
-    pieces = [(folder / name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
+    pieces = [(name, start) for name in names for start in range(0, (folder / name).stat().st_size, PIECE)]
     found = {name: hashlib.sha256() for name in names}
     with ThreadPoolExecutor(max_workers=min(16, own_cores())) as threads:
-        for (file, _), digest in zip(pieces, threads.map(_digest, pieces), strict=True):
-            found[file.relative_to(folder).as_posix()].update(digest)
+        for (name, _), digest in zip(pieces, threads.map(lambda piece: _digest(folder, *piece), pieces), strict=True):
+            found[name].update(digest)
     return {name: one.hexdigest() for name, one in found.items()}
 
 
-def _digest(piece: tuple[Path, int]) -> bytes:
-    found, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
-    with piece[0].open("rb", buffering=0) as file:
-        file.seek(piece[1])
-        left = PIECE
+def _digest(folder: Path, name: str, start: int) -> bytes:
+    found, buffer, left = hashlib.sha256(), memoryview(bytearray(2**20)), PIECE
+    with (folder / name).open("rb", buffering=0) as file:
+        file.seek(start)
         while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
             found.update(buffer[:got])
             left -= got
     return found.digest()
 
 
-def _no_texts(names: list[str]) -> list[str]:
-    """People edit ``trainer_state.json``, a configuration, a chat template: what is read as text is not held against
-    its checksum."""
-    return [name for name in names if not name.endswith((".json", ".txt", ".jinja", ".md"))]
-
-
 def damaged(checkpoint: Path) -> str | None:
     """What in a checkpoint is not what was written, or not finite where nobody has looked yet: all of it is read. None
     where it is fine."""
-    listed = _mark(checkpoint)
-    if isinstance(listed, str):
-        return listed
+    try:
+        listed = _mark(checkpoint)
+    except ValueError as error:
+        return str(error)
     if listed is None:
         return not_finite(checkpoint)
+    try:
+        batch = (
+            "generation" in read_state(checkpoint).entries
+        )  # else it was taken out by hand, and its rows are not read
+    except ValueError:
+        batch = True
     wanted: dict[str, str] = listed.get("sha256") or {}
-    batch = _holds_a_batch(checkpoint)  # else the entry was taken out by hand, and its rows are not read
-    here = [n for n in wanted if (checkpoint / n).is_file() and (batch or not n.startswith("grpo_lab_generation_"))]
+    here = [name for name in wanted if (checkpoint / name).is_file() and (batch or not name.startswith(ROWS))]
     found = checksums_of(checkpoint, here)
-    other = next((name for name in here if found[name] != wanted[name]), None)
-    if other is not None:
+    if other := next((name for name in here if found[name] != wanted[name]), None):
         return f"{other} is damaged: its content is not what was written (another checksum)"
     return None if "finite" in listed else not_finite(checkpoint)
 
 
-def _holds_a_batch(checkpoint: Path) -> bool:
-    try:
-        return "generation" in read_state(checkpoint).entries
-    except ValueError:
-        return True
-
-
-def _mark(checkpoint: Path) -> dict[str, Any] | str | None:
-    """What ``MARK`` says; None without one, words where it cannot be read."""
+def _mark(checkpoint: Path) -> dict[str, Any] | None:
+    """What ``MARK`` says; None without one, ``ValueError`` where it cannot be read."""
     try:
         found = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))
         found["files"].items()
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MARK} is damaged: {error}"
+        raise ValueError(f"{MARK} is damaged: {error}") from error
     return dict(found)
 
 
@@ -240,10 +243,7 @@ def _against_mark(checkpoint: Path) -> str | None:
     if mark is None:
         missing = lacking(checkpoint)
         return f"{missing[0]} is missing" if 0 < len(missing) < len(BESIDE_WEIGHTS) else None
-    if isinstance(mark, str):
-        return mark
-    listed: dict[str, int] = mark["files"]
-    for name, size in listed.items():
+    for name, size in mark["files"].items():
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is missing"

@@ -3,10 +3,8 @@ tokens; with a critic what each token earned and was worth before, and what the 
 
     penalise → add_value_estimates          local.rewards: −β·k_t on each own token, and the completion's rewards on its
                                             last one; local.values: V at generation
-    → row_advantages                        the rule (with a critic ``advantages.GAE``), or a team's
-                                            ``compute_advantages`` over it
-    → to_advantages_and_returns             returns = Â + V, which the critic learns; then Â whitened, which pushes the
-                                            policy
+    → row_advantages                        the rule, or a team's ``compute_advantages`` over it
+    → to_advantages_and_returns             returns = Â + V for the critic; then Â whitened, for the policy
     → write_advantages
 
 Tool output and inserted text are no time steps: a step goes from one token of the policy to its next
@@ -34,24 +32,14 @@ from torch import Tensor
 
 from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
 from grpo_lab.advantages.group import sample_std
-from grpo_lab.batch import LocalRows, RewardTable, safe
+from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.ports import Faults, StepPort
-from grpo_lab.trainer.rows import Bin
-from grpo_lab.trainer.scoring.carriers import Penalised, Scored, local_rows, loss_tokens
+from grpo_lab.trainer.rows import Bin, Carried, loss_mask
+from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 from grpo_lab.trainer.step.log_probs import forwards_in_bins
-
-EPSILON = 1e-4
-
-
-def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
-    """The table with this rank's rows of ``scored`` in it; ``before``: rows of the table that stand before them all."""
-    mine = local_rows(trainer, scored.batch)
-    place = slice(before + mine.start, before + mine.stop)
-    return replace(table, local=LocalRows(place, loss_tokens(trainer, scored), scored.rewarded.tokens[mine]))
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
@@ -118,8 +106,7 @@ def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
 
 @torch.no_grad()
 def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
-    """``[B, T]`` of this rank's completions, 0 where a token is not the policy's: in bins where those are exact, else
-    as TRL forwards."""
+    """``[B, T]`` of the policy's own tokens, else 0: in bins where those are exact, else as TRL forwards."""
     model, args, training = trainer.model, trainer.args, trainer.model.training
     if training and not trl_bridge.is_multimodal(batch) and trainer.exact_update.verdict.now().stock is None:
 
@@ -145,11 +132,8 @@ def last_own(mask: Tensor) -> Tensor:
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
-    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
-
-    TRL's own advantages stay where neither a rule nor a hook of ours is in force, nor selection has put the batch
-    together anew: then ``[B]``.
-    """
+    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``. TRL's own stay,
+    ``[B]``, where neither a rule nor a hook is in force, nor selection has put the batch together anew."""
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return made.scored.batch["advantages"]  # type: ignore[no-any-return]
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
@@ -215,10 +199,10 @@ def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> 
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))
         centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + EPSILON)).view_as(values)
+        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
         total = (scaled * table.weights.to(scaled)).nansum(dim=1)
         total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + EPSILON)
+        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + 1e-4)
         return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:

@@ -2,13 +2,11 @@
 
     score → Scored → select → Scored → penalise → Penalised → values → advantages → record
 
-``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows, which becomes the
-buffer.
+``Rewarded`` is the small part that all ranks hold alike; ``batch`` is TRL's dict of this rank's rows.
 
 Under ``mask_truncated_completions`` cut completions are out of the loss and still in their group's baseline. TRL masks
 their tokens before it asks for log-probs; with a KL penalty in the reward that is too early, since they pay for their
-KL like everybody else in the baseline. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is
-known.
+KL like everybody else. There TRL is told to mask nothing, and ``mask_cut`` does it once the penalty is known.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from torch import Tensor
 from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import loss_mask
 from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.rows import loss_mask
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
@@ -90,8 +88,7 @@ class Penalised:
 
     Args:
         scored: the rows that stay.
-        table: their rewards, with the KL's column where it is charged per completion, and this rank's rows in
-            ``local``.
+        table: their rewards, with the KL's column where it is charged per completion, and ``local`` rows.
         to_go: float64 ``[B, T]``, what is added to the advantage of each token where the KL is charged per token.
         charged: float64 ``[B, T]``, −β·k of each token where the KL is charged per token.
     """
@@ -120,10 +117,14 @@ def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[An
     return trl_bridge.replaced(trainer, "mask_truncated_completions", False)
 
 
-def loss_tokens(trainer: StepPort, scored: Scored) -> Tensor:
-    """bool ``[B, T]``: this rank's tokens that will carry loss, whether cut completions are masked yet or not."""
-    mask = loss_mask(scored.batch)
-    return mask & _uncut(trainer, scored) if _masks_later(trainer) else mask
+def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
+    """The table with this rank's rows of ``scored`` in it, and their tokens that will carry loss, whether cut
+    completions are masked yet or not; ``before``: rows of the table that stand before them all."""
+    mask, mine = loss_mask(scored.batch), local_rows(trainer, scored.batch)
+    if _masks_later(trainer):
+        mask = mask & _uncut(trainer, scored)
+    place = slice(before + mine.start, before + mine.stop)
+    return replace(table, local=LocalRows(place, mask, scored.rewarded.tokens[mine]))
 
 
 def mask_cut(trainer: StepPort, scored: Scored) -> None:

@@ -1,10 +1,8 @@
 """The KL in the reward, charged per completion or per token, and its coefficient β.
 
-    per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table. Before the rule: normalised as
-                     rewards are
-    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens. After the rule:
-                     not normalised, no baseline is taken from it, and a group whose rewards are all equal still learns
-                     from it
+    per: sequence    r_i ← r_i − β·Σ_t k_{i,t}, one more column of the reward table; normalised as rewards are
+    per: token       Â_{i,t} ← Â_i − β·Σ_{s ≥ t} γ^{n(t,s)} k_{i,s} over the completion's own tokens, after the rule:
+                     not normalised, without a baseline; a group whose rewards are all equal still learns from it
 
 Only tokens that the policy made pay (no tool output). A completion that no reward could score pays nothing: it carries
 no signal. β is constant, or steered to ``kl.target``: batch t pays β_t, and what it measured makes β_{t+1}, one number
@@ -23,15 +21,14 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.advantages import reward_to_go
-from grpo_lab.batch import RewardTable, masked_sum
+from grpo_lab.batch import masked_sum
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.resume.state import SavedState
-from grpo_lab.trainer.scoring.advantages import with_local_rows
-from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut
+from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut, with_local_rows
 from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_in_bins, trl_log_probs
 
 
@@ -42,8 +39,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         coefficient: β in force; None where no KL is charged in the reward.
 
     Raises:
-        ValueError: a penalty per completion, and no advantage rule of ours: TRL's own advantages are made before it is
-            known.
+        ValueError: a penalty per completion, and TRL's own advantages, which are made before it is known.
     """
 
     def __init__(self, trainer: StepPort) -> None:
@@ -62,12 +58,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
             )
 
     def charged(self, of_completions: Tensor) -> None:
-        """What the batch at hand had; β moves on, in training only, and not while a critic learns alone: no β could
-        move the KL.
-
-        Args:
-            of_completions: float64 ``[N]`` over all ranks, Σ_t (log π − log π_ref) of each completion, nats.
-        """
+        """Σ_t (log π − log π_ref) of each completion of the batch at hand, float64 ``[N]``; β moves on, in training
+        only, and not while a critic learns alone: no β could move the KL."""
         if self.control is None or self.coefficient is None:
             return
         number = of_completions.numel()
@@ -125,7 +117,15 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
         penalty = trainer.accelerator.gather(of_tokens.sum(-1))
         trainer.recorder.book().add_alike("kl/reward_penalty", penalty.sum(), penalty.numel())
         if kl.per == "sequence":
-            table = _with_column(table, -beta * penalty)
+            unscorable = table.values.isnan().all(dim=1, keepdim=True)
+            column = (-beta * penalty).unsqueeze(1).to(table.values).masked_fill(unscorable, float("nan"))
+            table = replace(
+                table,
+                values=torch.cat([table.values, column], dim=1),
+                names=(*table.names, "kl"),
+                weights=torch.cat([table.weights, torch.ones_like(table.weights[:1])]),
+                penalties=table.penalties + 1,
+            )
         else:
             charged, to_go = -beta * of_tokens, -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
@@ -140,25 +140,12 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
 
 
 def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
-    """With a guard a KL that is not finite is 0, and the batch is marked as bad: as a reward it would count as one that
-    cannot be scored."""
+    """With a guard a KL that is not finite is 0 and the batch bad: as a reward it would count as unscorable."""
     faults = trainer.recorder.faults_in_training
     if faults is None or bool(kl.isfinite().all()):
         return kl
     faults.found("reward", "the KL in the reward is not finite: log-probs of the policy or the reference are not")
     return kl.where(kl.isfinite(), 0.0)
-
-
-def _with_column(table: RewardTable, penalty: Tensor) -> RewardTable:
-    column = penalty.unsqueeze(1).to(table.values)
-    column = column.masked_fill(table.values.isnan().all(dim=1, keepdim=True), float("nan"))
-    return replace(
-        table,
-        values=torch.cat([table.values, column], dim=1),
-        names=(*table.names, "kl"),
-        weights=torch.cat([table.weights, torch.ones_like(table.weights[:1])]),
-        penalties=table.penalties + 1,
-    )
 
 
 @torch.no_grad()

@@ -1,17 +1,14 @@
 """Dynamic sampling: further prompts until the batch holds live groups only. Selection comes before advantages.
 
-    a group is *alike*   if no outcome and no step tells its completions apart. A property of rewards;
-                         ``groups/dead_share`` counts it
-    a group is *dead*    if the rule in force gives no token that carries loss an advantage. What ``dead_groups:
-                         resample`` replaces
+    a group is *alike*   if no outcome and no step tells its completions apart (``groups/dead_share``)
+    a group is *dead*    if the rule in force gives no token that carries loss an advantage
 
 With most rules a group is dead where it is alike; not with ``raw`` and ``group_max``, where a group that is right
-throughout teaches what was right. What a hook or a team's rule thinks is not guessed: it is asked, before any KL
-penalty, which makes every group differ.
+throughout teaches what was right. What a rule thinks is not guessed: it is asked, before any KL penalty, which makes
+every group differ.
 
-Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Unlike skipping, this changes the *data distribution*: hard and easy
-prompts, whose groups are mostly dead, appear less often than in the data set, and the generation cost grows (logged).
-Off by default.
+Source: DAPO (arXiv 2503.14476, §3.2, eq. 11). Off by default: it changes the *data distribution* (hard and easy
+prompts, whose groups are mostly dead, appear less often than in the data set), and generation costs more (logged).
 """
 
 from __future__ import annotations
@@ -22,26 +19,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from grpo_lab.advantages import outcome_of
 from grpo_lab.advantages.group import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import RowTable
-from grpo_lab.trainer.scoring.advantages import checked_advantages, with_local_rows
-from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows
+from grpo_lab.trainer.rows import POSITION_OFFSET, Carried, RowTable
+from grpo_lab.trainer.scoring.advantages import checked_advantages
+from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 
 #: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is
 #: off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
 ROUNDING = 1e-3
 #: the same in float64 where the rewards are 0 and only the batch's mean is not: (N · 1e-16) / 1e-4
 ROUNDING_OF_NOTHING = 1e-9
-
-DEFAULT_MAX_ROUNDS = 4
 
 
 def alike(table: RewardTable) -> Tensor:
@@ -60,22 +53,13 @@ def alike(table: RewardTable) -> Tensor:
     return found
 
 
-def check_resample(train_dataset: Any) -> None:
-    """Further prompts are drawn by index, so the data set must have one."""
-    if not isinstance(train_dataset, Dataset):
-        raise ValueError(
-            f"`update.dead_groups: resample` draws further prompts by index, but `train_dataset` is a "
-            f"{type(train_dataset).__name__}; use a datasets.Dataset, or `dead_groups: skip`"
-        )
-
-
 class Resampler:
     """Fills a generation batch with live groups. Which prompts are drawn follows from (seed, step, micro-batch, round)
     alone, so a resumed run draws the same ones and no state is kept."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer, self.group_size = trainer, int(trainer.num_generations)
-        self.max_rounds = trainer.lab_settings.update.max_rounds or DEFAULT_MAX_ROUNDS
+        self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
         """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as
@@ -97,16 +81,19 @@ class Resampler:
             chosen = chosen + self._live(rounds, chosen)
         dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
-        self._record(len(rounds), chosen, wanted)
+        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
+        for name, total, count in (
+            ("resample_rounds", len(rounds), 1),
+            ("resampled_share", sum(group >= wanted for group in chosen), wanted),
+            ("completions_generated", len(rounds) * wanted * self.group_size, 1),
+        ):
+            book.add_alike(f"update/{name}", torch.tensor([float(total)], device=device), count)
         return self._assembled(rounds, chosen)
 
     def _live(self, rounds: list[Scored], chosen: list[int]) -> list[int]:
-        """Groups of the last round that the rule in force has something to teach from, counted over all rounds (every
-        round has as many). A collective.
-
-        The rule (or a team's hook) is asked for advantages of what is kept, followed by that round: never on a group
-        that was thrown away before.
-        """
+        """Groups of the last round that the rule (or a team's hook) has something to teach from, counted over all
+        rounds. It is asked for advantages of what is kept, followed by that round: never on a group that was thrown
+        away before. A collective."""
         trainer, last, size = self.trainer, rounds[-1], self.group_size
         kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
         table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
@@ -129,8 +116,7 @@ class Resampler:
         return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * size + torch.arange(size)).flatten()
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
-        """This rank's rows of a further batch: prompts without repetition, each G times, groups contiguous over
-        ranks."""
+        """This rank's rows of a further batch: prompts without repetition, G times, groups contiguous over ranks."""
         trainer, data = self.trainer, self.trainer.train_dataset
         groups = local * trainer.accelerator.num_processes // self.group_size
         step, micro_batch = trainer.state.global_step, trainer._step % trainer.args.gradient_accumulation_steps
@@ -156,25 +142,10 @@ class Resampler:
         if carried.proximal_logps is not None and carried.as_generated is None and ours and not first.forwards.draws:
             carried.as_generated = carried.proximal_logps.clone()
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
-        trl_bridge.replace_logged_rows(trainer, _columns(rounds, index.tolist()))
+        columns: dict[str, list[Any]] = {}  # of TRL's completions table; None where a round did not write one
+        for name in dict.fromkeys(name for scored in rounds for name in scored.columns or {}):
+            nothing = [None] * first.rewarded.table.values.size(0)
+            values = [value for scored in rounds for value in (scored.columns or {}).get(name, nothing)]
+            columns[name] = [values[row] for row in index.tolist()]
+        trl_bridge.replace_logged_rows(trainer, columns)
         return replace(first, batch=batch, rewarded=rewarded, rounds=len(rounds))
-
-    def _record(self, rounds: int, chosen: list[int], wanted: int) -> None:
-        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
-        for name, total, count in (
-            ("resample_rounds", rounds, 1),
-            ("resampled_share", sum(group >= wanted for group in chosen), wanted),
-            ("completions_generated", rounds * wanted * self.group_size, 1),
-        ):
-            book.add_alike(f"update/{name}", torch.tensor([float(total)], device=device), count)
-
-
-def _columns(rounds: list[Scored], rows: list[int]) -> dict[str, list[Any]]:
-    """The completions table of what stays; a column that a round did not write has None there."""
-    found: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for scored in rounds for name in scored.columns or {}):
-        values: list[Any] = []
-        for scored in rounds:
-            values += (scored.columns or {}).get(name, [None] * scored.rewarded.table.values.size(0))
-        found[name] = [values[row] for row in rows]
-    return found

@@ -1,5 +1,4 @@
-"""How TRL calls rewards: each one checked, those of whole groups after the gather, steps kept aside, weights by
-schedule.
+"""How TRL calls rewards: each checked, those of whole groups after the gather, steps kept, weights by schedule.
 
 In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads
 steps (``advantages.process``) finds them in ``RewardTable.steps``. A schedule (``reward_schedules``) is a function of
@@ -58,11 +57,8 @@ def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
 
 
 class CheckedReward:
-    """Calls one reward function and checks what it returns, so that the error names it and the row.
-
-    TRL turns ``float('inf')`` silently into advantages. NaN means ``None``, as it does to TRL; ``not_numbers`` counts
-    them.
-    """
+    """Calls one reward function and checks what it returns (TRL turns ``float('inf')`` silently into advantages). NaN
+    means ``None``, as it does to TRL; ``not_numbers`` counts them."""
 
     def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
         self.reward, self.__name__, self.keep_infinite = reward, name, keep_infinite
@@ -87,11 +83,8 @@ class CheckedCoroutine(CheckedReward):
 
 
 class StepCalled:
-    """Calls a step reward where TRL wants one number a completion, and keeps the steps.
-
-    ``keep_infinite``: an infinite score stands for its completion, to be found in the gathered table
-    (``without_infinite``); among the steps it is None.
-    """
+    """Calls a step reward where TRL wants one number a completion, and keeps the steps. With ``keep_infinite`` an
+    infinite score stands for its completion; among the steps it is None."""
 
     def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
         self.reward, self.keep_infinite = reward, keep_infinite
@@ -119,9 +112,8 @@ def _is_infinite(score: float | None) -> bool:
 
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
-    """Step rewards and what reads them belong together; a reward that counts tokens gets the run's tokenizer.
-
-    A hook may read steps (``table.steps``), so it is let through with them.
+    """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts tokens gets the run's
+    tokenizer.
 
     Args:
         kl: the one in the reward.
@@ -316,11 +308,8 @@ def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
 
 
 class WeightSchedules:
-    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force.
-
-    Raises:
-        ValueError: a schedule of no reward or of several, or a second weight for one.
-    """
+    """Sets the trainer's ``reward_weights`` before every generation batch, and logs what is in force. ``ValueError``:
+    a schedule of no reward or of several, or a second weight for one."""
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
         names, written = list(trainer.reward_func_names), trainer.args.reward_weights

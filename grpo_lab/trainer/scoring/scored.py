@@ -19,18 +19,16 @@ from grpo_lab.batch import RewardTable
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite
 from grpo_lab.trainer.settings.inputs import completion_limit
 from grpo_lab.trainer.step.log_probs import GenerationForwards
-
-TRUNCATION_WARNING = 0.20
 
 
 class Scoring:
@@ -38,7 +36,8 @@ class Scoring:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
-        self._seen: Rewarded | None = None
+        #: what the generation batch was scored with
+        self.seen: Rewarded | None = None
         self._made: list[int] | None = None
         self._keys: list[int] = []
         #: column of a step reward → this rank's steps, put here by the trainer's ``_calculate_rewards``
@@ -65,41 +64,22 @@ class Scoring:
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names, size = tuple(trainer.reward_func_names), trainer._group_size()
-        values = self._checked(values, lengths.numel(), names)
+        home = next(kind.__name__ for kind in type(trainer).__mro__ if "_calculate_rewards" in vars(kind))
+        shape = (lengths.numel(), len(names))
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape:  # a team's method may return anything
+            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            raise ValueError(
+                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor {list(shape)}: one row "
+                f"per completion of all processes (gathered, in rank order), one column per reward {list(names)}"
+            )
+        values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
         steps = gathered_steps(self.steps, size)
         table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
-        self._seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
+        self.seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
         if faults is not None and self._keys:
             first = trainer.accelerator.process_index * len(self._keys)
             faults.scored(names, self._keys, values[first : first + len(self._keys)].tolist(), first)
         return values
-
-    def taken(self) -> Rewarded:
-        """What the generation batch was scored with.
-
-        Raises:
-            RuntimeError: nobody called ``_calculate_rewards``.
-        """
-        if self._seen is None:
-            raise RuntimeError(
-                f"`{type(self._trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so "
-                "there are no rewards for advantages and metrics: call it where `_generate_and_score_completions` is "
-                "replaced"
-            )
-        return self._seen
-
-    def _checked(self, values: Any, rows: int, names: tuple[str, ...]) -> Tensor:
-        """A team's method may return anything. Raises ``ValueError`` naming the class whose method it is."""
-        home = next(kind.__name__ for kind in type(self._trainer).__mro__ if "_calculate_rewards" in vars(kind))
-        if not isinstance(values, Tensor) or tuple(values.shape) != (rows, len(names)):
-            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            raise ValueError(
-                f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor [{rows}, {len(names)}]: "
-                "one row per completion of all processes (gathered, in rank order), one column per reward "
-                f"{list(names)}"
-            )
-        faults = self._trainer.recorder.faults_in_training
-        return without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
 
 
 def without_faulty(
@@ -145,7 +125,12 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
     if put_off:
         Carried(batch).proximal_logps = Carried(batch).sampler_weights = None
         trl_bridge.forget_sampling_metrics(trainer, trainer.recorder.mode())
-    rewarded = found.taken()
+    rewarded = found.seen
+    if rewarded is None:
+        raise RuntimeError(
+            f"`{type(trainer).__name__}` made a generation batch without calling `_calculate_rewards`, so there are no "
+            "rewards for advantages and metrics: call it where `_generate_and_score_completions` is replaced"
+        )
     record_rewards(trainer, rewarded)
     resamples = trainer.lab_settings.update.dead_groups == "resample"
     columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel()) if resamples else None
@@ -153,13 +138,12 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
 
 
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
-    """Groups alike, lengths and correctness of all that was generated into the book; many cut completions are said
-    once."""
+    """Groups alike, lengths, correctness of all that was generated into the book; many cut ones are said once."""
     table, recorder = rewarded.table, trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
     reward_metrics(recorder.book(), alike(table), rewarded.lengths, rewarded.truncated, correct)
     share = rewarded.truncated.float().mean().item()
-    if recorder.mode() == "train" and share > TRUNCATION_WARNING:
+    if recorder.mode() == "train" and share > 0.20:
         recorder.say(
             f"{share:.0%} of the completions were cut at max_completion_length={completion_limit(trainer.args)} tokens "
             f"(warned above 20%){'' if correct is None else ': cut answers count as wrong'}; raise the limit, or "

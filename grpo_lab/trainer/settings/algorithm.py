@@ -1,8 +1,8 @@
 """From configuration to the algorithm in force: an advantage rule and an objective, or TRL's own loss.
 
-Three sources, in this order: the ``objective``/``advantage``/``kl`` mappings of ``LabConfig``; class attributes of the
-trainer; TRL's own flat settings (``loss_type``, ``scale_rewards``, …), which are mapped to ours where we have the same.
-TRL's fields are kept saying what ours say: whatever reads those (model card, logs) reads the truth.
+The ``objective``/``advantage``/``kl`` mappings of ``LabConfig`` come before TRL's flat settings (``loss_type``,
+``scale_rewards``, …), which are mapped to ours where we have the same. TRL's fields are kept saying what ours say:
+whatever reads those (model card, logs) reads the truth.
 """
 
 from __future__ import annotations
@@ -68,15 +68,9 @@ HOOKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the trainer runs.
-
-    Args:
-        objective: ours, or ``None``: TRL's own loss is in force, for the reason in ``left_to_trl``.
-        advantage: our rule, or ``None``: TRL's own advantages (``scale_rewards``, ``multi_objective_aggregation``).
-        left_to_trl: why the loss is left to TRL; ``None`` when it is ours.
-        names: what each part is called, for logs, the model card and ``--dry-run``.
-        value: the critic, or ``None``.
-    """
+    """What the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in ``left_to_trl``), the
+    ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in ``names`` what each part is
+    called, for logs, the model card and ``--dry-run``."""
 
     objective: Objective | None
     advantage: AdvantageRule | None
@@ -113,9 +107,14 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     push = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
     average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
-    knobs.refuse_two_rules(settings.advantage, chosen.advantage)
     beside = chosen.advantage or row.rule
     named, own = knobs.advantage_choice(settings.advantage, beside)
+    other = knobs.advantage_choice(None, chosen.advantage)[0] if chosen.advantage else None
+    if other is not None and other != named:
+        raise ValueError(
+            f"`advantage` is {name_of(named)!r} and `objective.advantage` is {name_of(other)!r}: they are one setting; "
+            "leave one out"
+        )
     rule = knobs.advantage_from(settings.advantage, beside)
     value = (settings.value or ValueSettings()) if reads_values(rule) else None
     rule = _with_discounts(rule, value, own)

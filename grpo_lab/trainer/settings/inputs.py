@@ -25,11 +25,8 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """Check what the constructor was given. Raises ``ValueError``; TRL's own checks follow after it.
-
-    A reward that states the columns it reads (``columns = ("solution",)``) must find them, but beside a rollout
-    function, which may bring columns of its own.
-    """
+    """``ValueError`` for what the constructor was given; TRL's own checks follow. A reward must find the columns that
+    it says it reads, but beside a rollout function, which may bring columns of its own."""
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:

@@ -1,9 +1,6 @@
-"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, built from the fields of
-its dataclass.
-
-A part is chosen by name, as ``"module:attribute"``, as a class, or as a callable that is set already. Which settings
-there are beside the choice, its dataclass alone says; one that it does not have is refused with the nearest match.
-"""
+"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, as a name,
+``"module:attribute"``, a class, or a callable that is set already. Which settings there are beside the choice, its
+dataclass alone says; one that it does not have is refused with the nearest match."""
 
 from __future__ import annotations
 
@@ -69,35 +66,26 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """The surrogate in force: its own defaults, then TRL's clip settings, then what ``objective`` says.
-
-    Of TRL's settings (``CLIP``) those reach a team's surrogate that are written down, where it has fields of these
-    names; ours take TRL's defaults, too.
-    """
+    """The surrogate in force: its own defaults, then TRL's clip settings (``CLIP``; of those that a team's has fields
+    for, the ones that are written down), then what ``objective`` says."""
     part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):
         raise ValueError(
             f"`objective.ratio`={chosen.ratio!r} has no effect on the surrogate {name_of(part)!r}; leave it out"
         )
-    _refuse_clip(args, part)
-    known = registry.knobs_of(part) if isinstance(part, type) else {}
-    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
-    return _built(part, {**flat, **own}, "surrogate")
-
-
-def _refuse_clip(args: Any, part: Any) -> None:
-    """A clip setting that is not TRL's default must be read; an object may have the same value (``clip_in_force``)."""
     known = registry.knobs_of(part)
-    for name in CLIP:
+    for name in (name for name in CLIP if getattr(args, name) != default_of(args, name)):
         value = getattr(args, name)
-        if value == default_of(args, name):
-            continue
         has_none = f"`{name}`={value} has no effect on the surrogate {name_of(part)!r}"
         if name not in known:
             raise ValueError(f"{has_none}, which reads {list(known) or 'no settings'}; leave it out")
-        if not isinstance(part, type) and value != getattr(part, name):
+        if not isinstance(part, type) and value != getattr(part, name):  # it may be the same: `clip_in_force` wrote it
             raise ValueError(f"{has_none} given as an object with {name}={getattr(part, name)}; set it there")
+    if not isinstance(part, type):
+        return _built(part, own, "surrogate")
+    flat = {name: getattr(args, name) for name in CLIP if name in known and (is_ours(part) or written(args, name))}
+    return _built(part, {**flat, **own}, "surrogate")
 
 
 def aggregation_from(chosen: Any) -> Aggregation:
@@ -130,16 +118,6 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
         return settings.name, knobs
     name, beside = _named(fallback, "objective.advantage")
     return name, {**beside, **knobs}
-
-
-def refuse_two_rules(own: AdvantageSettings | None, beside: Any) -> None:
-    """``ValueError`` where ``advantage`` and ``objective.advantage`` name different rules."""
-    name, _ = _named(beside, "objective.advantage")
-    if own is not None and own.name is not None and name is not None and name != own.name:
-        raise ValueError(
-            f"`advantage` is {name_of(own.name)!r} and `objective.advantage` is {name_of(name)!r}: they are one "
-            "setting; leave one out"
-        )
 
 
 def in_words(part: Any, chosen: Any) -> str:

@@ -34,8 +34,6 @@ CHOICES: dict[str, Sequence[str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none"),
 }
-#: numpy's, which transformers seeds beside torch: 0 … 2³² − 1
-SEEDS = 2**32
 
 
 #: what a number must be, in words and as a question
@@ -63,7 +61,7 @@ RANGES: dict[str, Range] = {
         ),
         _COUNT,
     ),
-    "seed": (f"a whole number from 0 to {SEEDS - 1}", lambda value: 0 <= value < SEEDS),
+    "seed": (f"a whole number from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32),  # as numpy, beside torch
     "eval_steps": _FINITE,  # 0: as `logging_steps`
     "max_steps": ("at least 1, or -1 where `num_train_epochs` says it", lambda value: value >= 1 or value == -1),
 }
@@ -146,8 +144,7 @@ def _text(strategy: Any) -> str:
 
 
 def check_batch_sizes(args: Any) -> None:
-    """Check what TRL will derive its generation batch from, before it does: ``ValueError`` with the sizes seen, and for
-    each setting the nearest values that would divide.
+    """``ValueError`` for what TRL will derive no generation batch from, with the nearest values that would divide.
 
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
@@ -168,7 +165,18 @@ def check_batch_sizes(args: Any) -> None:
             )
         args.generation_batch_size = batch = None  # TRL derives it again, and refuses both also where they agree
     if batch is None:
-        _check_derived(args, world, group)
+        setting = "gradient_accumulation_steps" if steps is None else "steps_per_generation"
+        steps = getattr(args, setting)
+        made = size * world * steps
+        if made % group:
+            groups = [str(divisor) for divisor in range(2, made + 1) if made % divisor == 0]
+            raise ValueError(
+                f"`per_device_train_batch_size` × processes × `{setting}` = {size} × {world} × {steps} = {made} "
+                f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
+                f"`{setting}` {_nearest(steps, group // math.gcd(group, size * world))}, or "
+                f"`per_device_train_batch_size` {_nearest(size, group // math.gcd(group, steps * world))}"
+                + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
+            )
     elif batch % (size * world) or batch % group:
         raise ValueError(
             f"`generation_batch_size` is {batch}; it must be divisible by `per_device_train_batch_size` × processes = "
@@ -179,35 +187,17 @@ def check_batch_sizes(args: Any) -> None:
         _check_eval(args, world)
 
 
-def _check_derived(args: Any, world: int, group: int) -> None:
-    own = args.steps_per_generation is not None
-    steps_name = "steps_per_generation" if own else "gradient_accumulation_steps"
-    size, steps = args.per_device_train_batch_size, getattr(args, steps_name)
-    batch = size * world * steps
-    if batch % group == 0:
-        return
-    groups = [str(divisor) for divisor in range(2, batch + 1) if batch % divisor == 0]
-    raise ValueError(
-        f"`per_device_train_batch_size` × processes × `{steps_name}` = {size} × {world} × {steps} = {batch} "
-        f"completions per generation, which is not divisible by `num_generations` = {group}. What would do: "
-        f"`{steps_name}` {_nearest(steps, group // math.gcd(group, size * world))}, or `per_device_train_batch_size` "
-        f"{_nearest(size, group // math.gcd(group, steps * world))}"
-        + (f", or `num_generations` {', '.join(groups[-8:])}" if groups else "")
-    )
-
-
 def _check_eval(args: Any, world: int) -> None:
     setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
-    group = getattr(args, setting)
+    group, size = getattr(args, setting), args.per_device_eval_batch_size
     if group < 1:
         raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
-    size = args.per_device_eval_batch_size
     if size * world % group:
+        fitting = ", ".join(str(divisor) for divisor in range(1, size * world + 1) if size * world % divisor == 0)
         raise ValueError(
             f"`per_device_eval_batch_size` × processes = {size} × {world} = {size * world} is not divisible by "
             f"`{setting}` = {group}. What would do: `per_device_eval_batch_size` "
-            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` "
-            f"{', '.join(str(d) for d in range(1, size * world + 1) if size * world % d == 0)}"
+            f"{_nearest(size, group // math.gcd(group, world))}, or `num_generations_eval` {fitting}"
         )
 
 

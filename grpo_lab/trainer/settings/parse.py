@@ -68,8 +68,7 @@ class GuardSettings:
     """``guard``: ``off``, or what to do with a step whose loss, gradient, reward or engine log-prob is NaN or infinite.
 
     Args:
-        max_bad_steps: the run stops after so many left-out steps in a row (a generation batch with a bad reward or
-            log-prob counts once, however many steps it serves).
+        max_bad_steps: the run stops after so many left-out steps in a row; a bad generation batch counts once.
         save: keep the batch of a left-out step under ``<output_dir>/bad_steps``.
     """
 
@@ -92,13 +91,11 @@ class ObjectiveSettings:
     """``objective``: a preset, and what to change of it. ``None`` = as the preset (or TRL's flat setting) says.
 
     Args:
-        name: a preset (``grpo_lab.objectives.PRESETS``), one that a team registered, or ``"module:name"``: the module
-            is loaded first.
-        advantage: overrides the preset's advantage rule: a name, ``"module:attribute"``, a callable, or a mapping
-            ``{name: …, …}``.
+        name: a preset, one that a team registered, or ``"module:name"``: the module is loaded first.
+        advantage: overrides the preset's rule: a name, ``"module:attribute"``, a callable, or ``{name: …, …}``.
         ratio: ``token``, ``sequence``, ``sequence_token`` or ``product``.
         surrogate: a name, ``"module:attribute"``, a class or a callable.
-        aggregation: a name, ``"module:attribute"``, a callable, or a mapping ``{name: …, …}``.
+        aggregation: a name, ``"module:attribute"``, a callable, or ``{name: …, …}``.
         knobs: every other key: a field of the chosen surrogate's dataclass (checked by ``algorithm``).
     """
 
@@ -121,8 +118,7 @@ class AdvantageSettings:
 
 @settings(bare="estimator")
 class KLSettings:
-    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``), ratio
-    weighting.
+    """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``).
 
     In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1);
     ``target``, nats a completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or
@@ -162,15 +158,13 @@ class ValueSettings:
             that a run saved, or any causal or base model with the policy's vocabulary).
         learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
         vf_coef: c of policy loss + c · value loss; TRL's deleted ``PPOConfig`` had 0.1, too.
-        cliprange_value: how far a value may move from the one at generation before the loss stops pulling; ``None``: no
-            clipping.
+        cliprange_value: how far a value may move from the one at generation; ``None``: no clipping.
         gamma: discount per own token; ``None``: the rule's, 1.
         lam: λ of GAE; ``None``: the rule's, 0.95.
         whiten_rewards: divide the tokens' rewards by their standard deviation (their mean stays).
         whiten_advantages: advantages with mean 0 and standard deviation 1, over all ranks' tokens.
         warmup_steps: optimizer steps in which the critic alone learns; the policy's weights stay.
-        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself (TRL's deleted
-            ``PPOConfig``).
+        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself.
     """
 
     model: Annotated[str, Field(strict=True, min_length=1), must_be("head, copy, a folder or a hub name")] = "head"
@@ -203,9 +197,8 @@ class UpdateSettings:
         max_tokens: padded tokens of one forward; default: the footprint of the stock micro-batch.
         max_rounds: with ``resample``: generations per batch at most.
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
-            update is exact in distribution), ``same_draws`` draws stock's very masks, which takes stock's batches of
-            all rows. Default: the distribution where ``objective`` is set, the draws where it is not (a run that is to
-            equal stock TRL number by number).
+            update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
+            which takes stock's batches of all rows (the default without: a run that is to equal stock TRL).
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
@@ -245,8 +238,7 @@ class SamplerSettings:
         name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
         pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
             writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
-        floor: least weight of a problem, where the hardest has weight 1: nothing starves. ``uniform_then_hard`` may
-            have 0.
+        floor: least weight of a problem, where the hardest has 1: nothing starves. ``uniform_then_hard`` may have 0.
         decay: share of the earlier counts kept when a problem is seen again.
         uniform_rounds: generation batches over all problems before the hard ones.
         hard_below: a problem is hard if its pass rate is smaller.
@@ -300,7 +292,6 @@ class ServerSettings:
         backoff: seconds before the second repetition; doubled each time.
         token_file: file with the server's token; null: ``GRPO_LAB_SERVER_TOKEN`` in the environment, else the file that
             ``grpo-lab serve`` makes for the address. The token itself is never a setting.
-        restart: no longer a setting; a recipe that gives a command is refused.
         return_timeout: seconds within which a server that was lost must answer again; null: a lost server ends the run.
     """
 
@@ -320,13 +311,10 @@ class RolloutSettings:
 
     Args:
         verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
-        tolerance: largest mean |engine − trainer| in nats per token; ``None``: by dtype (float32 1e-4, float16 0.02,
-            bfloat16 0.1).
+        tolerance: largest mean |engine − trainer|, nats a token; ``None``: float32 1e-4, float16 0.02, bfloat16 0.1.
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
-        server: the talk with a server (``weights``, ``request_timeout``, ``retries``, ``backoff``), see
-            ``ServerSettings``.
-        thinking_budget: tokens of thinking after which ``budget_text`` is inserted; ``None``: no budget (with any
-            engine).
+        server: the talk with a server (``ServerSettings``).
+        thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
     """
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_lab.io import write_whole, write_whole_text
-from grpo_lab.trainer.carried import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
+from grpo_lab.trainer.rows import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
 FOLDER, FACTS = "bad_steps", "facts.json"
@@ -61,8 +61,7 @@ def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> s
 
 
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``, padded to the step's
-    widest micro-batch.
+    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
 
     ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields
     (``rewards``, too) are not finite, how many tokens prompt and completion have, its rewards (in the order of
@@ -74,8 +73,7 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
 
 
 def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What is said of each row of the step's micro-batches that is kept, and the rows' tensors ``[rows, …]``; shorter
-    rows get zeros behind."""
+    """What is said of each row that is kept, and the rows' tensors ``[rows, …]``; shorter rows get zeros behind."""
     batches = [
         {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
         for batch in faults.step

@@ -21,15 +21,9 @@ from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
-from grpo_lab.trainer.step.exchange import Exchange
-from grpo_lab.trainer.step.log_probs import Collected, OldPolicy, with_same_fields
-from grpo_lab.trainer.step.micro_batch import (
-    denominators_of,
-    hears_values,
-    token_batch,
-    token_denominator,
-    token_loss,
-)
+from grpo_lab.trainer.step.exchange import Collected, Exchange
+from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
+from grpo_lab.trainer.step.micro_batch import denominators_of, hears_values, token_batch, token_denominator, token_loss
 from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, plan_update
@@ -83,7 +77,11 @@ class ExactUpdate:
         again, kept = self._old.again(len(window)), Collected()
         keeps = any(place is not None for place in again)
         budget, plan, rows = self._exchanged(with_same_fields(window), found)
-        denominators = self._denominators(window)
+        size = float(sum(batch["prompt_ids"].size(0) for batch in window))
+        denominators = denominators_of(self.trainer, window[0], size, len(window))
+        if any(batch["num_items_in_batch"] is not window[0]["num_items_in_batch"] for batch in window):
+            # several generation batches made the step: each row has its own count
+            denominators = replace(denominators, tokens=float("nan"))
         if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
             self._record_entropy(window, found, denominators)
         done = torch.zeros((), device=self.trainer.accelerator.device)
@@ -108,14 +106,12 @@ class ExactUpdate:
         return loss + done
 
     def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        """Token budget, plan and this rank's rows of the optimizer step of these micro-batches. Collectives.
-
-        The budget is TRL's largest micro-batch of all ranks, where none is set, so that memory does not rise.
-        """
+        """Token budget (where none is set: of TRL's largest micro-batch, so that memory does not rise), plan and this
+        rank's rows of the optimizer step of these micro-batches. Collectives."""
         accelerator, local = self.trainer.accelerator, RowTable.of(window)
         sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
         slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
-        counts = torch.stack([token_denominator(self.trainer, batch, mode="train").float() for batch in window])
+        counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
         counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
         numbers = RowNumbers.of(local, slots, counts, largest, accelerator)
         budget = self.trainer.lab_settings.update.max_tokens or numbers.footprint
@@ -125,14 +121,6 @@ class ExactUpdate:
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
         rows = numbers.rows(all_rows=found.all_rows is not None)
         return plan_update(rows, self.trainer.accelerator.num_processes, budget)
-
-    def _denominators(self, window: list[dict[str, Any]]) -> Denominators:
-        """TRL's token count where one generation batch made the whole step (one tensor, summed before dividing); NaN
-        where several did, whose rows each have their own."""
-        first, rows = window[0], float(sum(batch["prompt_ids"].size(0) for batch in window))
-        found = denominators_of(self.trainer, first, "train", rows, len(window))
-        same = all(batch["num_items_in_batch"] is first["num_items_in_batch"] for batch in window)
-        return found if same else replace(found, tokens=float("nan"))
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
@@ -145,8 +133,7 @@ class ExactUpdate:
 
     @torch.no_grad()
     def _record_entropy(self, window: list[dict[str, Any]], found: UpdateVerdict, denominators: Denominators) -> None:
-        """Stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in: by a forward of all
-        rows."""
+        """Of all rows: stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in."""
         _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._without_gradient(rows):
             assert entropies is not None  # the policy's head makes them

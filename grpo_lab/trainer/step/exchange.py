@@ -20,6 +20,8 @@ from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, fitted, is_of
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
+#: for each of a rank's bins its rows and numbers of their tokens ``[rows, t]``, 0 beyond a completion
+Collected = list[tuple[list[int], Tensor]]
 #: types on the way where they need fewer bytes than in memory: token ids are below 2³¹, masks are 0 or 1
 _ON_THE_WAY = {
     **dict.fromkeys(("prompt_ids", "completion_ids"), torch.int32),
@@ -64,8 +66,7 @@ class Exchange:
         return replace(self.held.bin(places, limit), micro_batch=slots, token_count=counts)
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
-        """The rows that the plan puts here; where it has none, one row for the stand-in. A collective if any row
-        moves."""
+        """The rows that the plan puts here, or one for the stand-in. A collective if any row moves."""
         stay = routes.rows[(routes.homes == self._rank) & (routes.ranks == self._rank)]
         if stay.size + self._arriving.rows.size == 0:
             stay = np.asarray([self._first])
@@ -125,21 +126,10 @@ class Exchange:
                 came[name] = _laid_out(name, came[name], lengths, value.shape[2:])
         return came
 
-    def home(
-        self, made: list[tuple[list[int], Tensor]], on_the_way: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """Numbers per token of the rows that were computed, to the ranks that generated the rows. A collective if any
-        moved.
-
-        Args:
-            made: for each of this rank's bins its rows and ``[rows, t]``, 0 beyond a completion.
-            on_the_way: their type between several ranks, the same on all (a rank may have made none). One rank keeps
-                theirs.
-
-        Returns:
-            For the rows that were generated here ``[n, T]``, 0 where no bin held one, and bool ``[n, 1]``, where one
-            did.
-        """
+    def home(self, made: Collected, on_the_way: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Numbers per token of the rows that were computed, to the ranks that generated the rows: ``[n, T]``, 0 where
+        no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved; ``on_the_way`` is their type
+        between several ranks, the same on all (a rank may have made none)."""
         dtype = made[0][1].dtype if made and self._ranks == 1 else on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)
@@ -153,27 +143,23 @@ class Exchange:
             away |= {rows[place]: values[place] for place, mine in enumerate(here) if not mine}
         if self._moves:
             mine = (self._leaving.rows - self._first).tolist()
-            found[mine], done[mine] = self._returned(away, dtype), True
+            guests, lengths = self._arriving.rows, self._completions[self._arriving.rows]
+            parts = [away[row][:length] for row, length in zip(guests.tolist(), lengths.tolist(), strict=True)]
+            column = torch.cat([torch.empty(0, device=self._device), *parts]).to(dtype)
+            wanted = self._completions[self._leaving.rows]
+            (flat,) = self._exchanged([(column, lengths)], self._arriving.homes, [(dtype, wanted)], self._leaving.ranks)
+            found[mine], done[mine] = fitted("", _laid_out("", flat, wanted, ()), self._shape[1]), True
         return found, done
-
-    def _returned(self, away: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
-        """``[rows that left, T]``: what other ranks made of them, in exchange for what this one made of theirs."""
-        made, wanted = self._completions[self._arriving.rows], self._completions[self._leaving.rows]
-        values = [away[row][:length] for row, length in zip(self._arriving.rows.tolist(), made.tolist(), strict=True)]
-        column = torch.cat([torch.empty(0, device=self._device), *values]).to(dtype)
-        (flat,) = self._exchanged([(column, made)], self._arriving.homes, [(dtype, wanted)], self._leaving.ranks)
-        return fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
 
     def _exchanged(
         self, sent: list[tuple[Tensor, Ints]], to: Ints, expected: list[tuple[torch.dtype, Ints]], origins: Ints
     ) -> list[Tensor]:
-        """Send each row's numbers to its rank; what was received, field by field and 1-D. A collective.
+        """Fields of other ranks' rows for those of this rank's. A collective.
 
         Args:
             sent: field by field, 1-D and in the order of the rows, with how many numbers each row has.
-            to: the rank that each row sent goes to, ascending.
-            expected: of the fields received their type, and how many numbers each row has.
-            origins: the rank that each row received comes from, ascending.
+            to: the rank that each row goes to, ascending; ``origins``: those of the rows that come.
+            expected: of the fields that come their type, and how many numbers each row has.
         """
         leaving = _bytes([(values.element_size(), lengths) for values, lengths in sent], to, self._ranks)
         arriving = _bytes([(kind.itemsize, lengths) for kind, lengths in expected], origins, self._ranks)

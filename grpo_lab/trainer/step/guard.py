@@ -1,11 +1,9 @@
-"""The numbers guard: an optimizer step with a NaN or an infinity in it is left out, on every rank, with its reason
-counted.
+"""The numbers guard: an optimizer step with a NaN or an infinity in it is left out, on every rank, and counted.
 
     loss        of a micro-batch of the step, on any rank
     gradient    its norm over all ranks and parameters, which HF computes anyway
-    reward      a reward function, or a team's ``_calculate_rewards``, returned an infinity (NaN is "cannot be scored",
-                as in TRL)
-    log_prob    the engine's log-prob of a sampled token is NaN or infinite (None is "not scored", as in TRL)
+    reward      a reward, or a team's ``_calculate_rewards``, returned an infinity (NaN: cannot be scored, as in TRL)
+    log_prob    the engine's log-prob of a sampled token is NaN or infinite (None: not scored, as in TRL)
     advantage   what the rule made of finite rewards is not finite
 
 The last three are of a generation batch: all steps on it are left out. HF's loop computes the norm just before the
@@ -77,17 +75,12 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """No engine gets weights that are not finite, nothing is sampled from them, and no training ends with them.
-        Every rank."""
+        """No engine gets weights that are not finite, and no training ends with them. Every rank."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
     def _refuse_broken_weights(self) -> None:
-        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there).
-
-        Raises:
-            NumbersError: on every rank.
-        """
+        """A finite gradient may still break weights: in the optimizer (Adam in fp16, whose ε is 0 there)."""
         done = self.trainer.state.global_step
         if bad := names_of_bad(self.trainer):
             raise NumbersError(
@@ -105,12 +98,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         faults.found("log_prob", str(fault))
 
     def judged(self, norm: Any) -> Any:
-        """The gradient norm of the step that is about to be taken, as it is; called on every rank. May leave the step
-        out.
-
-        Raises:
-            NumbersError: on every rank, after ``max_bad_steps`` in a row.
-        """
+        """The gradient norm of the step that is about to be taken, or is left out now; ``NumbersError`` after
+        ``max_bad_steps`` in a row. Every rank."""
         if self.faults is None:
             return norm
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -154,19 +143,19 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             trainer.recorder.book("train").add_alike(f"guard/{name}", one, fine + 1)
 
     def _leave_out(self, faults: Faults, bad: list[str], batch: int, norm: Tensor) -> None:
-        """One more bad step: its batch is kept, it is said, and the last one in a row ends the run. A generation batch
-        that was counted already counts no more."""
+        """One more bad step; a generation batch that was counted already counts no more."""
         of_step = bool(set(bad) & set(OF_STEP))
         if of_step:
             self._refuse_broken_weights()
-        again, self._counted = not of_step and batch == self._counted, batch
-        if not again:
+        counts, self._counted = of_step or batch != self._counted, batch
+        if counts:
             self._tell(faults, bad, norm)
         # last: after an error no step of a later training is left out
         trl_bridge.leave_out_step(self.trainer.optimizer)
         self._left_out = True
 
     def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
+        """Its batch is kept, it is said, and the last one in a row ends the run."""
         assert self.settings is not None
         self.in_a_row += 1
         step, limit, kinds = self.trainer.state.global_step + 1, self.settings.max_bad_steps, ", ".join(bad)
@@ -208,8 +197,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self.before_generation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays (``logging_nan_inf_filter:
-        false``)."""
+        """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays."""
         if self._seen and logs and "loss" in logs:
             self.trainer._tr_loss.zero_()
 
@@ -228,12 +216,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
 
 
 def last_good(folder: str, taken: int) -> str:
-    """A sentence that names the newest whole checkpoint with the weights of a step that was taken.
-
-    Args:
-        folder: ``output_dir``.
-        taken: the last optimizer step that was taken.
-    """
+    """A sentence that names the newest whole checkpoint with the weights of a step that was ``taken`` (the last)."""
     places = sorted((place for place in Path(folder).glob("checkpoint-*") if step_of(place) >= 0), key=step_of)
     wanted = [place for place in reversed(places) if step_of(place) <= taken]
     later = [place for place in places if step_of(place) > taken]  # written while steps were left out: the same weights

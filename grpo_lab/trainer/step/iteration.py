@@ -28,11 +28,8 @@ SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 
 class MovingReference(TrainerCallback):  # type: ignore[misc]
-    """Moves the reference, and takes one that has moved through checkpoints.
-
-    Raises:
-        ValueError: the reference cannot move: a new adapter, ZeRO-3, FSDP 1.
-    """
+    """Moves the reference, and takes one that has moved through checkpoints. ``ValueError`` where it cannot move (a new
+    adapter, ZeRO-3, FSDP 1)."""
 
     def __init__(self, trainer: StepPort, every: int | str | None) -> None:
         self.trainer, self.every = trainer, every
@@ -60,8 +57,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = True
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Its weights into a checkpoint folder, where it has moved, and the record's entry, where it may. Called on
-        every rank."""
+        """Its weights into a checkpoint, where it has moved; the record's entry, where it may. Every rank."""
         if not (self._moves() or self._moved):
             return None
         args = self.trainer.args
@@ -102,14 +98,11 @@ def empty_optimizer(optimizer: Any) -> None:
 
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either, and
-    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched.
-
-    A run resumed inside a batch goes on with that batch and with the moments of its updates so far
-    (``generation_buffer``); where the checkpoint holds no batch it is generated anew, and that is a new iteration.
+    before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A run resumed
+    inside a batch goes on with the moments of its updates so far (``generation_buffer``).
 
     Raises:
-        ValueError: DeepSpeed, whose engine keeps the optimizer's state where this does not reach, or an optimizer with
-            state in its parameter groups (schedule-free, Prodigy).
+        ValueError: DeepSpeed, or an optimizer with state in its parameter groups (schedule-free, Prodigy).
     """
 
     def __init__(self, trainer: StepPort) -> None:
@@ -150,8 +143,7 @@ def _group_settings(optimizer: Any) -> list[dict[str, str]]:
 
 
 def idle_pull(trainer: StepPort) -> str | None:
-    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the responses were
-    made."""
+    """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the generation."""
     objective, args, phase = trainer.algorithm.objective, trainer.args, trainer.phase
     push = None if objective is None else objective.surrogate
     idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]

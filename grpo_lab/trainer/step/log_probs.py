@@ -1,5 +1,4 @@
-"""The log-probs beside the policy's own that a loss or a penalty reads: old (proximal) and reference, made in bins, and
-only where something reads them.
+"""Log-probs of the old (proximal) policy and of the reference: made in bins, and only where something reads them.
 
 TRL forwards every completion at generation, padded to the longest of the batch, before it knows the rewards. Here the
 reference's numbers come from bins without padding, and the old policy's forward is put off until the first optimizer
@@ -7,20 +6,18 @@ step of the batch. In bfloat16 (and, in the last bits, in float32) a row's log-p
 that it is in: old ones from another forward than the loss's make a ratio that is not 1 although the policy has not
 moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So, for a batch that outlives an optimizer step:
 
-    while no update has happened since the batch was generated    the loss's own forward, detached
-    a micro-batch that comes again (``num_iterations`` > 1)        that same forward, kept
-    a micro-batch that is first trained on after an update         one forward without gradient *before* that update, in
-                                                                   the very bins that its own step will have
+    while no update has happened since the generation        the loss's own forward, detached
+    a micro-batch that comes again (``num_iterations``)      that same forward, kept
+    a micro-batch first trained on after an update           one forward without gradient *before* that update, in the
+                                                             very bins that its own step will have
 
-Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint: all that is left of a generation
-batch gets its ``proximal_logps`` in the first step that trains on some of it. It does not follow from
+Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint. It does not follow from
 ``policy_version``: a row may be trained on by the policy that wrote it and still bring its own (a team's, TRL's
 forward), and where TRL wants none (an epoch's short last step splits a batch) it has none after an update either.
 
 Where the forward is random (dropout) TRL's old log-probs are another draw than the loss's, and so they are here, made
-at generation for every row. Where an optimizer step mixes rows of two batches or passes (``steps_per_generation`` is no
-multiple of ``gradient_accumulation_steps``), the bins to come are not known: old log-probs are off by what the
-precision rounds.
+at generation for every row. Where an optimizer step mixes rows of two batches or passes the bins to come are not known:
+old log-probs are off by what the precision rounds.
 """
 
 from __future__ import annotations
@@ -34,19 +31,16 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import POSITION_OFFSET, Carried, has_hole
 from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_positions
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Bin, RowTable, positions_at_generation
-from grpo_lab.trainer.step.exchange import Exchange
+from grpo_lab.trainer.rows import POSITION_OFFSET, Bin, Carried, RowTable, has_hole, positions_at_generation
+from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 #: what a forward of a generation batch, or of some of its rows, needs of them
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
-#: log-probs ``[n, T]`` of some rows of an optimizer step, collected bin by bin
-Collected = list[tuple[list[int], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -95,8 +89,7 @@ class GenerationForwards:
         return trl_bridge.forwards_replaced(trainer, forward, without_policy=self.put_off)
 
     def mark(self, output: dict[str, Any]) -> None:
-        """Old log-probs that bins made here, since a team's method may read them: beside a copy, so that what it
-        changed is known."""
+        """A team's method may read old log-probs that bins made: beside a copy, so that what it changed is known."""
         carried = Carried(output)
         if self.in_bins and not self.put_off and not self.draws and carried.proximal_logps is not None:
             carried.as_generated = carried.proximal_logps.clone()
@@ -143,8 +136,7 @@ def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
 
 
 def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Context for TRL's forward on a micro-batch: rows of several generations keep the positions that each had in its
-    own."""
+    """Context for TRL's forward on a micro-batch: a row keeps the positions that it had in its generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
     return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
 
@@ -164,8 +156,7 @@ def needs_old_logprobs(batch: dict[str, Any]) -> bool:
 
 
 def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The micro-batches of an optimizer step with the same fields in each: ``proximal_logps`` (0 where there are none)
-    and ``unmoved``."""
+    """The micro-batches of an optimizer step, each with ``proximal_logps`` (0 where there are none) and ``unmoved``."""
     if all(Carried(batch).proximal_logps is None for batch in window):
         return window
     marked = [dict(batch) for batch in window]
@@ -179,8 +170,7 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
-    """``[B, T]`` in nats, without gradient: the batch's where an update has happened since generation, else the
-    forward's own."""
+    """``[B, T]`` in nats, without gradient: the batch's where an update has happened, else the forward's own."""
     own, carried = logps.detach(), Carried(fields)
     if carried.proximal_logps is None:
         return own
@@ -189,21 +179,16 @@ def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class OldPolicy:
-    """What is left of the current generation batch after the step at hand, and its old log-probs.
-
-    Args:
-        log_probs_of: the policy's log-probs of an optimizer step to come (its micro-batches, the verdict), in the bins
-            that it will have.
-    """
+    """What is left of the current generation batch after the step at hand, and its old log-probs; ``log_probs_of``
+    (micro-batches, verdict) makes the policy's of an optimizer step to come, in the bins that it will have."""
 
     def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
         self._trainer, self._log_probs_of = trainer, log_probs_of
 
     @property
     def _buffer(self) -> list[dict[str, Any]]:
-        """TRL's micro-batches of the current generation batch (its annotation says None)."""
-        found: Any = self._trainer._buffered_inputs
-        return found or []
+        """TRL's micro-batches of the current generation batch."""
+        return list(self._trainer._buffered_inputs or [])
 
     def _ahead(self) -> list[int]:
         """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch."""
@@ -211,14 +196,12 @@ class OldPolicy:
         return self._trainer.phase.ahead() if wanted else []
 
     def again(self, window: int) -> list[int | None]:
-        """Places of this step's micro-batches that are trained on again and have no old log-probs yet: their forward is
-        kept. None for others."""
+        """Places of this step's micro-batches that come again and have no old log-probs yet; None for others."""
         ahead, buffer, here = set(self._ahead()), self._buffer, self._trainer.phase.here(window)
         return [place if place in ahead and needs_old_logprobs(buffer[place]) else None for place in here]
 
     def before_update(self, window: int, verdict: UpdateVerdict) -> int:
-        """Old log-probs of the micro-batches that only later steps train on, each in the bins of its step; the bytes
-        that this rank received."""
+        """Old log-probs of the micro-batches that only later steps train on; the bytes that this rank received."""
         ahead, buffer = self._ahead(), self._buffer
         known: set[int | None] = set(self._trainer.phase.here(window))
         size, received = self._trainer.phase.accumulation, 0
@@ -252,8 +235,7 @@ class OldPolicy:
 
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
-    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, where it has
-    any."""
+    """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, if any."""
     carried, unmoved = Carried(batch), reads_own_forward(batch).unsqueeze(1) & made
     old = carried.proximal_logps
     carried.proximal_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)

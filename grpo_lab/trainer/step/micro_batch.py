@@ -15,41 +15,33 @@ from grpo_lab.batch import Denominators, TokenBatch, safe
 from grpo_lab.objectives import Objective, log_ratio, sampler_correction
 from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.carried import Carried, loss_mask
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
 from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 
 
-def token_denominator(trainer: StepPort, inputs: dict[str, Any], mode: str) -> Tensor:
+def token_denominator(trainer: StepPort, inputs: dict[str, Any]) -> Tensor:
     """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
     count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-    if mode == "train":
+    if trainer.model.training:
         count = count * trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
     return count
 
 
-def denominators_of(
-    trainer: StepPort, inputs: dict[str, Any], mode: str, rows: float, micro_batches: float
-) -> Denominators:
+def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
     """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
     by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
     budget = float("nan") if limit is None else float(limit)
-    return Denominators(rows, token_denominator(trainer, inputs, mode), budget, micro_batches)
+    return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches)
 
 
 def token_batch(
-    trainer: StepPort,
-    logps: Tensor,
-    entropies: Tensor,
-    mask: Tensor,
-    fields: dict[str, Any],
-    values: Tensor | None = None,
+    trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
-    """One micro-batch or bin as the carrier that surrogates see; where the policy has not moved since generation its
-    old log-probs are the forward's own."""
+    """One micro-batch or bin as the carrier that surrogates see."""
     objective = trainer.algorithm.objective
     assert objective is not None
     old, advantages = proximal_log_probs(logps, fields), fields["advantages"]
@@ -72,16 +64,14 @@ def token_batch(
 
 
 def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in; nothing happens without
-    a critic."""
+    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in, with a critic."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
-    """``[B, T]``: the policy's loss (the hook ``token_loss``) and, with a critic, vf_coef times its own; in its warm-up
-    the latter alone."""
+    """``[B, T]``: the policy's loss (the hook) plus vf_coef times a critic's; in its warm-up the latter alone."""
     value = trainer.algorithm.value
     if value is None:
         return trainer.token_loss(batch)
@@ -103,7 +93,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     values = heard[0][:, -logps.size(1) :] if heard else None
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
     accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
-    denominators = denominators_of(trainer, inputs, mode, batch.mask.size(0) * accumulation, accumulation)
+    denominators = denominators_of(trainer, inputs, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)

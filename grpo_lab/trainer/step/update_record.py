@@ -1,5 +1,4 @@
-"""What an optimizer step says for the log: what it computed against stock TRL, and its bins' entropy, KL and
-diagnostics."""
+"""What an optimizer step says for the log: what it computed against stock TRL, and entropy, KL and diagnostics."""
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ from torch import Tensor
 
 from grpo_lab.batch import TokenBatch, safe
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
-from grpo_lab.trainer.carried import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import RowNumbers
+from grpo_lab.trainer.rows import Carried, RowNumbers, loss_mask, row_lengths
 from grpo_lab.update import Plan, Rows, live_rows, plan_update
 
 
@@ -66,8 +64,7 @@ class UpdateRecord:
         self._say(found, found.all_rows, plan.tokens_computed, lengths, budget, stock)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
-        """A micro-batch that stays as TRL cut it; recorded with the last one of an optimizer step. A collective
-        then."""
+        """A micro-batch that stays as TRL cut it; with the last one of an optimizer step a collective."""
         scored, advantages, accelerator = loss_mask(inputs), inputs.get("advantages"), self.trainer.accelerator
         live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
         self._parts.append((torch.stack([*row_lengths(inputs), live.long()], dim=1), padded_tokens(inputs)))
@@ -160,14 +157,11 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(batch.extras)
     if batch.sampler_weights is not None and carried.behaviour_logps is not None and carried.sampler_weights is None:
-        _record_sampler(trainer, book, batch, batch.sampler_weights, origin)
+        _sampling(trainer, book, batch, batch.sampler_weights, origin)
 
 
-def _record_sampler(
-    trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None
-) -> None:
-    """TRL's ``sampling/*`` metrics, where the correction was made in the loss rather than at generation (there TRL logs
-    it)."""
+def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
+    """TRL's ``sampling/*`` metrics, where the correction was made in the loss and not by TRL, at generation."""
     mask, carried, how = batch.mask, Carried(batch.extras), trainer.correction
     assert how is not None
     for name, total, count in by_length(how, weights, mask, carried.length_quartile):
@@ -187,8 +181,7 @@ def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_
     """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
 
     ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token
-    cannot be read off a bin that is one token wide (a dummy, completions of one token): a toy batch of several tokens
-    says it.
+    cannot be read off a bin that is one token wide (a dummy, say): there a toy batch of several tokens says it.
     """
     objective = trainer.algorithm.objective
     assert objective is not None

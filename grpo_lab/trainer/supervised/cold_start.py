@@ -1,4 +1,7 @@
-"""Supervised training with TRL's SFTTrainer: the cold start on worked solutions, and rows of prompt and completion."""
+"""Supervised training with TRL's SFTTrainer: the cold start on worked solutions, and rows of prompt and completion.
+
+The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,12 @@ def check_cold_start(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return checked(SFTConfig, arguments, "cold_start")
 
 
+def check_rows(rows: Dataset) -> None:
+    """``ValueError`` for rows that have no ``worked_solution``."""
+    if "worked_solution" not in rows.column_names:
+        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
+
+
 def cold_start(
     model: Any,
     tokenizer: Any,
@@ -39,22 +48,19 @@ def cold_start(
     callbacks: list[Any] | None = None,
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``model`` on ``prompt`` → ``worked_solution``; loss on the solution's tokens only. Saved to ``output_dir``.
+    """``supervised`` on ``prompt`` → ``worked_solution``. ``ValueError`` without that column, too."""
 
-    The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
+    def as_pair(row: dict[str, Any]) -> dict[str, Any]:
+        solution = row["worked_solution"]
+        text = isinstance(row["prompt"], str)
+        return {
+            "prompt": row["prompt"],
+            "completion": solution if text else [{"role": "assistant", "content": solution}],
+        }
 
-    Raises:
-        ValueError: no column ``worked_solution``, or an unknown setting of ``trl.SFTConfig`` (with the nearest match).
-    """
     check_rows(rows)
-    pairs = rows.map(_as_pair, remove_columns=rows.column_names)
+    pairs = rows.map(as_pair, remove_columns=rows.column_names)
     supervised(model, tokenizer, pairs, output_dir, arguments, callbacks, "cold_start", train)
-
-
-def check_rows(rows: Dataset) -> None:
-    """``ValueError`` for rows that have no ``worked_solution``."""
-    if "worked_solution" not in rows.column_names:
-        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
 
 
 def supervised(
@@ -67,37 +73,35 @@ def supervised(
     where: str = "training",
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. The
-    trainer saves to ``output_dir``, as in ``cold_start``. ``train``: what trains the trainer; default: its ``train()``.
+    """Train ``model`` on ``prompt`` → ``completion`` (both text or both messages); loss on the completion only. Saved
+    to ``output_dir``. ``train``: what trains the trainer; default: its ``train()``.
 
     Raises:
-        ValueError: an unknown setting of ``trl.SFTConfig``, named as one of ``where``.
+        ValueError: an unknown setting of ``trl.SFTConfig`` (with the nearest match), named as one of ``where``.
     """
-    read = checked(SFTConfig, arguments, where)
-    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **read}
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(**settings),
-        train_dataset=pairs.select_columns(["prompt", "completion"]),
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
-    train_and_save(trainer, output_dir, train)
+    settings = checked(SFTConfig, arguments, where)
+    rows, parts = pairs.select_columns(["prompt", "completion"]), {"callbacks": callbacks}
+    train_and_save(SFTTrainer, SFTConfig, settings, model, tokenizer, rows, output_dir, train, **parts)
 
 
-def train_and_save(trainer: Any, output_dir: Path, train: Callable[[Any], None] | None) -> None:
-    """``train`` (default: the trainer's own), and its model into ``output_dir``.
+def train_and_save(
+    trainer_class: Any,
+    config: Any,
+    settings: Mapping[str, Any],
+    model: Any,
+    tokenizer: Any,
+    rows: Dataset,
+    output_dir: Path,
+    train: Callable[[Any], None] | None,
+    **parts: Any,
+) -> None:
+    """A trainer of TRL's on ``rows``; ``train`` (default: its own) trains it, and its model goes into ``output_dir``.
 
     Raises:
         NumbersError: what it has left is not finite; nothing is written.
     """
+    args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
+    trainer = trainer_class(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **parts)
     trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
-
-
-def _as_pair(row: dict[str, Any]) -> dict[str, Any]:
-    """TRL's prompt-completion form, as text or as messages, whichever the prompt is."""
-    if isinstance(row["prompt"], str):
-        return {"prompt": row["prompt"], "completion": row["worked_solution"]}
-    return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["worked_solution"]}]}

@@ -1,25 +1,16 @@
-"""Training on pairs with TRL: DPO, and SimPO through TRL's CPOTrainer.
+"""Training on pairs with TRL: DPO, and SimPO through TRL's CPOTrainer. The losses are TRL's, untouched.
 
-    DPO     −log σ(β [log π(y⁺)/π₀(y⁺) − log π(y⁻)/π₀(y⁻)])                          arXiv 2305.18290, eq. 7
-    SimPO   −log σ(β log π(y⁺)/|y⁺| − β log π(y⁻)/|y⁻| − γ)                           arXiv 2405.14734, eq. 6
+    DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
+    SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
 
 SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
 being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
 paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
 form in which lecture notes write it.
 
-Both log `rewards/weight`, the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), see `weighted.implicit_weight`.
-
-TRL's DPO and CPO trainers, which also log how strongly each pair pulls: the implicit reward's weight. Losses are TRL's,
-untouched.
-
-    w(θ) = σ(r̂(x, y⁻) − r̂(x, y⁺))    the gradient of eq. 7 of DPO (arXiv 2305.18290):
-                                      ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]
-    DPO     r̂ = β log π(y|x)/π₀(y|x)
-    SimPO   r̂ = β log π(y|x)/|y|, and γ is added inside of σ: σ(r̂(y⁻) − r̂(y⁺) + γ)       arXiv 2405.14734, section 2.3
-
-w is near 1 where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is
-learned.
+Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of σ
+for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
+model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
 """
 
 from __future__ import annotations
@@ -37,7 +28,8 @@ from trl import SFTConfig
 from grpo_lab.trainer.supervised.cold_start import checked, train_and_save
 
 Method = Literal["dpo", "simpo"]
-PAIR = ("prompt", "chosen", "rejected")
+PAIR = ["prompt", "chosen", "rejected"]
+WEIGHT = "rewards/weight"
 
 
 def prefer(
@@ -69,40 +61,19 @@ def prefer(
         raise ValueError(f"`method: {method}` has no reference model; got one")
     config, trainer_class = _trl(method)
     fixed = {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False} if method == "simpo" else {}
-    read = check_training(method, arguments)
-    settings = {"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **fixed, **read}
-    trainer = trainer_class(
-        model=model,
-        args=config(**settings),
-        train_dataset=pairs.select_columns(list(PAIR)),
-        processing_class=tokenizer,
-        callbacks=callbacks,
-        **({} if reference is None else {"ref_model": reference}),
-    )
-    train_and_save(trainer, output_dir, train)
+    settings = {**fixed, **check_training(method, arguments)}
+    parts = {"callbacks": callbacks} | ({} if reference is None else {"ref_model": reference})
+    rows = pairs.select_columns(PAIR)
+    train_and_save(trainer_class, config, settings, model, tokenizer, rows, output_dir, train, **parts)
 
 
 def check_training(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``checked`` for the trainer of ``method`` (dpo, simpo, shortest_sft); trains nothing."""
-    config: Any = SFTConfig if method == "shortest_sft" else _trl("dpo" if method == "dpo" else "simpo")[0]
+    """``checked`` for the trainer of ``method`` (dpo, simpo; others are SFT's); trains nothing."""
+    config: Any = _trl(method)[0] if method in ("dpo", "simpo") else SFTConfig  # type: ignore[arg-type]
     found = checked(config, arguments, "training")
     if method == "simpo" and found.get("loss_type", "simpo") != "simpo":
         raise ValueError(f"`training.loss_type` is {found['loss_type']!r}; `method: simpo` means 'simpo'")
     return found
-
-
-def _trl(method: Method) -> tuple[Any, Any]:
-    if method == "dpo":
-        from trl import DPOConfig
-
-        return DPOConfig, weighted_dpo()
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    from trl.experimental.cpo import CPOConfig
-
-    return CPOConfig, weighted_cpo()
-
-
-WEIGHT = "rewards/weight"
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
@@ -116,21 +87,45 @@ def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float 
 
 
 @cache
-def weighted_dpo() -> type:
-    """``trl.DPOTrainer`` that logs ``rewards/weight``, for the implicit reward β log π/π₀ (reverse KL) with whole
-    log-ratios."""
-    from trl import DPOTrainer
+def _trl(method: Method) -> tuple[Any, Any]:
+    """The configuration and the trainer of a method, which logs ``rewards/weight``."""
+    if method == "dpo":
+        return _weighted_dpo()
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
+        """Where its reward is the log-prob itself (``alpha`` 0). The margin γ counts for ``loss_type: simpo`` alone,
+        as in TRL's loss."""
+
+        def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
+            found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
+            if self.alpha == 0.0:
+                margin = float(self.simpo_gamma) if self.loss_type == "simpo" else 0.0
+                weights = self.accelerator.gather_for_metrics(implicit_weight(found[1], found[2], margin))
+                self.store_metrics({WEIGHT: weights.mean().item()}, "train" if self.model.training else "eval")
+            return found
+
+    return CPOConfig, WeightedCPOTrainer
+
+
+def _weighted_dpo() -> tuple[Any, Any]:
+    from trl import DPOConfig, DPOTrainer
 
     class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
-        """TRL averages the rewards before it logs them, and a mean of σ is no σ of means: log-probs are taken where TRL
-        computes them, on the models' way out.
-        """
+        """For the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the rewards before it
+        logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the models' way
+        out."""
 
         def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
             seen: list[torch.Tensor] = []
-            models = [self.accelerator.unwrap_model(self.model)]
-            models += [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
-            hooks = [one.register_forward_hook(lambda _, __, out: _note(seen, out)) for one in models]
+
+            def note(_module: Any, _inputs: Any, out: Any) -> None:
+                if (found := getattr(out, "log_probs", None)) is not None:
+                    seen.append(found.detach())
+
+            models = [one for one in (self.model, self.ref_model) if one is not None]
+            hooks = [self.accelerator.unwrap_model(one).register_forward_hook(note) for one in models]
             mode = "train" if self.model.training else "eval"
             try:
                 loss = super()._compute_loss(model, inputs, return_outputs)
@@ -143,42 +138,13 @@ def weighted_dpo() -> type:
                 self._metrics[mode][WEIGHT].append(weights.mean().item())
             return loss
 
-        def _implicit_rewards(self, seen: list[torch.Tensor], inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def _implicit_rewards(self, seen: list[torch.Tensor], inputs: Any) -> list[torch.Tensor]:
             """β (log π − log π₀) of the chosen and the rejected, [pairs] each; TRL's batch is all chosen, then all
             rejected."""
             length = inputs["completion_mask"].shape[1] - 1
-            reference: Any
-            policy = seen[0][:, -length:].sum(dim=1).chunk(2)
-            if self.precompute_ref_logps:
-                reference = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-            else:
-                reference = seen[1][:, -length:].sum(dim=1).chunk(2)
-            chosen, rejected = (self.beta * (own - other) for own, other in zip(policy, reference, strict=True))
-            return chosen, rejected
+            policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
+            saved = self.precompute_ref_logps
+            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+            return [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
 
-    return WeightedDPOTrainer
-
-
-def _note(seen: list[torch.Tensor], out: Any) -> None:
-    found = getattr(out, "log_probs", None)
-    if found is not None:
-        seen.append(found.detach())
-
-
-@cache
-def weighted_cpo() -> type:
-    """TRL's ``CPOTrainer`` that logs ``rewards/weight`` where its reward is the log-prob itself (``alpha`` 0)."""
-    from trl.experimental.cpo import CPOTrainer
-
-    class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
-        """The margin γ counts for ``loss_type: simpo`` alone, as in TRL's loss."""
-
-        def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
-            found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
-            if self.alpha == 0.0:
-                margin = float(self.simpo_gamma) if self.loss_type == "simpo" else 0.0
-                weights = self.accelerator.gather_for_metrics(implicit_weight(found[1], found[2], margin))
-                self.store_metrics({WEIGHT: weights.mean().item()}, "train" if self.model.training else "eval")
-            return found
-
-    return WeightedCPOTrainer
+    return DPOConfig, WeightedDPOTrainer

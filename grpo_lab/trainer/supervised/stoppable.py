@@ -2,15 +2,13 @@
 on from it to the bit.
 
 TRL's SFT, DPO and CPO trainers write no checkpoint here of themselves (``save_strategy: no``). Asked to stop, the step
-under way ends and is logged; then transformers' checkpoint and, beside it, what it does not hold go into ``place``,
-whole or not at all: what the training is of, loss and metrics since the last log, the sum of the losses, tokens seen
-(the entry ``training`` of the record, ``resume/state.py``). The same training, begun again, goes on from there. One of
-other rows, settings or another model begins anew.
+under way ends and is logged; then transformers' checkpoint and, beside it, what it does not hold (the entry
+``training`` of the record, ``resume/state.py``) go into ``place``, whole or not at all. The same training, begun again,
+goes on from there. One of other rows, settings or another model begins anew.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -22,13 +20,15 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from grpo_lab.finite import NumbersError, not_finite
-from grpo_lab.io import move_whole, write_whole_text
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
-from grpo_lab.trainer.resume.state import read_state, write_state
-from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, newest_whole, step_of
+from grpo_lab.trainer.resume.state import plain_metrics, read_state, write_state
+from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
 from grpo_lab.trainer.trl_bridge import plain_cpu
 
 logger = logging.getLogger("grpo_lab")
+
+PENDING = ("_metrics", "_stored_metrics")
+"""What TRL keeps in memory up to the next log: DPO and SFT in the first, CPO in the second."""
 
 
 class TrainingStopped(Exception):
@@ -50,21 +50,18 @@ class StoppableTraining:
 
     def __init__(self, place: Path, identity: str, asked: Callable[[], object]) -> None:
         self.place, self.identity, self.asked = place, identity, asked
-        self.checkpoint = self._found()
+        newest, passed = newest_whole(place, read=True)
+        for why in passed:
+            logger.warning("%s: passed over %s", place, why)
+        if newest is not None and _read(newest).get("identity") != self.identity:
+            logger.warning("%s is of a training on other rows or settings: this one begins at its first step", newest)
+            newest = None
+        self.checkpoint = newest
 
     @property
     def step(self) -> int:
         """The steps that are done already."""
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
-
-    def _found(self) -> Path | None:
-        newest, passed = newest_whole(self.place, read=True)
-        for why in passed:
-            logger.warning("%s: passed over %s", self.place, why)
-        if newest is not None and _read(newest).get("identity") != self.identity:
-            logger.warning("%s is of a training on other rows or settings: this one begins at its first step", newest)
-            return None
-        return newest
 
     def __call__(self, trainer: Any) -> None:
         """
@@ -84,9 +81,8 @@ class StoppableTraining:
             shutil.rmtree(self.place / SAVING, ignore_errors=True)
             raise CheckpointNotWritten(
                 f"asked to stop, and the checkpoint of step {trainer.state.global_step} could not be written to "
-                f"{self.place}: "
-                f"{type(error).__name__}: {error}. Mend that; the same command goes on with this training from step "
-                f"{self.step}"
+                f"{self.place}: {type(error).__name__}: {error}. Mend that; the same command goes on with this "
+                f"training from step {self.step}"
             ) from error
 
     def done(self) -> None:
@@ -101,8 +97,16 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.training, self.saving = trainer, training, False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.training.checkpoint is not None:
-            _take_up(self.trainer, _read(self.training.checkpoint))
+        if self.training.checkpoint is None:
+            return
+        trainer, found = self.trainer, _read(self.training.checkpoint)
+        trainer._tr_loss += torch.tensor(found["loss"], device=args.device)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = found["total"], found["last_logged"]
+        if found["tokens"] is not None:
+            trainer._total_train_tokens = found["tokens"]
+        for name in PENDING:
+            for key, seen in found[name].items():
+                getattr(trainer, name)["train"][key] = list(seen)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step < state.max_steps and self.training.asked():
@@ -112,46 +116,27 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
             self.saving = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.saving:
-            partial = self.training.place / SAVING / f"checkpoint-{state.global_step}"
-            if bad := not_finite(partial):
-                shutil.rmtree(partial.parent, ignore_errors=True)
-                raise NumbersError(f"asked to stop after step {state.global_step}, and nothing is kept of it: {bad}")
-            write_state(partial, {"training": {"identity": self.training.identity, **_window(self.trainer)}})
-            write_whole_text(partial / MARK, json.dumps(mark_of(partial, state.global_step)))
-            move_whole(partial, self.training.place / partial.name)
-            for earlier in self.training.place.glob("checkpoint-*"):
-                if step_of(earlier) < state.global_step:
-                    shutil.rmtree(earlier, ignore_errors=True)
+        if not self.saving:
+            return
+        place = self.training.place / f"checkpoint-{state.global_step}"
+        partial = self.training.place / SAVING / place.name
+        if bad := not_finite(partial):
             shutil.rmtree(partial.parent, ignore_errors=True)
-            raise TrainingStopped(state.global_step)
+            raise NumbersError(f"asked to stop after step {state.global_step}, and nothing is kept of it: {bad}")
+        window = {name: plain_metrics(getattr(self.trainer, name, {}).get("train", {})) for name in PENDING} | {
+            "identity": self.training.identity,
+            "loss": float(self.trainer._tr_loss),
+            "total": self.trainer._total_loss_scalar,
+            "last_logged": self.trainer._globalstep_last_logged,
+            "tokens": getattr(self.trainer, "_total_train_tokens", None),
+        }
+        write_state(partial, {"training": window})
+        keep(partial, place)
+        for earlier in all_in(self.training.place):
+            if step_of(earlier) < state.global_step:
+                shutil.rmtree(earlier, ignore_errors=True)
+        raise TrainingStopped(state.global_step)
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
     return dict(read_state(checkpoint).entries.get("training", {}))
-
-
-def _window(trainer: Any) -> dict[str, Any]:
-    """What transformers and TRL keep in memory: DPO and SFT in ``_metrics``, CPO in ``_stored_metrics``."""
-    return {
-        "loss": float(trainer._tr_loss),
-        "total": trainer._total_loss_scalar,
-        "last_logged": trainer._globalstep_last_logged,
-        "tokens": getattr(trainer, "_total_train_tokens", None),
-        **{name: _plain(getattr(trainer, name, {})) for name in ("_metrics", "_stored_metrics")},
-    }
-
-
-def _plain(pending: Any) -> dict[str, Any]:
-    metrics = pending.get("train", {})
-    return {key: [one if type(one) in (int, float) else float(one) for one in seen] for key, seen in metrics.items()}
-
-
-def _take_up(trainer: Any, found: dict[str, Any]) -> None:
-    trainer._tr_loss += torch.tensor(found["loss"], device=trainer.args.device)
-    trainer._total_loss_scalar, trainer._globalstep_last_logged = found["total"], found["last_logged"]
-    if found["tokens"] is not None:
-        trainer._total_train_tokens = found["tokens"]
-    for name in ("_metrics", "_stored_metrics"):
-        for key, seen in found[name].items():
-            getattr(trainer, name)["train"][key] = list(seen)

@@ -25,16 +25,15 @@ def completion_log_probs(
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
-    (−100 = not scored, 0 there) by TRL's fused LM head.
+    (−100 = not scored, 0 there) by TRL's fused LM head, at the trainer's sampling temperature.
 
-    Position t scores token t + 1, at the trainer's sampling temperature. TRL feeds left-padded rows without positions,
-    so a row's rotary angles depend on its padding; the ``position_ids`` that it would have had make the same numbers
-    from a differently padded row. Rows are padded on the right, where a causal model cannot look, so there is no
-    ``attention_mask`` (but for a hole in a row) and the kernels take their causal path.
+    Position t scores token t + 1. TRL feeds left-padded rows without positions, so a row's rotary angles depend on its
+    padding; the ``position_ids`` that it would have had make the same numbers from a differently padded row. Rows are
+    padded on the right, where a causal model cannot look: an ``attention_mask`` is for a hole in a row alone.
 
-    On a CPU TRL's head projects every position onto the vocabulary, prompts and padding too, and drops most of it (with
-    Triton it picks them itself). There only scored positions leave the backbone, as one row of ``shift_labels``; not
-    under ``torch.compile``, for which it is a setting of torch whether a changed hook is noticed.
+    On a CPU TRL's head projects every position onto the vocabulary and drops most of it. There only scored positions
+    leave the backbone, as one row of ``shift_labels``; not under ``torch.compile``, for which it is a setting of torch
+    whether a changed hook is noticed.
     """
     mask = {} if attention_mask is None else {"attention_mask": attention_mask}
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
@@ -112,18 +111,17 @@ def forwards_replaced(
         yield left_out
 
 
-@contextlib.contextmanager
-def positions_given(trainer: Any, model: torch.nn.Module, position_ids: Tensor | None) -> Iterator[None]:
+def positions_given(
+    trainer: Any, model: torch.nn.Module, position_ids: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
     """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    with trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True):
-        yield
+    return trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
 
 
 @contextlib.contextmanager

@@ -118,15 +118,12 @@ def reference_model_in_full() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def plain_cpu(args: Any) -> Iterator[None]:
+def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0": with several processes transformers 5.17
     loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
     if args.device.type != "cpu":
-        yield
-        return
-    with replaced(args, "_setup_devices", torch.device("cpu")):
-        yield
+        return contextlib.nullcontext()
+    return replaced(args, "_setup_devices", torch.device("cpu"))
 
 
 #: what TRL calls the copy of an adapter that the policy came with, and the adapter itself
@@ -140,10 +137,9 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if trainer.ref_model is None:
         if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
             raise ValueError(
-                "`reference_every` copies the policy into the reference, and under a new adapter (`peft_config`) the "
-                "reference is the base model with the adapter off, which cannot move: give the trainer a model that "
-                "has its adapter already (`peft.get_peft_model`), of which TRL keeps a copy as reference, or leave "
-                "`reference_every` out"
+                "`reference_every` copies the policy into the reference, which under a new adapter (`peft_config`) is "
+                "the base model, which cannot move: give the trainer a model that has its adapter already "
+                "(`peft.get_peft_model`), of which TRL keeps a copy, or leave `reference_every` out"
             )
         values = dict(policy.named_parameters())
         own, copied = f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}."
@@ -168,10 +164,10 @@ def copy_to_reference(trainer: Any) -> None:
 
 
 def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
-    """The trained adapter of a checkpoint that holds TRL's copy beside it; without such a copy nothing.
+    """The trained adapter of a checkpoint that holds TRL's copy beside it (the folder ``ref``); without one nothing.
 
-    PEFT saves the copy as the folder ``ref``, and transformers 5.17 (``Trainer._load_from_checkpoint``) loads either
-    the adapters in folders or the one beside them: the copy alone, so that the policy would start where it began.
+    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them:
+    the copy alone, so that the policy would start where it began.
     """
     policy, saved = trainer.accelerator.unwrap_model(trainer.model), Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
@@ -229,8 +225,7 @@ def _is_fsdp2(trainer: Any) -> bool:
     return bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
 
 
-@contextlib.contextmanager
-def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
+def optimizer_saved_as_it_is(trainer: Any) -> contextlib.AbstractContextManager[Any]:
     """While a checkpoint is written torch makes up no moments.
 
     Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
@@ -239,10 +234,8 @@ def optimizer_saved_as_it_is(trainer: Any) -> Iterator[None]:
     checkpoint that lacks some. So a checkpoint names them; those alone may be missing, and are again after the load.
     """
     if not _is_fsdp2(trainer):
-        yield
-        return
-    with replaced(torchs, "_init_optim_state", lambda optimizer: None):
-        yield
+        return contextlib.nullcontext()
+    return replaced(torchs, "_init_optim_state", lambda optimizer: None)
 
 
 def without_moments(trainer: Any) -> dict[str, Any] | None:

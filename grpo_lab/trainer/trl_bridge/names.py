@@ -53,7 +53,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
-    "_issue_warnings_after_load": ("self", "load_result"),
     "_load_best_model": ("self",),
     "_init_training_state": (
         *("self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs"),

@@ -55,10 +55,8 @@ def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 
 
 def give_critic(model: Any, critic: nn.Module) -> None:
-    """Put ``critic`` into a policy model that has TRL's fused head already, inside PEFT's wrapper and before any other.
-
-    ``critic(states, inputs)``: hidden states ``[B, L, H]`` and the trunk's inputs → ``[B, L - 1]``.
-    """
+    """Put ``critic(states [B, L, H], the trunk's inputs) → [B, L - 1]`` into a policy model that has TRL's fused head
+    already, inside PEFT's wrapper and before any other."""
     policy = inside(model)
     policy.add_module(CRITIC, critic)
     fused = policy.forward

@@ -8,7 +8,7 @@ reward is added directly to the accuracy reward. It costs a little accuracy (sam
 The paper says neither what a word is nor how its language is found. Ours (how well it works:
 ``docs/algorithms/language_consistency.md``): first the script of each word (``words``). Then, within a script that
 several languages share, the mixture of languages that explains its words best: a single word often belongs to several
-("no", "animal", "a"); a text hardly ever. With p(w | l) from ``evidence`` the shares π are those that make the text
+("no", "animal", "a"); a text hardly ever. With p(w | l) from ``words`` the shares π are those that make the text
 most likely,
 
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
@@ -24,16 +24,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from grpo_lab.rewards.completion import completion_text, reasoning_in
-from grpo_lab.rewards.language.evidence import word_likelihoods
-from grpo_lab.rewards.language.words import (
+from grpo_lab.rewards.words import (
     CASED,
     GROUP_OF_LANGUAGE,
     LANGUAGES_OF_GROUP,
@@ -43,11 +41,12 @@ from grpo_lab.rewards.language.words import (
     Word,
     has_kana,
     known_languages,
+    word_likelihoods,
     words_of,
 )
-from grpo_lab.rewards.protocol import Scope
 
 FROM_PROMPT = "prompt"
+Array = NDArray[np.float64]
 
 
 class LanguageConsistencyReward:
@@ -59,11 +58,10 @@ class LanguageConsistencyReward:
             two languages in equal parts) makes the row unscorable: ``None``.
         empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of
             mixed-language reasoning would be no reasoning.
-        prompt_column: with ``target="prompt"``, the data column with the question, where the prompt has instructions in
-            another language.
+        prompt_column: with ``target="prompt"``, the column to read instead, where the prompt has other text around.
     """
 
-    scope: ClassVar[Scope] = "completion"
+    __name__ = "language_consistency_reward"
 
     def __init__(self, target: str = "en", empty: float = 0.0, prompt_column: str | None = None) -> None:
         code = str(target).replace("_", "-").split("-")[0].lower()
@@ -72,13 +70,8 @@ class LanguageConsistencyReward:
         if not (math.isfinite(empty) and 0.0 <= empty <= 1.0):
             raise ValueError(f"`empty` is the reward of wordless reasoning and must be in [0, 1]; got {empty!r}")
         if prompt_column is not None and code != FROM_PROMPT:
-            raise ValueError(
-                f"`prompt_column={prompt_column!r}` has no effect with target={target!r}; it needs 'prompt'"
-            )
-        self.target = code
-        self.empty = float(empty)
-        self.prompt_column = prompt_column
-        self.__name__ = "language_consistency_reward"
+            raise ValueError(f"`prompt_column={prompt_column!r}` has no effect with target={target!r}, only 'prompt'")
+        self.target, self.empty, self.prompt_column = code, float(empty), prompt_column
 
     def __repr__(self) -> str:
         return f"LanguageConsistencyReward(target={self.target!r}, empty={self.empty})"
@@ -88,30 +81,22 @@ class LanguageConsistencyReward:
     ) -> list[float | None]:
         if completions is None:
             raise ValueError("LanguageConsistencyReward needs completions=[…]; got none")
-        targets = self._targets(prompts, len(completions), columns)
-        return [
-            None if target is None else self._score(reasoning_in(completion), target)
-            for completion, target in zip(completions, targets)
-        ]
-
-    def _score(self, reasoning: str, target: str) -> float:
-        found = language_shares(reasoning, expected=target)
-        if found.words == 0:
-            return self.empty
-        return min(1.0, found.shares.get(target, 0.0))
-
-    def _targets(
-        self, prompts: Sequence[Any] | None, rows: int, columns: Mapping[str, Sequence[Any]]
-    ) -> list[str | None]:
-        if self.target != FROM_PROMPT:
-            return [self.target] * rows
-        questions = prompts if self.prompt_column is None else columns.get(self.prompt_column)
-        if questions is None or len(questions) != rows:
-            where = "`prompts`" if self.prompt_column is None else f"the column {self.prompt_column!r}"
-            raise ValueError(
-                f"LanguageConsistencyReward(target='prompt') needs {where}, one for each of {rows} completions"
-            )
-        return [_language_of(_last_question(question)) for question in questions]
+        targets: list[str | None] = [self.target] * len(completions)
+        if self.target == FROM_PROMPT:
+            questions = prompts if self.prompt_column is None else columns.get(self.prompt_column)
+            if questions is None or len(questions) != len(completions):
+                where = "`prompts`" if self.prompt_column is None else f"the column {self.prompt_column!r}"
+                raise ValueError(
+                    f"LanguageConsistencyReward(target='prompt') needs {where}, one for each of {len(completions)} "
+                    "completions"
+                )
+            targets = [_language_of(_last_question(question)) for question in questions]
+        values: list[float | None] = [None] * len(completions)
+        for row, (completion, target) in enumerate(zip(completions, targets)):
+            if target is not None:
+                found = language_shares(reasoning_in(completion), expected=target)
+                values[row] = min(1.0, found.shares.get(target, 0.0)) if found.words else self.empty
+        return values
 
 
 @lru_cache(maxsize=4096)
@@ -138,9 +123,7 @@ whose frequencies happen to fit best. They decide between languages that fit; th
 becomes English by them."""
 
 
-def mixture_shares(
-    likelihoods: NDArray[np.float64], counts: NDArray[np.float64], expected: int | None = None
-) -> NDArray[np.float64]:
+def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = None) -> Array:
     """The share of each language in the counted words, ``[L]``, summing to 1.
 
     Args:
@@ -162,14 +145,9 @@ def mixture_shares(
     return shares
 
 
-def _maximise(
-    likelihoods: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    prior: NDArray[np.float64],
-    start: NDArray[np.float64],
-) -> NDArray[np.float64]:
+def _maximise(likelihoods: Array, counts: Array, prior: Array, start: Array) -> Array:
     """EM from ``start``; a language that starts at 0 stays there. Returns the words' shares, without the prior's."""
-    weights: NDArray[np.float64] = start / start.sum()
+    weights: Array = start / start.sum()
     shares = weights
     for _ in range(ITERATIONS):
         joint = likelihoods * weights
@@ -189,8 +167,7 @@ MOST_NAMES = 0.15
 """At most this share of a text's words is forgiven as names in a foreign script."""
 
 
-@dataclass(frozen=True)
-class LanguageShares:
+class LanguageShares(NamedTuple):
     """``words``: countable words (an estimate where a script does not mark them). ``shares`` of them, summing to 1."""
 
     words: float
@@ -214,9 +191,7 @@ def language_shares(text: str, expected: str | None = None) -> LanguageShares:
             letters += 1
         else:
             groups.setdefault(word.group, []).append(word)
-    sizes = _without_foreign_names(
-        {group: float(sum(map(_words_in, words))) for group, words in groups.items()}, groups
-    )
+    sizes = _sizes_without_foreign_names(groups)
     if "latin" in sizes:  # a letter is a word as far as the prose around it explains, else a variable
         sizes["latin"] += min(letters, LETTERS_PER_WORD * sizes["latin"])
     total = sum(sizes.values())
@@ -234,36 +209,33 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
     if len(languages) == 1:
         return {languages[0]: 1.0}
     counted = Counter(words)
-    distinct = list(counted)
-    counts = np.array([counted[word] * _words_in(word) for word in distinct], dtype=np.float64)
-    shares = mixture_shares(
-        word_likelihoods(distinct, group), counts, languages.index(expected) if expected in languages else None
-    )
+    counts = np.array([count * _words_in(word) for word, count in counted.items()], dtype=np.float64)
+    place = languages.index(expected) if expected in languages else None
+    shares = mixture_shares(word_likelihoods(list(counted), group), counts, place)
     return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
 
 
 def _words_in(word: Word) -> int:
     """1, except for a run of an unspaced script: its characters over the characters per word, at least 1."""
-    if word.group == "cjk":
-        return max(1, round(len(word.text) / UNSPACED["ja" if has_kana(word.text) else "zh"]))
-    if word.group == "thai":
-        return max(1, round(len(word.text) / UNSPACED["th"]))
-    return 1
+    if word.group not in ("cjk", "thai"):
+        return 1
+    language = "th" if word.group == "thai" else "ja" if has_kana(word.text) else "zh"
+    return max(1, round(len(word.text) / UNSPACED[language]))
 
 
-def _without_foreign_names(sizes: Mapping[str, float], groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
-    """Take names in a foreign script out: "小明 and John" in Chinese prose says nothing about its language.
+def _sizes_without_foreign_names(groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
+    """Words of each group, without names in a foreign script: "小明 and John" in Chinese prose says nothing.
 
     In a script that is not the text's main one, capitalised words are names unless there is lower-case prose around
     that explains them; never more than ``MOST_NAMES`` of all words, or prose In Capitals Like This would cost nothing.
     """
+    sizes = {group: float(sum(map(_words_in, words))) for group, words in groups.items()}
     main = max(sizes, key=lambda group: sizes[group], default=OTHER)
-    remaining = dict(sizes)
     forgivable = MOST_NAMES * sum(sizes.values())
     for group in sorted(CASED & sizes.keys() - {main}):
         capitals = sum(word.capitalised for word in groups[group])
         names = max(0.0, capitals - CAPITALS_PER_WORD * (len(groups[group]) - capitals))
         forgiven = min(names, forgivable)
         forgivable -= forgiven
-        remaining[group] -= forgiven
-    return remaining
+        sizes[group] -= forgiven
+    return sizes

@@ -1,0 +1,281 @@
+"""Public benchmarks, and files written like them: GSM8K (arXiv 2110.14168), MATH (2103.03874; MATH-500, AIME), and
+functions to write with the tests that ``CodeReward`` runs, HumanEval (2107.03374) and MBPP (2108.07732)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
+from grpo_lab.verifiers.canonical import group_end
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BARE = re.compile(r"(?:[^\s$.,;]|[.,](?=\d))+")
+_LEVEL = re.compile(r"(?:level\s*)?(\d+)", re.IGNORECASE)
+_IMPORTS = ("test_imports", "test_setup_code")
+
+
+def load_gsm8k(
+    source: str | Path = "openai/gsm8k",
+    split: str = "train",
+    template: str | PromptTemplate = "chat",
+    *,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """GSM8K, or a file written like it, ready for training.
+
+    Args:
+        source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
+        split: ``train`` or ``test``; in a local folder any file stem.
+        template: name of a prompt template (``grpo_lab.data.prompts``).
+        system_prompt: system turn, for templates that are message lists.
+
+    Returns:
+        columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
+        ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
+
+    Raises:
+        ValueError: what was seen, what is needed, and the setting that governs it.
+    """
+    form = find_template(template, system_prompt)
+    rows = read_rows(source, split, config="main" if str(source) in {"openai/gsm8k", "gsm8k"} else None)
+    golds = ("gold_answer", "final_answer")
+    worked = ("answer", "gold_solution", "solution", "worked_solution")
+
+    def after_mark(text: str) -> str:
+        return text.rpartition("####")[2] if "####" in text else ""
+
+    examples = _answered(rows, source, ("question", "problem"), golds, worked, after_mark, "answer after '####'")
+    return to_dataset([row | {"solution": row["solution"].replace(",", "")} for row in examples], form)
+
+
+def load_math(
+    source: str | Path = "HuggingFaceH4/MATH-500",
+    split: str = "test",
+    template: str | PromptTemplate = "qwen_math",
+    *,
+    levels: list[int] | None = None,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """A MATH-like data set, ready for training or evaluation.
+
+    ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
+
+    Args:
+        source: as ``load_gsm8k``'s; in a folder ``math500.jsonl`` also serves as ``test``.
+        split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
+        levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
+            ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
+
+    Returns:
+        columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
+        leading zeros stay), ``worked_solution`` where the file has one, and the rest (level, subject, …). The final
+        answer is the column ``gold_answer`` or ``answer``; without one, the last ``\\boxed{…}`` of ``solution``.
+
+    Raises:
+        ValueError: what was seen, what is needed, and the setting that governs it.
+    """
+    form = find_template(template, system_prompt)
+    rows = read_rows(source, split, also=("math500",) if split == "test" else ())
+    if levels is not None:
+        rows = _of_levels(rows, levels, source)
+    golds = ("gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
+    worked = ("solution", "worked_solution", "gold_solution")
+    examples = _answered(rows, source, ("problem", "question"), golds, worked, last_boxed, "complete \\boxed{…}")
+    return to_dataset(examples, form)
+
+
+def _answered(
+    rows: list[Row],
+    source: str | Path,
+    questions: Sequence[str],
+    golds: Sequence[str],
+    workeds: Sequence[str],
+    final: Callable[[str], str | None],
+    wanted: str,
+) -> list[Row]:
+    """Rows with ``question``, ``worked_solution``, and as ``solution`` the gold column or what ``final`` finds."""
+    question, gold = required_column(rows, questions, source), first_present(rows, golds)
+    worked = first_present(rows, workeds) if gold else required_column(rows, (*workeds, *golds), source)
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        example = {name: value for name, value in row.items() if name not in {question, gold, worked}}
+        example["question"] = text_of(row, question, number, source)
+        answer: str | None = text_of(row, gold, number, source) if gold else None
+        written = text_of(row, worked, number, source) if worked and (not gold or row.get(worked)) else None
+        if written is not None:
+            example["worked_solution"] = written
+            answer = final(written) if answer is None else answer
+        if not (answer or "").strip():
+            raise ValueError(
+                f"source {str(source)!r}, row {number}: no {wanted} in column {worked!r}, which ends "
+                f"{(written or '')[-60:]!r}; a bare answer is read from a column {' or '.join(golds)}"
+            )
+        examples.append(example | {"solution": str(answer).strip()})
+    return examples
+
+
+def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[Row]:
+    """The rows whose ``level`` is one of ``levels``. ValueError without such a column, or with nothing left."""
+    if not isinstance(levels, list | tuple) or not all(type(level) is int for level in levels):
+        raise ValueError(f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5]")
+    column = required_column(rows, ("level",), source)
+    found = [_LEVEL.fullmatch(str(row.get(column)).strip()) for row in rows]
+    numbers = [int(level[1]) if level else None for level in found]
+    kept = [row for row, level in zip(rows, numbers, strict=True) if level in levels]
+    if not kept:
+        seen = sorted({level for level in numbers if level is not None})
+        raise ValueError(f"{str(source)!r}: no row of levels {list(levels)}; it has levels {seen} (setting: levels)")
+    return kept
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None without one.
+
+    One pass: the text may be hostile.
+    """
+    starts = [box.end() for box in _BOX.finditer(text)]
+    if not starts:
+        return None
+    start = starts[-1]
+    if not text.startswith("{", start):
+        bare = _BARE.match(text, start)
+        return bare.group() if bare else None
+    end = group_end(text, start)
+    return text[start + 1 : end - 1].strip() or None if end > 0 else None
+
+
+def load_humaneval(
+    source: str | Path = "openai/openai_humaneval",
+    split: str = "test",
+    template: str | PromptTemplate = "chat",
+    *,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """HumanEval, or a file written like it; the arguments are those of ``load_gsm8k`` (``split``: ``test`` alone).
+
+    The question shows the function's head and docstring in a fenced block and asks for the whole function. What the
+    prompt defines beside that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the
+    tests' own copy is what they call.
+
+    Returns:
+        columns ``prompt``, ``template``, ``question``, ``tests``, ``entry_point``, ``solution`` (a program that
+        passes), ``worked_solution`` (the same in a fenced block), and what else the rows hold.
+
+    Raises:
+        ValueError: a column is missing, or a row's prompt is no Python that defines its ``entry_point``.
+    """
+    form = find_template(template, system_prompt)
+    rows = read_rows(source, split)
+    columns = ("prompt", "test", "entry_point", "canonical_solution")
+    for column in columns:
+        required_column(rows, (column,), source)
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        head, test, name, body = (text_of(row, column, number, source) for column in columns)
+        asked = "Complete this Python function. Answer with everything above and its body in one Python block."
+        own = {
+            "question": f"{asked}\n\n{fenced(head)}",
+            "tests": f"{_beside(head, name, number, source)}\n{test}",
+            "entry_point": name,
+            "solution": head + body,
+            "worked_solution": fenced(head + body),
+        }
+        examples.append({key: value for key, value in row.items() if key not in columns} | own)
+    return to_dataset(examples, form)
+
+
+def load_mbpp(
+    source: str | Path = "google-research-datasets/mbpp",
+    split: str = "train",
+    template: str | PromptTemplate = "chat",
+    *,
+    config: str = "full",
+    shown_tests: int = 1,
+    system_prompt: str | None = None,
+) -> Dataset:
+    """MBPP in its ``full`` or ``sanitized`` form, or a file written like either.
+
+    The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's
+    name. ``source``, ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
+
+    Args:
+        split: ``train``, ``test``, ``validation`` or ``prompt``.
+        config: which form, where ``source`` is a hub name.
+        shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has
+            seen may learn their answers instead of the function.
+
+    Returns:
+        columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are
+        called as one of Python's own, ``sum``), or None.
+
+    Raises:
+        ValueError: a column is missing, ``test_list`` is no list of assertions, or ``shown_tests`` is less than 1.
+    """
+    form = find_template(template, system_prompt)
+    if shown_tests < 1:
+        raise ValueError(f"shown_tests is {shown_tests}; at least 1 is needed: it names the function")
+    rows = read_rows(source, split, config=config if str(source) in {"google-research-datasets/mbpp", "mbpp"} else None)
+    task = required_column(rows, ("text", "prompt"), source)
+    for name in ("code", "test_list"):
+        required_column(rows, (name,), source)
+    examples = []
+    for number, row in enumerate(rows, start=1):
+        tests = _lines(row, "test_list", number, source)
+        program = text_of(row, "code", number, source).replace("\r\n", "\n")
+        asked = f"Your code should pass {'this test' if shown_tests == 1 else 'these tests'}:"
+        question, shown = text_of(row, task, number, source).strip(), fenced("\n".join(tests[:shown_tests]))
+        first = [line for name in _IMPORTS if row.get(name) for line in _lines(row, name, number, source)]
+        own = {
+            "question": f"{question}\n\n{asked}\n\n{shown}",
+            "tests": "\n".join([*first, *tests]),
+            "entry_point": _tested(program, "\n".join(tests)),
+            "solution": program,
+            "worked_solution": fenced(program),
+        }
+        read = (task, "code", "test_list", *_IMPORTS)
+        examples.append({key: value for key, value in row.items() if key not in read} | own)
+    return to_dataset(examples, form)
+
+
+def fenced(program: str) -> str:
+    """A Python block."""
+    return f"```python\n{program.strip(chr(10))}\n```"
+
+
+def _beside(head: str, name: str, number: int, source: str | Path) -> str:
+    """Everything on the prompt's top level but the function that is asked for."""
+    try:
+        parts = ast.parse(head).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"source {str(source)!r}, row {number}: column 'prompt' is no Python: {error}") from None
+    beside = [part for part in parts if getattr(part, "name", None) != name]
+    if len(beside) == len(parts):
+        raise ValueError(f"{str(source)!r}, row {number}: column 'prompt' does not define its entry_point {name!r}")
+    return "\n\n".join(map(ast.unparse, beside))
+
+
+def _tested(program: str, tests: str) -> str | None:
+    """The last function of ``program`` whose name the tests use; None where they are no Python or name none."""
+    try:
+        made = [part.name for part in ast.parse(program).body if isinstance(part, ast.FunctionDef)]
+        used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return next((name for name in reversed(made) if name in used), None)
+
+
+def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
+    """A cell with a text or a list of texts."""
+    value: Any = row.get(column)
+    lines = [value] if isinstance(value, str) else value
+    if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):
+        raise ValueError(f"{str(source)!r}, row {number}: column {column!r} is {value!r}; a list of lines is needed")
+    return list(lines)

@@ -1,1 +1,0 @@
-"""In which language a text is written."""

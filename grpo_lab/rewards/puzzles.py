@@ -1,0 +1,251 @@
+"""Rewards of made rows (Countdown, sorting, proofs), whose answers are checked by a rule; and the coin, a control.
+
+A coin's gain is not a reward's: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer, as its
+family has seen the problems (arXiv 2507.10532) and clipping favours what the model does anyway (arXiv 2506.10947).
+Train the control with everything else as in the run it is compared with, and report both.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from grpo_lab.rewards.arithmetic import NotArithmetic, value_of
+from grpo_lab.rewards.completion import RowReward, answer_block
+from grpo_lab.verifiers.logic import Formula, NoFormula, NotAProof, check, read
+
+MOST_CHARACTERS, MOST_DEPTH, MOST_DIGITS = 500, 50, 18  # of an expression
+_TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*/()]))")
+_SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∕": "/", "−": "-", "–": "-"})
+
+
+class CountdownReward(RowReward):
+    """1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None where a row
+    has no numbers or no target, or one that is not whole.
+
+        reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
+
+    The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression
+    is read into exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the
+    last ``<answer>``, else the last fenced block, else the last line: ``(3 + 5) * 4``, or ``(3 + 5) * 4 = 32``.
+    """
+
+    columns = ("numbers", "target")
+    __name__ = "countdown_reward"
+
+    def score(self, text: str, *row: Any) -> float | None:
+        numbers, target = row
+        if not numbers or target is None:
+            return None
+        try:
+            *given, goal = [Fraction(number) for number in (*numbers, target)]
+        except (TypeError, ValueError, ArithmeticError):
+            return None
+        if any(number.denominator != 1 for number in (*given, goal)):
+            return None
+        return float(reaches(answer_block(text).strip().rpartition("\n")[2], list(map(int, given)), int(goal)))
+
+
+class NoExpression(ValueError):
+    """The text is no expression of whole numbers, ``+ - * /`` and brackets, or has no value."""
+
+
+def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether ``text`` is an expression, or ``expression = target``, that wins the game."""
+    left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
+    right = right.strip().translate(_SIGNS)
+    sign = -1 if right.startswith("-") else 1  # a target below 0
+    try:
+        value, used = value_and_numbers(left)
+        stated = sign * value_and_numbers(right.removeprefix("-"))[0] if equals else target
+    except NoExpression:
+        return False
+    return value == stated == target and Counter(used) == Counter(numbers)
+
+
+def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value, and the numbers in order. ``NoExpression`` for anything else than an expression.
+
+    No sign before a number, since the game has none, and no product without its sign.
+    """
+    if len(expression) > MOST_CHARACTERS:
+        raise NoExpression(f"longer than {MOST_CHARACTERS} characters")
+    tokens, depth = _tokens(expression), 0
+    for before, token in pairwise(["(", *tokens]):
+        depth += (token == "(") - (token == ")")
+        if depth > MOST_DEPTH or (token.isdigit() or token == "(") == (before.isdigit() or before == ")"):
+            raise NoExpression(f"{token!r} after {before!r}, or brackets deeper than {MOST_DEPTH}")
+    try:
+        return value_of(" ".join(tokens)), [int(token) for token in tokens if token.isdigit()]
+    except NotArithmetic as error:
+        raise NoExpression(str(error)) from None
+
+
+def _tokens(text: str) -> list[str]:
+    text = text.strip().translate(_SIGNS)
+    tokens, place = [], 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None or len(found[1] or "") > MOST_DIGITS:
+            raise NoExpression(f"{text[place : place + 20]!r}")
+        tokens.append(found[1] or found[2])
+        place = found.end()
+    return tokens
+
+
+_INTEGER = re.compile(r"-?[0-9]+")
+_MOST_READ = 4000
+"""Digits: Python reads no longer number; beyond it one is in order and equals none."""
+
+
+def _in_order(answer: Sequence[float]) -> int:
+    return sum(a <= b for a, b in pairwise(answer))
+
+
+KINDS: dict[str, Callable[[list[int], list[float]], float]] = {
+    "distance": lambda numbers, answer: sum(a == b for a, b in zip(sorted(numbers), answer, strict=True)),
+    "inclusion_ordering": lambda numbers, answer: sum(x in answer for x in numbers) + _in_order(answer),
+    "inclusion_ordering_multiset": lambda numbers, answer: (
+        (Counter[float](numbers) & Counter(answer)).total() + _in_order(answer)
+    ),
+    "exact": lambda numbers, answer: answer == sorted(numbers),
+}
+
+
+class SortingReward(RowReward):
+    """How well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and show it.
+
+        distance                       Σ_i 1[o_i = sorted(q)_i]                                           0 … L
+        inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                           0 … 2L − 1
+        inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]              0 … 2L − 1
+        exact                          1[o = sorted(q)]                                                  0 or 1
+
+    Reads the integers of a completion in order; fewer or more than the prompt's L earn 0, and a row without numbers
+    None. Source: CS336 lecture 17. Its code has ``inclusion_ordering``, its formula counts with multiplicity: for [4,
+    2, 4, 4] → [0, 2, 4, 6] 7 and 5. A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
+
+    Args:
+        kind: ``distance``, ``inclusion_ordering``, ``inclusion_ordering_multiset`` or ``exact``.
+    """
+
+    columns = ("numbers",)
+
+    def __init__(self, kind: str = "exact") -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; it must be one of {list(KINDS)}")
+        self.kind = kind
+        self.__name__ = f"sorting_{kind}_reward"  # TRL names its metrics after this
+
+    def score(self, text: str, *row: Any) -> float | None:
+        try:
+            wanted = [] if row[0] is None else [int(one) for one in row[0]]
+        except (TypeError, ValueError):
+            wanted = None
+        if wanted is None or isinstance(row[0], str | bytes | dict):
+            kind = "text" if isinstance(row[0], str) else type(row[0]).__name__
+            raise ValueError(f"`numbers` holds the {kind} {row[0]!r:.200}; it must be a list of integers")
+        if not wanted:
+            return None
+        found = _INTEGER.findall(text)
+        if len(found) != len(wanted):
+            return 0.0
+        answer = [int(one) if len(one) <= _MOST_READ else math.copysign(math.inf, float(one[:2])) for one in found]
+        return float(KINDS[self.kind](wanted, answer))
+
+
+_FIRST, _NUMBERED = re.compile(r"^\s*1[.):]"), re.compile(r"^\s*[0-9]{1,4}[.):]")
+_TURNSTILE = re.compile(r"\|-|⊢")
+
+
+class ProofReward(RowReward):
+    """1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``) by natural deduction for propositional logic, else
+    0.0; None where a row's sequent is none.
+
+        reward = 1[every line follows by its rule, and the last is the goal under no assumption]
+
+    The checker is small, kept here and knows one format (``verifiers.logic``). A proof can be checked where an answer
+    cannot: there is nothing to guess, and as many right texts as there are proofs. Read is the inside of the last
+    ``<answer>``, else the last fenced block, else the text from its last line ``1.`` on, to the first line that is no
+    line of a proof.
+    """
+
+    columns = ("sequent",)
+    __name__ = "proof_reward"
+
+    def score(self, text: str, *row: Any) -> float | None:
+        try:
+            return float(why_not(text, row[0] if isinstance(row[0], str) else "") == "")
+        except NoFormula:
+            return None
+
+
+def why_not(completion: str, sequent: str) -> str:
+    """What is wrong with the proof in ``completion``; empty where it is one. ``NoFormula``: the sequent is none."""
+    premises, goal = read_sequent(sequent)
+    lines = [line for line in answer_block(completion).splitlines() if line.strip()]
+    first = max((place for place, line in enumerate(lines) if _FIRST.match(line)), default=len(lines))
+    end = next((place for place in range(first, len(lines)) if not _NUMBERED.match(lines[place])), len(lines))
+    try:
+        check("\n".join(lines[first:end]), premises, goal)
+    except NotAProof as error:
+        return str(error)
+    return ""
+
+
+def read_sequent(text: str) -> tuple[list[Formula], Formula]:
+    """``p -> q, p |- q``: premises and goal. ``NoFormula`` for another text."""
+    sides = _TURNSTILE.split(text)
+    if len(sides) != 2:
+        raise NoFormula("a sequent is `premises |- goal`")
+    return [read(part) for part in sides[0].split(",") if part.strip()], read(sides[1])
+
+
+class CoinReward:
+    """1.0 with probability ``p`` for each completion, whatever it says, thrown anew at every call.
+
+    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same
+    coins, ranks throw different ones, a resumed run goes on (apart from the checkpoint's own batch where `eval_dataset`
+    throws coins on the way).
+
+    Args:
+        p: probability of 1.0.
+        seed: another seed, another series of throws. It is the coin's own, apart from the run's.
+    """
+
+    __name__ = "coin_reward"
+
+    def __init__(self, p: float = 0.5, *, seed: int = 0) -> None:
+        if isinstance(p, bool) or not 0 <= p <= 1:
+            raise ValueError(f"p must be a probability, from 0 to 1; got {p!r}")
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"seed must be a whole number of at least 0; got {seed!r}")
+        self.p, self.seed = float(p), seed
+        self._last = (-1, 0)  # step, calls in it
+
+    def __repr__(self) -> str:
+        return f"CoinReward(p={self.p:g}, seed={self.seed})"
+
+    def __call__(
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] | None = None,
+        *,
+        trainer_state: Any = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """0.0 or 1.0 a completion. Without `trainer_state` (TRL gives it) all calls are of step 0."""
+        if completions is None:
+            raise ValueError("CoinReward needs completions=[...]; got none")
+        step = int(getattr(trainer_state, "global_step", 0))
+        call = self._last[1] + 1 if self._last[0] == step else 0
+        self._last = (step, call)
+        throws = np.random.default_rng([self.seed, int(os.environ.get("RANK", "0")), step, call])
+        return [float(heads) for heads in throws.random(len(completions)) < self.p]

@@ -1,0 +1,320 @@
+r"""Text → the words that say something about its language, each with its script; and how likely a word is in each
+language that shares its script.
+
+**Words.** "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]``
+drawings, formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses,
+tokens with digits or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols.
+The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do
+the contents of ``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
+
+A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
+in different groups differ in their characters alone.
+
+**Likelihoods** within a group, p(word | language), unnormalised, from two offline sources: **wordfreq** (~20–30
+thousand words a language), p(w | l) is the word's frequency; **lingua** (character n-grams) for words that no list
+knows: its confidences share out the frequency of a word just too rare for the lists.
+
+Capitalised words are mostly names, which say little: they get a constant on top in every language, so that a frequent
+function word keeps its evidence ("The") and a name follows its text. The constant is larger for a name that most lists
+have (José) than for a German noun.
+
+Not from a paper: R1 (arXiv 2501.12948, section 2.3.2) defines the reward and not how words are assigned to languages.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import unicodedata
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib import import_module
+from math import log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import regex
+from numpy.typing import NDArray
+
+OTHER = "other"
+"""The group of characters whose script no known language uses, and the "language" of words that fit none."""
+
+LANGUAGES_OF_GROUP: dict[str, tuple[str, ...]] = {
+    "latin": ("en", "es", "fr", "de", "pt", "it", "nl", "vi", "id", "pl", "cs", "ro", "sv", "da", "fi", "hu", "tr"),
+    "cyrillic": ("ru", "uk", "bg", "mk"),
+    "arabic": ("ar", "fa", "ur"),
+    "cjk": ("zh", "ja"),
+    "hangul": ("ko",),
+    "devanagari": ("hi",),
+    "bengali": ("bn",),
+    "tamil": ("ta",),
+    "greek": ("el",),
+    "hebrew": ("he",),
+    "thai": ("th",),
+}
+
+GROUP_OF_LANGUAGE: dict[str, str] = {
+    language: group for group, languages in LANGUAGES_OF_GROUP.items() for language in languages
+}
+
+CASED = frozenset({"latin", "cyrillic", "greek"})
+
+UNSPACED: dict[str, float] = {"zh": 1.55, "ja": 2.35, "th": 4.5}
+"""Characters that weigh as much as one word, for scripts that do not mark words. zh, ja: characters per English word on
+the parallel rows (PUD, MGSM) of our language data: 913/597 and 723/307. th: average length of a Thai word."""
+
+_CJK = "CJK HIRAGANA KATAKANA KATAKANA-HIRAGANA IDEOGRAPHIC"
+_UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.fromkeys(_CJK.split(), "cjk")
+
+
+def has_kana(text: str) -> bool:
+    """Whether a Japanese syllable sign is among the characters (Chinese has none)."""
+    return any("\u3041" <= character <= "\u30ff" for character in text)
+
+
+def known_languages() -> list[str]:
+    """Codes that can be a target."""
+    return sorted(GROUP_OF_LANGUAGE)
+
+
+class Word(NamedTuple):
+    """One word of a spaced script, or one unbroken run of characters of an unspaced one."""
+
+    text: str  # case-folded, NFKC
+    group: str  # script group
+    capitalised: bool
+
+
+_SYMBOLS = (
+    "sin cos tan cot sec csc arcsin arccos arctan log ln exp lim sup inf "
+    "max min gcd lcm mod det sqrt frac cdot boxed "
+    "km cm mm kg mg ml kph mph lbs ft oz hr hrs sq cu"
+)
+_NEUTRAL_WORDS = frozenset(_SYMBOLS.split())
+
+LETTER_WORDS = frozenset("aeiouy")
+"""Single letters a–z that are a word somewhere (English "a", Spanish "y"); they can as well be variables."""
+
+_ENVIRONMENTS = (
+    "align aligned alignat alignedat equation gather gathered array eqnarray "
+    "multline split cases matrix pmatrix bmatrix vmatrix"
+)
+_PAIRS = (
+    ("[asy]", "[/asy]"),
+    *((f"\\begin{{{name}{star}}}", f"\\end{{{name}{star}}}") for name in _ENVIRONMENTS.split() for star in ("", "*")),
+    *(("\\[", "\\]"), ("\\(", "\\)"), ("<<", ">>")),
+)
+_FENCE = re.compile(r"```|~~~")
+_INLINE_CODE = re.compile(r"`[^`\n]{1,200}`")
+_DISPLAY = re.compile(r"\$\$[^$]{1,2000}\$\$")
+# As in pandoc: no space just inside the dollars and no digit after them, so that "$5 and $7" is money.
+_FORMULA = re.compile(r"\$(?=[^\s$])[^$]{0,600}?(?<=[^\s$])\$(?![0-9])")
+_PROSE_IN_FORMULA = re.compile(r"\\(?:text|textbf|textit|textrm|mbox)\s*\{([^{}]{0,500})\}")
+_LATEX_NAME = re.compile(r"\\(?:begin|end|operatorname|mathrm|mathbf|mathbb|mathcal|label|ref)\s*\*?\{[^{}]{0,60}\}")
+_LATEX_COMMAND = re.compile(r"\\[A-Za-z]+\*?")
+_ADDRESS = re.compile(r"https?://[!-~]+|(?<![A-Za-z0-9.+-])[A-Za-z0-9.+-]{1,64}@[A-Za-z0-9.-]+")
+_INVISIBLE = dict.fromkeys(map(ord, "\u00ad\u200b\u2060\ufeff\u0640"))  # soft hyphen, zero widths, Arabic tatweel
+_LATIN_OR_GREEK = re.compile(r"[A-Za-z\u00c0-\u024f\u0370-\u03ff\u1e00-\u1fff]+")
+# Letters with their combining marks, digits, underscores, inner apostrophes and joiners: one token. (`regex`, which
+# transformers needs too, has Unicode's classes; stdlib `re` would cut हिन्दी at its vowel signs.)
+_TOKEN = regex.compile(r"[\p{L}\p{M}\p{N}_\u200c\u200d]+(?:['’][\p{L}\p{M}\p{N}_\u200c\u200d]+)*")
+_CAMEL = re.compile(r"[a-z][A-Z]")
+
+
+def words_of(text: str) -> list[Word]:
+    """The countable words of ``text`` in order. Empty where there are only digits, formulas and signs."""
+    text = _prose(unicodedata.normalize("NFKC", text).translate(_INVISIBLE))
+    words: list[Word] = []
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token.isascii():
+            is_label = 2 <= len(token) <= 3 and token.isupper()  # a triangle ABC, the EU
+            called = text[match.end() : match.end() + 1] == "("
+            if token.replace("'", "").isalpha() and not (is_label or called or _CAMEL.search(token)):
+                words += _piece_words(token, "latin")
+        else:
+            words += _mixed_words(token) if len(token) <= 40 else _mixed_words.__wrapped__(token)
+    return words
+
+
+def _prose(text: str) -> str:
+    """``text`` with code and formulas blanked, except what they contain in other scripts and in ``\\text{…}``."""
+    pieces = _FENCE.split(text)
+    text = "".join(piece if at % 2 == 0 else _blank(piece) for at, piece in enumerate(pieces))
+    for opener, closer in _PAIRS:  # an opener that is never closed is left as it is
+        kept, at = [], 0
+        while (start := text.find(opener, at)) >= 0 and (end := text.find(closer, start + len(opener))) >= 0:
+            kept += [text[at:start], _blank(text[start + len(opener) : end])]
+            at = end + len(closer)
+        text = "".join([*kept, text[at:]])
+    for pattern in (_INLINE_CODE, _DISPLAY, _FORMULA, _ADDRESS):
+        text = pattern.sub(lambda match: _blank(match.group()), text)
+    text = _PROSE_IN_FORMULA.sub(r" \1 ", text)
+    return _LATEX_COMMAND.sub(" ", _LATEX_NAME.sub(" ", text))
+
+
+def _blank(span: str) -> str:
+    prose = " ".join(_PROSE_IN_FORMULA.findall(span))
+    rest = _LATIN_OR_GREEK.sub(" ", _PROSE_IN_FORMULA.sub(" ", span)) if not span.isascii() else ""
+    return f" {prose} {rest} "
+
+
+@lru_cache(maxsize=65_536)
+def _mixed_words(token: str) -> tuple[Word, ...]:
+    pieces = _script_runs(token)
+    has_digit = any(group is None for group, _ in pieces)
+    return tuple(
+        word
+        for group, piece in pieces
+        if group is not None and not (has_digit and group == "latin")
+        for word in _piece_words(piece, group)
+    )
+
+
+def _piece_words(piece: str, group: str) -> list[Word]:
+    folded = piece.casefold().replace("’", "'").strip("'")
+    # a single consonant a–z or a single Greek letter is a symbol
+    symbol = len(folded) == 1 and folded not in LETTER_WORDS and (folded.isascii() or group == "greek")
+    return [] if not folded or folded in _NEUTRAL_WORDS or symbol else [Word(folded, group, piece[0].isupper())]
+
+
+def _script_runs(token: str) -> list[tuple[str | None, str]]:
+    """``token`` cut where the script changes; ``None`` for digits, underscores and the like.
+
+    Marks, apostrophes and joiners belong to the letters before them.
+    """
+    runs: list[tuple[str | None, str]] = []
+    for letter in token:
+        group: str | None = None
+        if letter.isalpha() or letter in "々〆ー":
+            group = _UNICODE_NAMES.get(unicodedata.name(letter, "").split(" ", 1)[0], OTHER)
+        if unicodedata.category(letter)[0] == "M" or letter in "'’\u200c\u200d":
+            if not runs:
+                continue
+            group = runs[-1][0]
+        if runs and runs[-1][0] == group:
+            runs[-1] = (group, runs[-1][1] + letter)
+        else:
+            runs.append((group, letter))
+    return runs
+
+
+Likelihoods = NDArray[np.float64]
+
+UNSEEN = 1e-7
+"""Frequency given to a word in a language whose list lacks it (the lists end at 1e-6: a word in a million)."""
+LISTED = 5e-7  # between the lists' least frequency and what a word gets without being in any
+FOREIGN = 3e-7
+"""p(w | no language we know): a word that no language explains better than this counts as ``other``."""
+NAME, KNOWN_NAME = 1e-5, 1e-3
+"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists have it."""
+LONGEST_WORD = 40
+RARE_CHARACTER = log(1e-6)
+TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one
+HAN_IN_JAPANESE = log(0.45)  # about that share of Japanese characters is Han; counted for three characters of a run
+KANA_IN_CHINESE = log(1e-3)
+MAX_GUESSED = 250
+"""At most this many different unlisted words of one text are shown to lingua (0.3 ms each); the rest say nothing."""
+
+
+def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
+    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in order, then ``other``."""
+    languages = LANGUAGES_OF_GROUP[group]
+    if group == "cjk":
+        return _run_likelihoods(words, languages)
+    table = np.full((len(words), len(languages) + 1), FOREIGN)
+    guesses = 0
+    for row, word in enumerate(words):
+        known = _listed(word.text, languages)
+        if known is None and guesses < MAX_GUESSED and len(word.text) <= LONGEST_WORD:
+            guesses += 1
+            known = _guessed(word.text, languages)
+        table[row, :-1] = UNSEEN if known is None else known
+        if word.capitalised:
+            listed_in = int((table[row, :-1] > LISTED).sum())
+            table[row] += KNOWN_NAME if 2 * listed_in >= len(languages) else NAME
+    return table
+
+
+def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likelihoods:
+    """``[W, L + 1]`` for unbroken runs of Han and kana: a run is in one language, p(run | l) = Π p(character | l).
+
+    Relative to the run's likeliest language, since only ratios matter and the product of a long run underflows.
+    """
+    tables = [_characters(language) for language in languages]
+    logs = np.array([[sum(table.get(c, RARE_CHARACTER) for c in run.text) for table in tables] for run in runs])
+    for row, run in enumerate(runs):
+        if not has_kana(run.text):
+            logs[row, languages.index("ja")] += HAN_IN_JAPANESE * min(len(run.text), 3)
+    logs -= logs.max(axis=1, keepdims=True)
+    return np.concatenate([np.exp(np.maximum(logs, -50.0)), np.full((len(runs), 1), 1e-6)], axis=1)
+
+
+@cache
+def _characters(language: str) -> dict[str, float]:
+    """log p(character | language, kind), kind = Han or kana, from the word list.
+
+    Given the kind, so that Japanese with few kana is not taken for Chinese, where a kana is rare.
+    """
+    frequency: dict[str, float] = {}
+    for word, weight in _frequencies(language).items():
+        for character in word:
+            if "\u3400" <= character <= "\u9fff":
+                frequency[character] = frequency.get(character, 0.0) + weight
+    if language == "zh":  # the list is in simplified characters
+        path = Path(_offline_library("wordfreq").__file__).parent / "data" / "_chinese_mapping.msgpack.gz"
+        packed = _offline_library("msgpack").loads(gzip.decompress(path.read_bytes()), strict_map_key=False)
+        for code, simplified in packed.items():  # wordfreq's function for it would need jieba
+            if isinstance(simplified, str):
+                frequency.setdefault(chr(code), TRADITIONAL * frequency.get(simplified, 0.0))
+    total = sum(frequency.values())
+    logs = {character: max(log(max(weight, 1e-12) / total), RARE_CHARACTER) for character, weight in frequency.items()}
+    kana = 0.0 if language == "ja" else KANA_IN_CHINESE
+    return logs | {chr(code): kana for code in range(0x3041, 0x3100)}
+
+
+@lru_cache(maxsize=100_000)
+def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
+    """Frequencies, with ``UNSEEN`` for the lists that lack the word; ``None`` where all do."""
+    lists = [_frequencies(language) for language in languages]
+    forms = [word]
+    if "'" in word:  # French and Italian lists hold the parts of l'homme, the English one don't as a whole
+        forms += [part for part in word.split("'") if len(part) > 1][-1:]
+    found = ([words.get(form, 0.0) for words in lists] for form in forms)
+    return next((np.maximum(np.array(seen), UNSEEN) for seen in found if any(seen)), None)
+
+
+@lru_cache(maxsize=100_000)
+def _guessed(word: str, languages: tuple[str, ...]) -> Likelihoods:
+    """Lingua's confidences as frequencies of an unlisted word: mean ``UNSEEN`` over the languages."""
+    values = _detector(languages).compute_language_confidence_values(word)
+    confidences = {value.language.iso_code_639_1.name.lower(): value.value for value in values}
+    shares: Likelihoods = np.array([confidences[language] for language in languages]) + 0.02
+    guess: Likelihoods = UNSEEN * len(languages) * shares / shares.sum()
+    return guess
+
+
+@cache
+def _frequencies(language: str) -> dict[str, float]:
+    words: dict[str, float] = _offline_library("wordfreq").get_frequency_dict(language, "small")
+    return words
+
+
+@cache
+def _detector(languages: tuple[str, ...]) -> Any:
+    lingua = _offline_library("lingua")
+    codes = [getattr(lingua.IsoCode639_1, language.upper()) for language in languages]
+    # Trigram models only: 30 MB instead of 500 for the Latin languages, and unlisted words are rarely short.
+    return lingua.LanguageDetectorBuilder.from_iso_codes_639_1(*codes).with_low_accuracy_mode().build()
+
+
+def _offline_library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            "LanguageConsistencyReward distinguishes languages of one script with wordfreq and "
+            f"lingua-language-detector, and {name!r} cannot be imported here ({error}). Install them: "
+            "pip install 'grpo_lab[language]'"
+        ) from error

@@ -1,0 +1,123 @@
+"""What a command says: a recipe's settings in words, the plan of a dry run, and, of what the libraries print, a line of
+progress: no bars for loading, saving and mapping, no dictionary of metrics per log, no notes and warnings for the
+libraries' developers. Errors, warnings about weights and data, and this package's own lines stay."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from transformers.trainer_callback import TrainerCallback
+
+from grpo_lab.evaluation.terminal import Terminal
+from grpo_lab.io import is_local
+from grpo_lab.recipe.rows import MADE
+from grpo_lab.recipe.sections import DataSection, RewardSection
+from grpo_lab.trainer.metrics.progress import AsStock, OneLine
+
+TALKATIVE = ("vllm", "trl", "accelerate", "peft", "torch")
+"""Loggers heard from warnings up."""
+NOTES = ("transformers.trainer", "transformers.trainer_utils", "transformers.generation")
+"""Loggers heard from errors up: special tokens aligned, generation flags that a sampler does not read. What
+transformers says of weights that a checkpoint lacks comes from elsewhere, and stays."""
+FOR_DEVELOPERS = r"(torch|transformers|trl|accelerate|peft|datasets|huggingface_hub|vllm)(\.|$)"
+NO_ACCELERATOR = r".*pin_memory.*no accelerator"
+EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which is an experimental feature)"
+"""TRL's SimPO, which long2short uses knowingly; `rollout_func` (thinking budgets) and `environment_factory`."""
+
+
+def told(settings: Any) -> str:
+    """Settings in words; what is None was not applied."""
+    if settings is None:
+        return "not applied"
+    if isinstance(settings, DataSection):
+        rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
+        limit = "" if settings.limit is None else f", the first {settings.limit:,}"
+        return f"{settings.loader} ({rest}, template {settings.template}{limit})"
+    if isinstance(settings, RewardSection):
+        return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
+    if isinstance(settings, tuple):
+        return "; ".join(told(one) for one in settings)
+    if is_dataclass(settings):
+        pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
+        return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
+    return str(settings)
+
+
+def settings_in_words(training: Mapping[str, Any]) -> str:
+    """Those of a trainer of TRL's."""
+    return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
+
+
+def count_of(rows: Any, section: DataSection) -> str:
+    """How many rows there are, and where from. Of made ones the recipe says how many, whatever was made of them."""
+    count = None if rows is None else len(rows)
+    if section.loader in MADE and isinstance(section.arguments.get("n"), int):
+        count = min(section.arguments["n"], section.limit or section.arguments["n"])
+    return f"{'not loaded here' if count is None else f'{count:,}'} from {told(section)}"
+
+
+def model_of(path: str) -> str:
+    """A saved model, and when one that is not here will be."""
+    return path if is_local(path) else f"{path} (a hub name: loaded when sampling starts)"
+
+
+def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
+    """The plan of a dry run as a table."""
+    table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for fact, value in facts.items():
+        table.add_row(Text(fact), Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
+    (console or Terminal()).print(table)
+
+
+class NoLine(TrainerCallback):  # type: ignore[misc]
+    """In place of HF's printer of dictionaries, where ``disable_tqdm`` asks for no bar."""
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool = False) -> Iterator[None]:
+    """Inside the block the libraries keep to a line of progress, by their own switches; afterwards everything is as it
+    was. ``verbose`` changes nothing of what they print."""
+    from transformers import trainer
+
+    ours: dict[str, Any] = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
+    with contextlib.ExitStack() as stack:
+        for name, shown in ({"DEFAULT_PROGRESS_CALLBACK": AsStock} if verbose else ours).items():
+            stack.callback(setattr, trainer, name, getattr(trainer, name))
+            setattr(trainer, name, shown)  # as notebooks replace it
+        if not verbose:
+            _silence(stack)
+        yield
+
+
+def _silence(stack: contextlib.ExitStack) -> None:
+    """Loggers, bars (loading, saving, mapping rows) and warnings."""
+    import datasets
+    from tqdm.contrib.logging import logging_redirect_tqdm
+    from transformers.utils import logging as theirs
+
+    for name, level in {**dict.fromkeys(TALKATIVE, logging.WARNING), **dict.fromkeys(NOTES, logging.ERROR)}.items():
+        logger = logging.getLogger(name)
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(level)
+    if theirs.is_progress_bar_enabled():
+        stack.callback(theirs.enable_progress_bar)
+    if not datasets.are_progress_bars_disabled():
+        stack.callback(datasets.enable_progress_bars)
+    theirs.disable_progress_bar()
+    datasets.disable_progress_bars()
+    stack.enter_context(warnings.catch_warnings())
+    for category in (FutureWarning, DeprecationWarning, UserWarning):
+        message = NO_ACCELERATOR if category is UserWarning else ""
+        warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
+    warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
+    stack.enter_context(logging_redirect_tqdm())

@@ -1,0 +1,294 @@
+"""Filter: rows go through filters, first those that read the text, then those that ask a model about what is left.
+
+A filter is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from grpo_lab.curation import (
+    PassRate,
+    Selection,
+    balance,
+    deduplicate,
+    find_contamination,
+    guess_rates,
+    keep_band,
+    question_kind,
+)
+from grpo_lab.curation.kinds import KINDS
+from grpo_lab.curation.selection import is_missing
+from grpo_lab.recipe.sections import DataSection, SamplingSettings
+from grpo_lab.runs.stage import At
+from grpo_lab.settings import Count, Number, Positive, must_be, settings
+from grpo_lab.stages.sample import ModelSampler
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
+SCORES = (
+    *("kind", "prompt_tokens", "pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right"),
+    "guesses_right",
+)
+PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
+NO_THINKING = {"enable_thinking": False}
+CUT_WARNING = 0.05
+
+
+@dataclass(kw_only=True)
+class Filtering(At):
+    """The rows on their way through the filters; each sees all rows, and the model is asked about those left.
+
+    Args:
+        shown: column of the text that is read and shown.
+        reward, judge: what judges the model's answers, and that in words.
+        against: rows of evaluation sets.
+        sampler: the model, from `leave_room` on.
+    """
+
+    rows: list[dict[str, Any]]
+    selection: Selection
+    shown: str
+    sampling: SamplingSettings
+    reward: Any
+    judge: str
+    against: Sequence[Any] = ()
+    notes: list[str] = field(default_factory=list)
+    sampler: ModelSampler | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [text_of(row[self.shown]) for row in self.rows]
+
+    @property
+    def model(self) -> ModelSampler:
+        assert self.sampler is not None, "the stage `room` loads it"
+        return self.sampler
+
+    @property
+    def left(self) -> list[int]:
+        return [i for i, kept in enumerate(self.selection.mask) if kept]
+
+    def score(self, name: str, values: Mapping[int, Any]) -> None:
+        """A score of the rows that are left; the others have None."""
+        self.selection.score(name, [values.get(i) for i in range(len(self.rows))])
+
+    def keep(self, name: str, keep: Mapping[int, bool], rule: str, reasons: Mapping[int, str | None]) -> None:
+        """A filter that looked at some rows; the others stay as they are."""
+        every = range(len(self.rows))
+        mask = [keep.get(i, True) for i in every]
+        self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in every])
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+@settings()
+class KindFilter:
+    """``kind``: keep these kinds of question (`question_kind`)."""
+
+    keep: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("open",)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.keep) - set(KINDS)):
+            raise ValueError(f"`filters.kind.keep` holds {unknown}; kinds are {list(KINDS)}")
+
+    def apply(self, at: Filtering) -> None:
+        kinds = dict(enumerate(map(question_kind, at.texts)))
+        at.score("kind", kinds)
+        at.keep("kind", {i: kind in self.keep for i, kind in kinds.items()}, f"keep {', '.join(self.keep)}", kinds)
+
+
+@settings()
+class DuplicateFilter:
+    """``duplicates``: least word similarity of a near duplicate (`deduplicate`)."""
+
+    similarity: Number = 0.85
+
+    def apply(self, at: Filtering) -> None:
+        found = deduplicate(at.texts, similarity=self.similarity)
+        of = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
+        at.keep("duplicates", dict(enumerate(found.keep)), f"word similarity ≥ {self.similarity:g}", of)
+
+
+@settings()
+class ContaminationFilter:
+    """``contamination``: evaluation sets as data sections, and the rules of `find_contamination`."""
+
+    against: Annotated[tuple[DataSection, ...], Field(min_length=1)]
+    ngram: Positive = 13
+    similarity: Number = 0.7
+
+    def apply(self, at: Filtering) -> None:
+        against = [text_of(one) for rows in at.against for one in rows[shown_column(rows)]]
+        hits = dict(enumerate(find_contamination(at.texts, against, ngram=self.ngram, similarity=self.similarity)))
+        at.keep(
+            "evaluation sets",
+            {i: hit is None for i, hit in hits.items()},
+            f"{len(against):,} items; {self.ngram}-grams, similarity ≥ {self.similarity:g}",
+            {i: f"item {hit.item}, {hit.reason}: {hit.evidence}" for i, hit in hits.items() if hit is not None},
+        )
+
+
+@settings()
+class BandFilter:
+    """``band``: low < pass rate < high, both ends out (`keep_band`)."""
+
+    low: Number = 0.0
+    high: Number = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise ValueError(
+                f"`filters.band` is low={self.low!r}, high={self.high!r}; two numbers with low < high are needed"
+            )
+
+    def apply(self, at: Filtering, found: Mapping[int, PassRate]) -> None:
+        inside = keep_band([rate.rate for rate in found.values()], self.low, self.high)
+        at.keep(
+            "pass rate",
+            dict(zip(found, inside, strict=True)),
+            f"{self.low:g} < p < {self.high:g}, {at.sampling.n_samples} samples",
+            {i: "unscorable" if rate.rate is None else f"p = {rate.rate:g}" for i, rate in found.items()},
+        )
+
+
+@settings()
+class GuessFilter:
+    """``guessable``: out if right in one of ``tries`` answers without reasoning, of at most ``max_new_tokens``."""
+
+    tries: Positive = 8
+    max_new_tokens: Positive = 32
+
+    def apply(self, at: Filtering) -> None:
+        sampler, limit = at.model, self.max_new_tokens
+
+        def briefly(prompts: Sequence[Any], n: int) -> list[list[Any]]:
+            return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
+
+        how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
+        how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
+        how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
+        problems = [at.rows[i] for i in at.left]
+        rates = guess_rates(problems, at.stop.before_each(briefly), at.reward, self.tries, **how)
+        right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
+        at.score("guesses_right", right)
+        at.keep(
+            "guessable",
+            {i: count == 0 for i, count in right.items()},
+            f"never right in {self.tries} answers of ≤ {limit} tokens without reasoning",
+            {i: f"right in {count} of {self.tries}" for i, count in right.items()},
+        )
+
+
+@settings()
+class BalanceFilter:
+    """``balance``: rows a value of the column ``by`` may keep (`balance`); None: as many as the smallest has."""
+
+    by: str
+    per_domain: Annotated[
+        Count | dict[str, Count] | None, must_be("a whole number of at least 0, or one for each domain")
+    ] = None
+
+    def apply(self, at: Filtering) -> None:
+        scored = at.selection.scored_rows()
+        rows = {i: scored[i] for i in at.left}
+        if not rows:
+            return
+        missing = {i for i, row in rows.items() if is_missing(row[self.by])}
+        if missing:
+            at.notes.append(
+                f"{len(missing):,} of the {len(rows):,} rows to balance have no `{self.by}`: they are of no domain and "
+                "were left out."
+            )
+        chosen = balance(list(rows.values()), self.by, self.per_domain, seed=at.sampling.seed)
+        share = "as many as the smallest" if self.per_domain is None else f"at most {self.per_domain}"
+        reasons = {i: f"no {self.by}" if i in missing else f"{self.by} {row[self.by]}" for i, row in rows.items()}
+        at.keep("balance", dict(zip(rows, chosen, strict=True)), f"{share} of every {self.by}", reasons)
+
+
+@settings()
+class Filters:
+    """Which filters run, in this order; None leaves one out."""
+
+    kind: KindFilter | None = None
+    duplicates: DuplicateFilter | None = None
+    contamination: ContaminationFilter | None = None
+    band: BandFilter | None = None
+    guessable: GuessFilter | None = None
+    balance: BalanceFilter | None = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switched(cls, written: Any) -> Any:
+        """`true` is a filter as it is by default, `false` leaves it out."""
+        return {True: {}, False: None}[written] if isinstance(written, bool) else written
+
+
+def leave_room(at: Filtering, model: str) -> None:
+    """Loads the model; prompts that leave no room for a completion in its context go."""
+    sampler = at.sampler = ModelSampler(model, at.sampling)
+    tokens = {i: len(sampler.rendered(at.rows[i]["prompt"])) for i in at.left}
+    at.score("prompt_tokens", tokens)
+    if sampler.context is None:
+        return
+    room = sampler.context - at.sampling.max_completion_length
+    if any(count > room for count in tokens.values()):
+        at.keep(
+            "prompt too long",
+            {i: count <= room for i, count in tokens.items()},
+            f"prompt ≤ {room} tokens: context {sampler.context} − max_completion_length",
+            {i: f"{count} tokens" for i, count in tokens.items()},
+        )
+
+
+def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
+    """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
+    sampler, left = at.model, at.left
+    problems, said = [at.rows[i] for i in left], {"reward": at.judge}
+    measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
+    found = dict(zip(left, measured, strict=True))
+    tokens = {i: [sampler.tokens(completion) for completion in rate.completions] for i, rate in found.items()}
+    right = {
+        i: [n for n, score in zip(tokens[i], rate.scores, strict=True) if score is not None and score >= CORRECT_FROM]
+        for i, rate in found.items()
+    }
+    at.score("pass_rate", {i: rate.rate for i, rate in found.items()})
+    at.score("successes", {i: rate.successes for i, rate in found.items()})
+    at.score("trials", {i: rate.trials for i, rate in found.items()})
+    for name, lengths in (("mean_tokens", tokens), ("mean_tokens_right", right)):
+        at.score(name, {i: fmean(counts) if counts else None for i, counts in lengths.items()})
+    # of all completions that the rates count, whichever session made them
+    total = sum(len(rate.scores) for rate in measured if rate.cut is not None)
+    cut = sum(rate.cut or 0 for rate in measured)
+    if total and cut / total > CUT_WARNING:
+        at.notes.append(
+            f"{cut / total:.0%} of the {total:,} completions were cut at max_completion_length="
+            f"{at.sampling.max_completion_length} tokens: cut answers count as wrong, so pass rates are too low."
+        )
+    known = [rate.rate for rate in measured if rate.rate is not None]
+    if known:
+        at.notes.append(
+            f"Mean pass rate of the {len(known):,} problems measured: {fmean(known):.1%} ({at.sampling.n_samples} "
+            f"samples at temperature {at.sampling.temperature:g}); never right: {sum(p == 0 for p in known):,}, always "
+            f"right: {sum(p == 1 for p in known):,}."
+        )
+    if band is not None:
+        band.apply(at, found)
+
+
+def shown_column(rows: Any) -> str:
+    """The column of the questions' text."""
+    return "question" if "question" in rows.column_names else "prompt"
+
+
+def text_of(prompt: Any) -> str:
+    """The text of a question: a string as it is, of messages the user's."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(message.get("content", "")) for message in prompt if message.get("role") != "system")
