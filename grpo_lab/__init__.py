@@ -12,29 +12,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LabConfig": "grpo_lab.trainer",
-    "LabTrainer": "grpo_lab.trainer",
-    "DrGRPOTrainer": "grpo_lab.trainer",
-    "PPOTrainer": "grpo_lab.trainer",
-    "KimiTrainer": "grpo_lab.trainer",
-    "R1ZeroTrainer": "grpo_lab.trainer",
+    **dict.fromkeys(("LabConfig", "LabTrainer", "DrGRPOTrainer"), "grpo_lab.trainer"),
+    **dict.fromkeys(("PPOTrainer", "KimiTrainer", "R1ZeroTrainer"), "grpo_lab.trainer"),
+    **dict.fromkeys(("register_aggregation", "register_objective"), "grpo_lab.objectives"),
     "register_advantage": "grpo_lab.advantages",
-    "register_aggregation": "grpo_lab.objectives",
-    "register_objective": "grpo_lab.objectives",
 }
 
-__all__ = [
-    "DrGRPOTrainer",
-    "KimiTrainer",
-    "LabConfig",
-    "LabTrainer",
-    "PPOTrainer",
-    "R1ZeroTrainer",
-    "__version__",
-    "register_advantage",
-    "register_aggregation",
-    "register_objective",
-]
+__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "PPOTrainer", "R1ZeroTrainer"]
+__all__ += ["__version__", "register_advantage", "register_aggregation", "register_objective"]
 
 if TYPE_CHECKING:
     from grpo_lab.advantages import register_advantage

@@ -35,7 +35,6 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 
 
 def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
-    """``text`` as UTF-8."""
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 

@@ -47,8 +47,7 @@ DELTAS = {name: rule for name, rule in RULES.items() if name != "batch_zscore"}
 class Returns:
     """Â_{i,t} = Σ_{k ≥ t} γ^{n(t,k)} r_{i,k}: r_{i,k} is the delta of the reward on the last own token and 0 before.
 
-    n(t,k) counts own tokens as in ``reward_to_go``, so Â_{i,t} = γ^{own tokens after t} · Δ_i: with γ = 1 the row rule
-    ``delta`` on every token.
+    n(t,k) counts as in ``reward_to_go``: Â_{i,t} = γ^{own tokens after t} · Δ_i; with γ = 1 ``delta`` on every token.
 
     Source: Williams 1992; the return and the deltas: CS336 lecture 17. With γ < 1 and a centred delta what is taken off
     depends on how long the completion still goes on: it is no baseline then but a part of the reward

@@ -6,16 +6,5 @@ from grpo_lab.evaluation.result import EvaluationResult, Outcome, paired_gain
 from grpo_lab.evaluation.run_page import write_report
 from grpo_lab.evaluation.terminal import headline, terminal_summary
 
-__all__ = [
-    "Completion",
-    "EvaluationResult",
-    "EvaluationStopped",
-    "Outcome",
-    "Sampler",
-    "TransformersSampler",
-    "evaluate",
-    "headline",
-    "paired_gain",
-    "terminal_summary",
-    "write_report",
-]
+__all__ = ["Completion", "EvaluationResult", "EvaluationStopped", "Outcome", "Sampler", "TransformersSampler"]
+__all__ += ["evaluate", "headline", "paired_gain", "terminal_summary", "write_report"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,10 +12,8 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480.0, 264.0
 LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 42.0
-SECOND_AXIS = 26.0
-"""How much wider the right margin is where it holds a second axis."""
-SMOOTH_FROM = 20
-"""Series shorter than this are drawn as they are."""
+SECOND_AXIS = 26.0  # how much wider the right margin is where it holds one
+SMOOTH_FROM = 20  # points; shorter series are drawn as they are
 _MOST_POINTS = 300
 
 # Okabe & Ito's colour-blind-safe palette; the dash tells lines apart without any colour at all.
@@ -26,8 +23,7 @@ STYLES = [
 ]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One named series. ``errors``: (low, high) at each point, drawn as bars; ``markers``: show the points."""
 
     label: str
@@ -43,8 +39,7 @@ class Tick(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A chart, as `draw` gives it to the template, with its title and what to look for in it."""
 
     title: str

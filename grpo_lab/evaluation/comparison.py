@@ -82,9 +82,15 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
         raise ValueError(f"a comparison is of 2 to {MOST_RUNS} runs, got {len(paths)}")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError(f"one run is named twice among {', '.join(map(str, paths))}")
-    runs = [_record(path) for path in paths]
+    runs = [read_run(path) for path in paths]
     for run, name in zip(runs, _names(runs), strict=True):
         run.name = name
+        if run.kind in ("", CURATION):
+            said = "holds nothing of a run and no evaluation; name output folders of train or evaluate"
+            raise ValueError(f"{run.folder} {said}")
+        if run.kind == EVALUATION and run.after:
+            model = run.after.settings.get("model", "not recorded")
+            run.notices.append(f"one evaluation and no run; the model is {model}")
     tests = [paired_test(run, runs[0]) for run in runs[1:]]
     return Comparison(runs, _differing(runs), tests, _notes(runs, tests))
 
@@ -129,16 +135,6 @@ def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[
         if outcome.correct is not None and same:
             pairs.append((outcome, same.pop(0)))
     return pairs
-
-
-def _record(path: Path) -> RunRecord:
-    record = read_run(path)
-    if record.kind in ("", CURATION):
-        raise ValueError(f"{path} holds nothing of a run and no evaluation; name output folders of train or evaluate")
-    if record.kind == EVALUATION and record.after:
-        model = record.after.settings.get("model", "not recorded")
-        record.notices.append(f"one evaluation and no run; the model is {model}")
-    return record
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:

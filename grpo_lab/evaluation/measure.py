@@ -70,9 +70,8 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings
-    (`prompts_too_long`). Samples follow from ``seed`` and ``batch_size`` and leave torch's random state untouched.
-    Unwrap a distributed model first.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
+    Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
 
     Raises:
         EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.

@@ -1,7 +1,6 @@
 """The one model of our HTML pages: result, then sections with figures, answers and tables; settings last, folded.
 
-Text of models, data and files is not trusted: what a template prints is made visible and escaped; no page has scripts
-or loads anything.
+Text of models, data and files is not trusted: all is made visible and escaped; no page has scripts or loads anything.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _SHOWN: dict[tuple[bool | None, bool | None], tuple[str, int]] = {
 SHOWN_OF_ONE_SIDE = 4
 
 
-@dataclass(frozen=True)
-class ShownSample:
+class ShownSample(NamedTuple):
     """One problem with what the model wrote before and after; a side that was not evaluated is None."""
 
     kind: str
@@ -45,8 +43,7 @@ class ShownSample:
         return self.after or self.before  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """A number of the result, large, with its unit; a note under it."""
 
     name: str

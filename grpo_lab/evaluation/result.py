@@ -104,9 +104,7 @@ def _outcome(row: dict[str, Any] | str, where: str) -> Outcome:
 
 def as_text(value: object) -> str | None:
     """A gold answer as text: strings as they are, None as None, anything else as JSON."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 ReadAnswer = Callable[[str], "str | None"]
@@ -125,7 +123,6 @@ def answer_reader(reward: Any) -> ReadAnswer | None:
 
     if not isinstance(reward, AccuracyReward):
         return None
-
     return lambda completion: getattr(reward.read(completion), "text", None)
 
 

@@ -8,13 +8,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from grpo_lab.diagnostics import changes
 from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
 from grpo_lab.evaluation.result import paired_gain
-from grpo_lab.evaluation.run_record import CURATION, EVALUATION, LONG2SHORT, ROUNDS, RunRecord, read_run, verdicts
+from grpo_lab.evaluation.run_record import (
+    CURATION,
+    EVALUATION,
+    LONG2SHORT,
+    ROUNDS,
+    RunRecord,
+    facts_of,
+    read_run,
+    windows,
+)
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
 
 _WORKING = (
@@ -72,6 +82,7 @@ def run_page(record: RunRecord) -> Page:
     if record.kind != EVALUATION and bool(record.before) != bool(record.after):
         side = "after" if record.before else "before"
         missing.append(f"Evaluation {side} (evaluation/{side})")
+    points = [one.line for one in changes(windows(record), facts_of(record))][-5:]
     return Page(
         kind="training report" if trained else f"{record.kind} report",
         title=title_of(record),
@@ -79,7 +90,7 @@ def run_page(record: RunRecord) -> Page:
         cards=[*accuracy_cards(record), *_length_card(record)] if not trained else accuracy_cards(record),
         notices=notices_of(record),
         sections=[
-            Section("Is it working?", points=[one.line for one in verdicts(record)], foot=_WORKING),
+            Section("Is it working?", points=points, foot=_WORKING),
             Section("Curves", CURVES, figures=figures),
             *evaluation_sections(record),
             _metrics_section(record),

@@ -14,12 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.diagnostics import Diagnosis, Facts, changes, diagnose
+from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.statistics import is_number
 from grpo_lab.io import json_lines
@@ -30,16 +29,14 @@ Series = list[tuple[int, float]]
 TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
 _NUMBERED_LINES = 5
 _DEEPEST = 40
-_VERDICTS = 5
 
 
 @dataclass
 class RunRecord:
     """A run as far as it could be read; the fields are empty or None where nothing was found.
 
-    kinds   what the folder holds, what its page is about first; empty for a folder with nothing of ours
-    rounds  the lines of `rounds.jsonl`, their numbers
-    name    in a comparison
+    kinds: what the folder holds, what its page is about first. rounds: the lines of `rounds.jsonl`, their numbers.
+    name: in a comparison.
     """
 
     folder: Path
@@ -79,7 +76,9 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    for step, path in sorted(_step_folders(evaluations)):
+    inside = evaluations.iterdir() if evaluations.is_dir() else ()
+    named = [(re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII), path) for path in inside]
+    for step, path in sorted((int(match[1]), path) for match, path in named if match):
         if (result := _read_evaluation(path, record.notices)) is not None:
             record.during.append((step, result))
     rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
@@ -169,18 +168,6 @@ def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | Non
     except (OSError, ValueError, RecursionError) as error:
         notices.append(f"evaluation/{folder.name} could not be read: {error}")
         return None
-
-
-def _step_folders(evaluations: Path) -> Iterator[tuple[int, Path]]:
-    for path in evaluations.iterdir() if evaluations.is_dir() else ():
-        named = re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII)
-        if named and path.is_dir():
-            yield int(named[1]), path
-
-
-def verdicts(record: RunRecord) -> list[Diagnosis]:
-    """The last diagnoses, each where something changed, the last window's at the end; none where none was logged."""
-    return list(changes(windows(record), facts_of(record)))[-_VERDICTS:]
 
 
 def last_verdict(folder: str | Path) -> Diagnosis | None:

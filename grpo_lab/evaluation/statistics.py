@@ -123,8 +123,7 @@ def half_width_over_seeds(values: Sequence[float]) -> float | None:
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Chance that at least one of k of the n samples is correct, drawn without replacement: 1 − C(n−c, k) / C(n, k).
 
-    Unbiased for k ≤ n, unlike 1 − (1 − c/n)^k. Chen et al., arXiv 2107.03374, eq. 1; computed in whole numbers, so
-    the overflow that their numerically stable product avoids does not arise.
+    Unbiased for k ≤ n, unlike 1 − (1 − c/n)^k. Chen et al., arXiv 2107.03374, eq. 1; computed in whole numbers.
     """
     if not 1 <= k <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n samples, got k={k}, n={n}")
@@ -136,8 +135,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_vote(votes: Sequence[Vote]) -> float:
     """Chance that the most frequent answer is correct; a tie is broken at random, so it can be a fraction.
 
-    Samples without an answer do not vote; without any vote the problem is not solved. Should a verifier have judged
-    one answer both ways (a strict format, say), that answer counts with the share of its samples judged correct.
+    Samples without an answer do not vote; without any vote the problem is not solved. An answer that was judged both
+    ways (by a strict format, say) counts with the share of its samples judged correct.
     """
     judged: dict[str, list[bool]] = {}
     for answer, correct in votes:

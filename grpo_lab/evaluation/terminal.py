@@ -154,7 +154,6 @@ def _warnings(after: EvaluationResult) -> list[str]:
 
 
 def percent(share: float | None) -> str:
-    """A fraction of 1 in per cent with one digit."""
     return NOT_RECORDED if share is None else f"{100 * share:.1f}%"
 
 

@@ -135,8 +135,7 @@ def register_objective(
     source: str = "",
     paper: Mapping[str, float | str] | None = None,
 ) -> Any:
-    """Make ``objective: name`` mean the surrogate ``part``, which is returned, with these parts around it; without
-    ``part`` a decorator.
+    """Make ``objective: name`` mean the surrogate ``part``, which is returned, with these around it; or a decorator.
 
     Args:
         part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a

@@ -40,9 +40,16 @@ def model_files(model: str) -> dict[str, str]:
 
     With those of an adapter's base model (`base: …`). What only tells who saved a file does not count.
     """
-    folder = _folder_of(model)
-    if folder is None:
-        return {}
+    if not (folder := Path(model)).is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            config = cached_file(model, "config.json", local_files_only=True)
+        except OSError:
+            return {}
+        if config is None:
+            return {}
+        folder = Path(config).parent  # the snapshot of one commit
     files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
     kept = [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
     found = {file.relative_to(folder).as_posix(): _digest(file) for file in kept}
@@ -51,18 +58,6 @@ def model_files(model: str) -> dict[str, str]:
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found
-
-
-def _folder_of(model: str) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from transformers.utils import cached_file
-
-    try:
-        config = cached_file(model, "config.json", local_files_only=True)
-    except OSError:
-        return None
-    return None if config is None else Path(config).parent  # the snapshot of one commit
 
 
 def _digest(file: Path) -> str:
@@ -163,7 +158,13 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
-    words = tokenizer or _tokenizer_of(model, base)
+    words = tokenizer or model
+    if tokenizer is None and Path(model).is_dir() and not holds_tokenizer(model):
+        if base is None:
+            refuse_no_tokenizer(model)
+        else:
+            log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
+            words = base
     if base is not None:
         try:
             with loading(base):
@@ -188,17 +189,6 @@ def _base_of_adapter(model: str) -> str | None:
         return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not name the adapter's `base_model_name_or_path` ({error!r})") from error
-
-
-def _tokenizer_of(model: str, base: str | None) -> str:
-    """Where the tokenizer is: ``model`` itself, or an adapter's base. ValueError for a folder that holds none."""
-    if not Path(model).is_dir() or holds_tokenizer(model):
-        return model
-    if base is not None:
-        log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
-        return base
-    refuse_no_tokenizer(model)
-    return model
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:

@@ -118,7 +118,7 @@ class EvaluationSection:
 
     Args:
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
-        max_new_tokens, batch_size, n_samples, temperature: of the generation; tokens, rows, completions a problem.
+        max_new_tokens, batch_size, n_samples: tokens; rows; completions a problem.
         before: also evaluate the model that RL starts from.
     """
 

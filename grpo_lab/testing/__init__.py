@@ -99,9 +99,7 @@ def tiny_model(
     Args:
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
         intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
-        tie_embeddings: input and output embeddings are one matrix.
-        initializer_range: standard deviation of the random weights. transformers' 0.02 is made for wide models; a
-            narrow one learns faster from about ``1 / sqrt(hidden_size)``.
+        initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
         tokenizer: None for ``tiny_tokenizer()``; else a local tokenizer folder, or a loaded one.
         seed: same arguments and seed, same weights. The global random state is left as it was.
 

@@ -101,8 +101,6 @@ _NEED_STOCK: dict[str, str] = {
     "multimodal": "the model takes images, and the data may bring some (a column of images, prompts that are not "
     "plain text, tools, an environment), which are not one tensor row per row",
 }
-#: conditions that hold as they are where the distribution is enough
-_ONLY_FOR_SAME_DRAWS = ("dropout",)
 _NEED_ALL_ROWS: dict[str, str] = {
     "kl_in_loss": "the KL term in the loss (beta={value}) acts on rows whose advantage is zero; 0 switches it off, and "
     "`kl.placement: reward` charges it in the advantage",
@@ -112,7 +110,7 @@ _NEED_ALL_ROWS: dict[str, str] = {
 
 
 def _first_broken(table: dict[str, str], conditions: LiveConditions) -> str | None:
-    free = () if conditions.same_draws else _ONLY_FOR_SAME_DRAWS
+    free = () if conditions.same_draws else ("dropout",)  # the distribution is enough
     values = ((getattr(conditions, name), sentence) for name, sentence in table.items() if name not in free)
     return next((sentence.format(value=value) for value, sentence in values if value), None)
 

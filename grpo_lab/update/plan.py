@@ -103,8 +103,7 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
     than max_tokens has a bin by itself; the same number of bins (≥ 1) on every rank; the same table gives the same
     plan, and a permuted table the permuted plan (rows of equal lengths are told apart by their index only).
 
-    max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, expressed in tokens;
-    larger gives fewer, wider bins.
+    max_tokens: the setting `update.max_tokens`. overhead_tokens: what one more micro-batch costs, in tokens.
     """
     _at_least(1, num_ranks=num_ranks, max_tokens=max_tokens)
     _at_least(0, overhead_tokens=overhead_tokens)

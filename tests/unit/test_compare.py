@@ -29,8 +29,6 @@ def test_the_exact_test_at_size_and_against_a_published_value() -> None:
     assert mcnemar_exact(300, 100) < 1e-20
     # the approval ratings of Agresti's Categorical Data Analysis, 86 against 150: R's binom.test(86, 236) gives 3.7e-5
     assert mcnemar_exact(86, 150) == pytest.approx(3.7e-5, rel=0.03)
-    with pytest.raises(ValueError, match="negative"):
-        mcnemar_exact(-1, 2)
 
 
 def evaluated(folder: Path, scores: list[float | None], first: int = 0, **settings: Any) -> Path:
@@ -77,7 +75,7 @@ def test_another_budget_is_tested_and_noted(tmp_path: Path) -> None:
     found = compare([base, other])
     assert found.tests[0].difference is not None
     assert "other and base were evaluated with another max_new_tokens: 8 and 64" in found.notes
-    assert dict(found.differing) == {"settings.learning_rate": (0.4, 0.5)}
+    assert dict(found.differing) == {"settings.learning_rate": [0.4, 0.5]}
 
 
 def test_two_whole_runs_and_a_lone_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.rules import rise_in_errors
 from grpo_lab.evaluation.panels import panel_figures
-from grpo_lab.evaluation.run_record import RunRecord, facts_of, last_verdict, left_out, verdicts, windows
+from grpo_lab.evaluation.run_record import RunRecord, facts_of, last_verdict, left_out, windows
 
 HEALTHY = {
     "loss": -0.03, "grad_norm": 0.04, "learning_rate": 1e-6, "reward": 0.5, "groups/dead_share": 0.3, "entropy": 0.4,
@@ -295,8 +295,8 @@ def test_from_a_run_on_disk(tmp_path: Path) -> None:
     record.metrics["eval_loss"] = [(2, 0.1), (100, 0.1)]
     assert facts_of(record) == Facts(updates=1, last_step=9)
     assert [row["step"] for row in windows(record)] == [1, 2, 3, 4, 5, 6]
-    assert [v.names for v in verdicts(record)] == [(), ("all groups dead",)]
-    assert verdicts(RunRecord(tmp_path)) == []
+    assert [v.names for v in changes(windows(record), facts_of(record))] == [(), ("all groups dead",)]
+    assert windows(RunRecord(tmp_path)) == []
     assert last_verdict(tmp_path) is None
 
 
