@@ -159,8 +159,9 @@ def package_files() -> list[Path]:
 def installs_a_handler(source: str) -> bool:
     """Whether ``signal.signal`` is given a function: the system's own two answers to a signal are no handler."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    set_by = [call for call in calls if ast.unparse(call.func) == "signal.signal"]
-    return any(ast.unparse(call.args[1]) not in ("signal.SIG_DFL", "signal.SIG_IGN") for call in set_by)
+    given = [call.args[1] for call in calls if ast.unparse(call.func) == "signal.signal"]
+    either = [[one.body, one.orelse] if isinstance(one, ast.IfExp) else [one] for one in given]
+    return any(ast.unparse(one) not in ("signal.SIG_DFL", "signal.SIG_IGN") for found in either for one in found)
 
 
 def test_three_files_install_handlers_of_signals() -> None:
@@ -225,6 +226,28 @@ def test_no_class_name_twice() -> None:
 def test_no_folder_has_more_files_than_a_reader_holds() -> None:
     counts = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in package_files())
     assert [folder for folder, files in counts.items() if files > MOST_FILES_OF_A_FOLDER] == []
+
+
+FEWEST_LINES_OF_A_FRAGMENT = 60
+SMALL_FOR_A_REASON = {
+    # loaded by name where a worker process starts, so that it loads nothing else
+}
+
+
+def fragments() -> set[str]:
+    """Small modules that only one other module imports: they belong into it, or need a reason."""
+    graph = graph_of(PACKAGE, ROOT)
+    read_by = Counter(target for targets in graph.values() for target in targets)
+    small = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path.relative_to(PACKAGE).as_posix()
+        for path in package_files()
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < FEWEST_LINES_OF_A_FRAGMENT
+    }
+    return {place for module, place in small.items() if read_by[module] == 1}
+
+
+def test_no_fragments() -> None:
+    assert fragments() - SMALL_FOR_A_REASON == set()
 
 
 def test_every_arrow_points_down() -> None:
