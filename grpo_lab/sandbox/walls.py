@@ -118,9 +118,10 @@ def _limit(cell: Cell, processes: int | None) -> None:
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
-    ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # Python's way: a file that grows too large is an error there
     for number in {*range(1, signal.NSIG)} - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
-        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's way: a file that grows too large is an error there
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _readable() -> list[str]:
