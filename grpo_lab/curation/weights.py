@@ -66,7 +66,7 @@ def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str
     files_a, files_b = _tensor_files(Path(a_dir)), _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
         only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
-        raise ValueError(f"the checkpoints differ in tensors: only {a_dir} has {only_a[:5]}, only {b_dir} {only_b[:5]}")
+        raise ValueError(f"they have different tensors: only {a_dir} has {only_a[:5]}, only {b_dir} {only_b[:5]}")
     return files_a, files_b
 
 

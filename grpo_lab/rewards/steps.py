@@ -58,7 +58,7 @@ def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: 
             )
         if score is not None and math.isinf(score) and not infinite:
             raise ValueError(
-                f"step reward {name!r} gave {score} to a step of completion {place}; finite or None is allowed"
+                f"step reward {name!r} gave {score} to a step of completion {place}; allowed are finite numbers or None"
             )
         steps.append((end, score))
     return steps
