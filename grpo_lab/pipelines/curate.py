@@ -1,9 +1,8 @@
 """`grpo-lab curate`: rows → filters that read the text → pass rates of a model → band, guesses, balance → data and
 report.
 
-Samples are written as they come (`pass_rates.jsonl`, `guesses.jsonl`): another band or balance costs no sampling. The
-folder: `curated.parquet` and `curated.jsonl` (rows that stay, every score a column), `all.parquet` (all rows, with
-`kept` and `dropped_by`), `report.html`, `curation.json`."""
+The folder: `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come), `curated.parquet` and `curated.jsonl`
+(rows that stay, every score a column), `all.parquet` (all rows, with `kept` and `dropped_by`), `report.html`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from grpo_lab.runs.folder import LOCK, one_writer
 from grpo_lab.settings import read
 from grpo_lab.visible import visible
 
-WORD_PROBLEMS = 500
-"""Word problems that are made where neither `--n` nor `--limit` says how many."""
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
 _TAKEN = (
@@ -129,7 +127,7 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         if "split" in loader_signature(said["data"], "--data").parameters:
             written["split"] = "test"
         if said["data"] in MADE:
-            written["n"] = said.get("limit", WORD_PROBLEMS)
+            written["n"] = said.get("limit", 500)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
     given = ("batch_size", "n_samples", "temperature", "max_new_tokens")
     section = replace(section, **{name: said[name] for name in given if name in said})

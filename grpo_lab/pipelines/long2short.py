@@ -147,7 +147,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         carry_out(_stages(recipe, asked), at, run.report)
         count, page = at.facts.get("select", {}).get("rows", 0), None
         run.write(rows=count)
-        if run.earlier.get("finished"):
+        if run.about["finished"]:
             console.print(f"{folder} is finished: nothing to do", soft_wrap=True)
         else:
             page = write_report(folder)

@@ -294,8 +294,7 @@ def _lines(folder: Path, count: int) -> list[Line]:
     """Of the start and the rounds up to ``count``, from their markers."""
     lines: list[Line] = []
     for number in range(count + 1):
-        place = round_folder(folder, number)
-        parts = ("sample", "select", "train", "evaluate")
+        place, parts = round_folder(folder, number), ("sample", "select", "train", "evaluate")
         lines.append(line_of(number, {part: read_facts(place / f"{part}.json") or {} for part in parts}, lines))
     return lines
 

@@ -62,7 +62,6 @@ class RoundsRecipe:
         base: what ``train_from: base`` begins with (default: the start model). The RFT paper takes the pretrained model
             that the start model was made from.
         training: fields of TRL's ``SFTConfig``, ``DPOConfig`` or ``CPOConfig``, of each round.
-        evaluation: held-out rows, asked before the first and after each round.
         keep_models: false removes a round's model when the next one is trained.
     """
 

@@ -1,7 +1,7 @@
 """The folder of `grpo-lab train`: whose it is, what may differ when it is gone on with, and from which checkpoint.
 
-``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl`` (a line a log), ``evaluation/before`` and
-``/after``, ``cold_start/`` (the model RL started from), ``report.html``; the final model in the folder itself."""
+``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before`` and ``/after``,
+``cold_start/`` (the model RL started from), ``report.html``; the final model in the folder itself."""
 
 from __future__ import annotations
 

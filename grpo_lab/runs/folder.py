@@ -1,8 +1,7 @@
 """A run's output folder: what marks it as whose, and one process at a time that writes into it.
 
-Two runs in one folder would take each other's files for theirs. ``run.lock`` is locked (POSIX, ``fcntl``) by the
-process that writes, and opened by the kernel when that is killed. On a file system without such locks nothing is
-guarded. ``trainer.train()`` in a script takes none, as in TRL."""
+``run.lock`` is locked (POSIX, ``fcntl``) by the process that writes, and opened by the kernel when that is killed. On a
+file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL."""
 
 from __future__ import annotations
 
@@ -23,9 +22,7 @@ from grpo_lab.io import no_link, write_json
 
 log = logging.getLogger(__name__)
 
-LOCK = "run.lock"
-RUN = "run.json"
-"""What was run, and how far it has come."""
+LOCK, RUN = "run.lock", "run.json"
 RESCUE = (
     "it says what this folder holds; put a copy back, or choose another `--output_dir` (its checkpoints can be read by "
     "trainer.train(resume_from_checkpoint=…))"

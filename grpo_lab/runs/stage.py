@@ -107,11 +107,10 @@ def working(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopReq
 
 @dataclass
 class StagedRun:
-    """A run of a command in its folder; what ``run.json`` says of it (``about``), and said before (``earlier``)."""
+    """A run of a command in its folder; ``about``: what ``run.json`` says of it."""
 
     folder: Path
     stop: StopRequests
-    earlier: Facts
     about: dict[str, Any]
 
     def write(self, **more: Any) -> None:
@@ -137,12 +136,13 @@ def staged_run(
     ``forget``: files and folders of an earlier run that this one takes the place of."""
     with working(recipe, earlier) as (stop, found):
         for place in forget:
-            shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
+            shutil.rmtree(place, ignore_errors=True)
+            if place.is_file():
+                place.unlink()
         seconds = found.get("seconds")
         known = dict(seconds) if isinstance(seconds, Mapping) else {}  # long2short's was once a single number
-        every = {"name": recipe.name, **about, "versions": versions(), "seconds": known}
-        run = StagedRun(recipe.output_dir, stop, found, every)
-        run.write(finished=bool(found.get("finished")))
+        run = StagedRun(recipe.output_dir, stop, {"name": recipe.name, **about, "versions": versions()})
+        run.write(seconds=known, finished=bool(found.get("finished")))
         yield run
 
 

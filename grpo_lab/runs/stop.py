@@ -13,14 +13,13 @@ optimizer step, and that at the second one."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +150,6 @@ class StopRequests:
         finally:
             self._held -= 1
         self.check()
-
-    def before_each(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """``make``, called for one batch after the other, each on the disk before the next: it may end before one."""
-
-        @functools.wraps(make)
-        def made(*given: Any, **named: Any) -> Any:
-            self.check()
-            return make(*given, **named)
-
-        return made
 
     @contextlib.contextmanager
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:

@@ -1,6 +1,5 @@
-"""Filter: rows go through filters, those that read the text, then those that ask a model about what is left.
-
-A filter is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``."""
+"""Filter: rows go through filters, those that read the text, then those that ask a model about what is left. A filter
+is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``."""
 
 from __future__ import annotations
 
@@ -35,14 +34,12 @@ SCORES = (
 )
 PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
 NO_THINKING = {"enable_thinking": False}
-CUT_WARNING = 0.05
 
 
 @dataclass(kw_only=True)
 class Filtering(At):
-    """The rows on their way through the filters; each sees all rows, and the model (from `leave_room` on) is asked
-    about those left. ``shown``: column of the text; ``judge``: the reward in words; ``against``: rows of evaluation
-    sets."""
+    """The rows on their way through the filters; the model (from `leave_room` on) is asked about those left. ``shown``:
+    column of the text; ``judge``: the reward in words; ``against``: rows of evaluation sets."""
 
     rows: list[dict[str, Any]]
     selection: Selection
@@ -158,13 +155,14 @@ class GuessFilter:
         sampler, limit = at.sampler, self.max_new_tokens
 
         def briefly(prompts: Sequence[Any], n: int) -> Any:
+            at.stop.check()
             return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
 
         how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
         how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
         how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
         problems = [at.rows[i] for i in at.left]
-        rates = guess_rates(problems, at.stop.before_each(briefly), at.reward, self.tries, **how)
+        rates = guess_rates(problems, briefly, at.reward, self.tries, **how)
         right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
         at.score("guesses_right", right)
         at.keep(
@@ -255,7 +253,7 @@ def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
     # of all completions that the rates count, whichever session made them
     total = sum(len(rate.scores) for rate in measured if rate.cut is not None)
     cut = sum(rate.cut or 0 for rate in measured)
-    if total and cut / total > CUT_WARNING:
+    if total and cut / total > 0.05:
         at.notes.append(
             f"{cut / total:.0%} of the {total:,} completions were cut at max_completion_length="
             f"{at.sampling.max_completion_length} tokens: cut answers count as wrong, so pass rates are too low."

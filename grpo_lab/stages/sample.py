@@ -144,9 +144,14 @@ class ModelSampler:
     ) -> list[PassRate]:
         """Completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file of other
         samples is refused; ``said``: what they follow from beside the sampler."""
+
+        def written(prompts: Sequence[Any], n: int) -> list[list[Written]]:
+            stop.check()  # it may end before a batch: each is on the disk before the next
+            return self.written(prompts, n)
+
         how: Any = {"path": file, "batch_size": self.settings.problems_per_save, "label": label}
         how |= {"settings": {**self.identity(), **said}, "rendered": self.rendered}
-        return pass_rates(problems, stop.before_each(self.written), reward, self.settings.n_samples, **how)
+        return pass_rates(problems, written, reward, self.settings.n_samples, **how)
 
     def identity(self) -> dict[str, Any]:
         """What the samples depend on, for the header of their file: the model's files, and the settings. The engine

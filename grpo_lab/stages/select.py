@@ -17,10 +17,8 @@ from grpo_lab.stages.sample import samples_in
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
-GOLD = "worked_solution"
-"""Column of the reference solutions that `keep.gold` learns from."""
-ROWS = "rows.jsonl"
-"""What is trained on."""
+GOLD, ROWS = "worked_solution", "rows.jsonl"
+"""Column of the reference solutions that `keep.gold` learns from; file of what is trained on."""
 Distinct = Literal["equations", "words", "text"]
 
 

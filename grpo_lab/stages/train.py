@@ -22,11 +22,8 @@ from grpo_lab.settings import NULL_IS_DEFAULT, Number, Whole, settings
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 
-PREFERENCES = ("dpo", "simpo")
-MODEL = "model"
-"""Folder of the model that a training leaves."""
-STOPPED = "stopped"
-"""A training that was asked to stop: its checkpoint, until it has come to its end."""
+MODEL, STOPPED = "model", "stopped"
+"""Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
 WEIGHT = "rewards/weight"
 Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
@@ -53,7 +50,7 @@ class Train:
         from datasets import Dataset
 
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        pairs = self.method in PREFERENCES
+        pairs = self.method in ("dpo", "simpo")
         read = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
         rows = [{name: row[name] for name in read} for row in read_lines(Path(self.rows))]
         data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}

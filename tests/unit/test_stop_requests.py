@@ -48,7 +48,7 @@ def test_beside_the_main_thread_no_handler_is_touched(tmp_path: Path) -> None:
                 told.append(training.asked())
             (tmp_path / "STOP").touch()
             try:
-                stop.before_each(told.append)("a batch")
+                stop.check()
             except stop_requests.Interrupted as asked:
                 told.append(str(asked).partition(":")[0])
 
