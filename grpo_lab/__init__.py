@@ -18,8 +18,18 @@ _HOMES = {
     "register_advantage": "grpo_lab.advantages",
 }
 
-__all__ = ["DrGRPOTrainer", "KimiTrainer", "LabConfig", "LabTrainer", "PPOTrainer", "R1ZeroTrainer"]
-__all__ += ["__version__", "register_advantage", "register_aggregation", "register_objective"]
+__all__ = [
+    "DrGRPOTrainer",
+    "KimiTrainer",
+    "LabConfig",
+    "LabTrainer",
+    "PPOTrainer",
+    "R1ZeroTrainer",
+    "__version__",
+    "register_advantage",
+    "register_aggregation",
+    "register_objective",
+]
 
 if TYPE_CHECKING:
     from grpo_lab.advantages import register_advantage

@@ -286,3 +286,7 @@ def _compare(known: argparse.Namespace) -> None:
     page = write_comparison(found, known.output)
     print_comparison(found)
     print(f"comparison: {page}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

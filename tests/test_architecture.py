@@ -230,7 +230,7 @@ def test_no_folder_has_more_files_than_a_reader_holds() -> None:
 
 FEWEST_LINES_OF_A_FRAGMENT = 60
 SMALL_FOR_A_REASON = {
-    # loaded by name where a worker process starts, so that it loads nothing else
+    "trainer/metrics/model_card.py": "what a model's card says is looked for by that name",
 }
 
 
@@ -247,7 +247,7 @@ def fragments() -> set[str]:
 
 
 def test_no_fragments() -> None:
-    assert fragments() - SMALL_FOR_A_REASON == set()
+    assert fragments() - SMALL_FOR_A_REASON.keys() == set()
 
 
 def test_every_arrow_points_down() -> None:

@@ -24,10 +24,34 @@ RESERVED = ("name",)
 #: rules that make advantages per token (``level``): ``rule(table) -> [B, T]`` of this rank's rows
 TOKEN_RULES: dict[str, Callable[..., Any]] = {"process": Process, "returns": Returns, "gae": GAE}
 
-__all__ = ["RULES", "AdvantageRule", "BatchZScore", "GroupMax", "GroupMean", "GroupZScore", "LeaveOneOut", "Raw"]
-__all__ += ["GAE", "TOKEN_RULES", "Process", "Returns", "StepTable", "gae", "outcome_of", "reward_to_go", "spread"]
-__all__ += ["Moments", "advantage_rule", "level_of", "masked_moments", "reads_steps", "reads_values"]
-__all__ += ["register_advantage", "token_rule", "whiten"]
+__all__ = [
+    "GAE",
+    "RULES",
+    "TOKEN_RULES",
+    "AdvantageRule",
+    "BatchZScore",
+    "GroupMax",
+    "GroupMean",
+    "GroupZScore",
+    "LeaveOneOut",
+    "Moments",
+    "Process",
+    "Raw",
+    "Returns",
+    "StepTable",
+    "advantage_rule",
+    "gae",
+    "level_of",
+    "masked_moments",
+    "outcome_of",
+    "reads_steps",
+    "reads_values",
+    "register_advantage",
+    "reward_to_go",
+    "spread",
+    "token_rule",
+    "whiten",
+]
 
 
 def advantage_rule(name: str, **parameters: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.curation.duplicates import contaminated, deduplicate, find_contamination
+from grpo_lab.curation.duplicates import Contamination, Deduplicated, contaminated, deduplicate, find_contamination
 from grpo_lab.curation.kinds import question_kind
 from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 from grpo_lab.curation.rejection import (
@@ -19,7 +19,7 @@ from grpo_lab.curation.rejection import (
     sampled,
     shortest_correct,
 )
-from grpo_lab.curation.selection import CurationReport, Selection, balance
+from grpo_lab.curation.selection import CurationReport, FilterOutcome, Selection, balance
 from grpo_lab.curation.weights import average_weights
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Contamination",
     "CurationReport",
     "CurriculumSampler",
+    "Deduplicated",
+    "FilterOutcome",
     "PassRate",
     "PrioritizedSampler",
     "RoundSampler",

@@ -17,10 +17,24 @@ _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OF_A_MODEL = (
     *("config.json", "configuration.json", "generation_config.json", _INDEX),
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.tiktoken", "spiece.model", "sentencepiece*.model", "chat_template.*", "processor_config.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json"),
-    *("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "chat_template.*",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from grpo_lab.diagnostics.rules import RULES, Facts, History, recent, step_of
+from grpo_lab.diagnostics.rules import RULES, Facts, History, Rule, recent, step_of
 
-__all__ = ["RULES", "Diagnosis", "Facts", "changes", "diagnose"]
+__all__ = ["RULES", "Diagnosis", "Facts", "Rule", "changes", "diagnose"]
 
 #: Findings that one line names; the others are counted. The first is often the cause of what follows.
 SHOWN = 2

@@ -28,9 +28,42 @@ from grpo_lab.objectives.ratios import (
     token_log_ratio,
 )
 
-__all__ = ["Denominators", "LiteralRow", "Objective", "Preset", "Surrogate", "TokenBatch"]
-__all__ += ["PRESETS", "SURROGATES", "Clipped", "DetachedWeight", "MirrorDescent", "Reinforce", "Unclipped"]
-__all__ += ["RATIO_LEVELS", "is_ours", "literal_log_ratios", "log_ratio", "preset", "sampler_correction"]
-__all__ += ["AdaptiveKL", "KLTerm", "k1", "k2", "k3", "sequence_log_ratio", "surrogate", "token_log_ratio"]
-__all__ += ["AGGREGATIONS", "Aggregation", "aggregation", "fixed_budget", "local_token_mean"]
-__all__ += ["register_aggregation", "register_objective", "sequence_mean", "sequence_sum", "token_mean"]
+__all__ = [
+    "AGGREGATIONS",
+    "PRESETS",
+    "RATIO_LEVELS",
+    "SURROGATES",
+    "AdaptiveKL",
+    "Aggregation",
+    "Clipped",
+    "Denominators",
+    "DetachedWeight",
+    "KLTerm",
+    "LiteralRow",
+    "MirrorDescent",
+    "Objective",
+    "Preset",
+    "Reinforce",
+    "Surrogate",
+    "TokenBatch",
+    "Unclipped",
+    "aggregation",
+    "fixed_budget",
+    "is_ours",
+    "k1",
+    "k2",
+    "k3",
+    "literal_log_ratios",
+    "local_token_mean",
+    "log_ratio",
+    "preset",
+    "register_aggregation",
+    "register_objective",
+    "sampler_correction",
+    "sequence_log_ratio",
+    "sequence_mean",
+    "sequence_sum",
+    "surrogate",
+    "token_log_ratio",
+    "token_mean",
+]

@@ -21,7 +21,16 @@ from grpo_lab.visible import visible
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
 _TAKEN = (
-    *("seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite"),
+    "seed",
+    "mode",
+    "model",
+    "limit",
+    "output",
+    "batch_size",
+    "n_samples",
+    "temperature",
+    "tokenizer",
+    "overwrite",
 )
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 

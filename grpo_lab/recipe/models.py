@@ -23,13 +23,31 @@ log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
 _SETTINGS = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "*.jinja", "*/*.jinja"),
-    *("adapter_config.json", "*.py", "*.safetensors.index.json"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+    "*.jinja",
+    "*/*.jinja",
+    "adapter_config.json",
+    "*.py",
+    "*.safetensors.index.json",
 )
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "scheduler.bin")
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
 )
 """A folder that a tokenizer was saved to holds at least one of these."""
 _WRITTEN_BY_THE_SAVING = ("transformers_version", "_name_or_path", "peft_version")

@@ -29,7 +29,13 @@ from grpo_lab.stages.sample import ModelSampler
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 SCORES = (
-    *("kind", "prompt_tokens", "pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right"),
+    "kind",
+    "prompt_tokens",
+    "pass_rate",
+    "successes",
+    "trials",
+    "mean_tokens",
+    "mean_tokens_right",
     "guesses_right",
 )
 PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"

@@ -34,8 +34,15 @@ GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 #: not for the server: a second token, unpickling, a cache size beside the options', what is of the trainer's own run
 HIDDEN = (
-    *("VLLM_API_KEY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_CPU_KVCACHE_SPACE"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "VLLM_API_KEY",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
 )
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {

@@ -72,7 +72,7 @@ class SavedState:
 
     @property
     def without_moments(self) -> set[str]:
-        """Weights that had no moments when the checkpoint was written (``trl_bridge.fsdp_optimizer``)."""
+        """Weights that had no moments when the checkpoint was written (``trl_bridge.gradients``)."""
         names = self.entry("without_moments", lambda entry: set(entry["without_moments"]), "torch may then refuse it")
         return names or set()
 

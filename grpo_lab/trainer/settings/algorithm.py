@@ -48,10 +48,21 @@ TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "b
 NOT_TRLS = "grpo_lab:"
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
 NOT_HONOURED: tuple[str, ...] = (
-    *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
-    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold", "multi_objective_aggregation"),
-    *("sapo_temperature_neg", "sapo_temperature_pos"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "top_entropy_quantile",
+    "entropy_coef",
+    "use_adaptive_entropy",
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+    "off_policy_mask_threshold",
+    "multi_objective_aggregation",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
 )
 #: method that a subclass may override → which part of the algorithm it replaces or changes
 HOOKS: dict[str, str] = {

@@ -74,8 +74,15 @@ def _first(names: Iterable[str], among: Any) -> str | None:
 
 
 _PHASE = (
-    *("max_tokens", "max_new_tokens", "max_length", "stop_strings", "stop", "stop_token_ids", "n"),
-    *("repetition_detection", "max_time"),
+    "max_tokens",
+    "max_new_tokens",
+    "max_length",
+    "stop_strings",
+    "stop",
+    "stop_token_ids",
+    "n",
+    "repetition_detection",
+    "max_time",
 )
 """Sampling settings of either engine that would end a phase of thinking or answering."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {

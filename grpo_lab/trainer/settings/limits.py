@@ -54,10 +54,19 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), _PART),
     **dict.fromkeys(
         (
-            *("max_completion_length", "max_length", "num_iterations", "ref_model_sync_steps", "save_total_limit"),
-            *("steps_per_generation", "generation_batch_size", "num_generations_eval", "gradient_accumulation_steps"),
-            *("per_device_train_batch_size", "per_device_eval_batch_size"),
-            *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+            "max_completion_length",
+            "max_length",
+            "num_iterations",
+            "ref_model_sync_steps",
+            "save_total_limit",
+            "steps_per_generation",
+            "generation_batch_size",
+            "num_generations_eval",
+            "gradient_accumulation_steps",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "vllm_tensor_parallel_size",
+            "vllm_max_model_length",
         ),
         _COUNT,
     ),
@@ -83,9 +92,19 @@ _RENAMED = {
     "torchdynamo": "torch_compile_backend",
 }
 _WITHOUT = (
-    *("half_precision_backend", "fp16_backend", "fp16_opt_level", "jit_mode_eval", "use_ipex", "use_mps_device"),
-    *("past_index", "mp_parameters", "ray_scope", "tpu_num_cores", "tpu_metrics_debug"),
-    *("use_legacy_prediction_loop", "save_safetensors"),
+    "half_precision_backend",
+    "fp16_backend",
+    "fp16_opt_level",
+    "jit_mode_eval",
+    "use_ipex",
+    "use_mps_device",
+    "past_index",
+    "mp_parameters",
+    "ray_scope",
+    "tpu_num_cores",
+    "tpu_metrics_debug",
+    "use_legacy_prediction_loop",
+    "save_safetensors",
 )
 
 #: settings that ``GRPOConfig`` of TRL 0.14 to 1.15 on transformers 4.46 to 5.8 had → what to do now

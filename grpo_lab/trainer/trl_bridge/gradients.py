@@ -189,7 +189,8 @@ def whole_by_names(trainer: Any) -> str | None:
 
 #: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
-    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
     *(f"sampling/importance_sampling_ratio/{what}" for what in ("min", "mean", "max")),
 )
 
