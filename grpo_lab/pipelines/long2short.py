@@ -174,7 +174,8 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     def train(at: At) -> Facts:
         kind: Any = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
-        return _delivered(at, kind(path, str(at.folder / ROWS), sampling.seed, training).run(at))
+        stage = kind(path, str(at.folder / ROWS), sampling.seed, training)
+        return _delivered(at, stage.run(at, made_from=_fingerprint(recipe)))
 
     def measure(name: str, model: str) -> Stage:
         assert recipe.evaluation is not None
@@ -252,14 +253,18 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another recipe."""
     found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
     if "recipe" not in found and "fingerprint" in found:  # an earlier version's
-        said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
-        files = [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path]
-        if found["fingerprint"] != identity_of(said, files):
+        if found["fingerprint"] != _fingerprint(recipe):
             raise ValueError(
                 f"`output_dir` {str(recipe.output_dir)!r} holds a run with other settings. Choose another, or give "
                 "--overwrite"
             )
     return found
+
+
+def _fingerprint(recipe: Long2ShortRecipe) -> str:
+    """What a training that was stopped is known by, as in an earlier version's ``run.json``."""
+    said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
+    return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
 
 
 def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:

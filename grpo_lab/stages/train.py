@@ -45,8 +45,9 @@ class Train:
         check_training(self.method, self.training)
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
-    def run(self, at: At, reference: Any = None) -> Facts:
-        """``reference``: DPO's; default: the model as it begins."""
+    def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
+        """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
+        known by, besides its rows; default: model and settings."""
         from datasets import Dataset
 
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
@@ -54,7 +55,7 @@ class Train:
         read = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
         rows = [{name: row[name] for name in read} for row in read_lines(Path(self.rows))]
         data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, rows, [self.model, arguments]) as (folder, training, counted):
+        with trained(at, tokenizer, rows, made_from or [self.model, arguments]) as (folder, training, counted):
             if pairs:
                 from grpo_lab.trainer.supervised.preference import prefer
 
