@@ -104,7 +104,10 @@ def word_problems(
         template: name of a prompt template (``grpo_lab.data.prompts``).
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
-        repeats, mixed, think, blurted: how ``worked_solution`` is written (``SolutionStyle``).
+        repeats: chance that a line of ``worked_solution`` is written twice.
+        mixed: chance that it is written in Chinese.
+        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
+        blurted: chance that ``worked_solution`` is its last line alone, the answer.
         system_prompt: system turn, for template ``chat`` alone.
 
     Raises:

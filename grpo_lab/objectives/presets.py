@@ -140,8 +140,11 @@ def register_objective(
     Args:
         part: a dataclass whose fields are its knobs (``objective: {name: …, <knob>: …}``), a function, or the name of a
             surrogate. What is new becomes a surrogate of this name, too.
-        advantage, aggregation, ratio: as in ``objective``; GRPO's where nothing is said.
-        source, paper: for ``--dry-run`` and the model card; ``paper``: the authors' constants.
+        advantage: as in ``objective``; GRPO's where nothing is said.
+        aggregation: likewise.
+        ratio: likewise.
+        source: for ``--dry-run`` and the model card.
+        paper: the authors' constants, likewise.
 
     ValueError: the name is another's already, the part cannot be called, or has a field of a name in ``RESERVED``.
     """

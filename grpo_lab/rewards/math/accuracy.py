@@ -276,7 +276,10 @@ class BoxedReward(AccuracyReward):
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
-        fast_path, timeout_s, memory_bytes, workers: as in `AccuracyReward`.
+        fast_path: as in `AccuracyReward`, like the others.
+        timeout_s: seconds a comparison.
+        memory_bytes: of a worker.
+        workers: processes.
     """
 
     def __init__(
