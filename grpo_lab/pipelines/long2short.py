@@ -252,12 +252,11 @@ def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another recipe."""
     found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
-    if "recipe" not in found and "fingerprint" in found:  # an earlier version's
-        if found["fingerprint"] != _fingerprint(recipe):
-            raise ValueError(
-                f"`output_dir` {str(recipe.output_dir)!r} holds a run with other settings. Choose another, or give "
-                "--overwrite"
-            )
+    if "recipe" not in found and found.get("fingerprint", "") not in ("", _fingerprint(recipe)):  # an earlier version's
+        raise ValueError(
+            f"`output_dir` {str(recipe.output_dir)!r} holds a run with other settings. Choose another, or give "
+            "--overwrite"
+        )
     return found
 
 
