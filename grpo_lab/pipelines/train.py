@@ -1,11 +1,12 @@
-"""The main job: rows → (cold start) → RL → evaluation → report. Each stage takes the previous stage's result."""
+"""The main job as a list of stages: (start) → (evaluation before) → reinforcement → (evaluation after); then the
+report."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics_file import MetricsFile
-from grpo_lab.runs.stage import console
-from grpo_lab.runs.stop import SIGNALS, Interrupted, ended_by_signals, heed_stop_file
+from grpo_lab.runs.stage import At, Stage, carry_out, console
+from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
 from grpo_lab.stages.evaluate import evaluate_saved_model
 from grpo_lab.trainer.resume.whole import broken_weights
+
+REINFORCEMENT = "reinforcement"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
             claim(recipe, overwrite)
         state.wait_for_everyone()
         job.facts["fingerprint"] = fingerprint(recipe)
-        return _stages(job, resume)
+        return _carry_out(job, resume)
 
 
 def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_only: bool = False) -> Job:
@@ -73,70 +76,89 @@ def start_is_whole(folder: Path) -> bool:
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
-def _stages(job: Job, resume: bool) -> TrainingOutcome:
-    state, config, folder = PartialState(), job.config, job.folder
-    record = read_marker(folder / RUN)
-    if resume and record.get("finished"):  # left alone: no step more, no evaluation again
+def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
+    """The stages that are left, on every process; the main one evaluates and writes."""
+    main, folder = PartialState().is_main_process, job.folder
+    record = read_marker(folder / RUN) if resume else {}
+    if record.get("finished"):  # left alone: no step more, no evaluation again
         console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
-        found, report = read_run(folder), folder / "report.html"
-        return TrainingOutcome(folder, report if report.is_file() else write_report(folder), found.before, found.after)
+        found, page = read_run(folder), folder / "report.html"
+        return TrainingOutcome(folder, page if page.is_file() else write_report(folder), found.before, found.after)
     if resume:
-        heed_stop_file(config, folder)
-    seconds: dict[str, float] = dict(record.get("seconds") or {}) if resume else {}
-    trained = bool(resume and record.get("trained"))
-    checkpoint = going_on(folder, config.max_steps, record, console) if resume and not trained else None
-    start = _start_model(job, resume, seconds)
-    before = _evaluate(job, start, seconds, "before", resume) if state.is_main_process else None
+        heed_stop_file(job.config, folder)
+    seconds: dict[str, float] = dict(record.get("seconds") or {})
+
+    def report(at: At, stage: str, took: float | None) -> None:
+        if took is None:
+            of = f": {job.trainer.__name__}" if stage == REINFORCEMENT else ""
+            console.rule(f"{stage.replace('_', ' ')}{of}")
+        elif stage != REINFORCEMENT:  # which counts its own, over all resumes
+            seconds[stage] = round(took, 1)
+            if main:
+                write_run(folder, {**read_marker(folder / RUN), "seconds": seconds})
+
+    carry_out(_stages(job, record, seconds, resume), At(folder, StopRequests(folder)), report)
+    if not main:
+        return TrainingOutcome(folder, None, None, None)
+    write_run(folder, {**read_marker(folder / RUN), "seconds": seconds, "finished": True})
+    found, page = read_run(folder), write_report(folder)
+    if found.after is None:
+        console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
+    else:
+        _show_samples(found.before, found.after)
+        about: Any = {"health": last_verdict(folder), "left_out": left_out(folder), "seconds": sum(seconds.values())}
+        terminal_summary(found.before, found.after, report=page, model_path=folder, **about)
+    return TrainingOutcome(folder, page, found.before, found.after)
+
+
+def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resume: bool) -> list[Stage]:
+    """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run that ``record``
+    is of. They leave no marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
+    main, folder, cold = PartialState().is_main_process, job.folder, job.cold_start is not None
+    trained, place = record.get("trained"), folder / "cold_start"
+    checkpoint = going_on(folder, job.config.max_steps, record, console) if resume and not trained else None
+    made = cold or job.model.path is None or job.model.tokenizer is not None
+    start = str(place if made else job.model.path)
+    here: Any = {"remembered": False, "whole": True}
+    left = []
+    if made and not (resume and start_is_whole(folder)):
+        left.append(Stage("cold_start" if cold else "start", lambda at: _make_start(job, place), **here))
+    if main and job.evaluation is not None and job.evaluation.before and not _is_measured(job, resume):
+        left.append(Stage("evaluation_before", lambda at: _evaluate(job, start, "before"), **here))
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        record = _reinforce(job, start, checkpoint, seconds)
-    if not state.is_main_process:
-        return TrainingOutcome(folder, None, None, None)
-    after = _evaluate(job, str(folder), seconds, "after")
-    write_run(folder, {**record, "seconds": seconds, "finished": True})
-    report = write_report(folder)
-    if after is None:
-        console.print(f"model: {folder}\nreport: {report}", soft_wrap=True)
-    else:
-        _show_samples(before, after)
-        about: Any = {"health": last_verdict(folder), "left_out": left_out(folder), "seconds": sum(seconds.values())}
-        terminal_summary(before, after, report=report, model_path=folder, **about)
-    return TrainingOutcome(folder, report, before, after)
+        left.append(Stage(REINFORCEMENT, lambda at: _reinforce(job, start, checkpoint, seconds), **here))
+    if main and job.evaluation is not None:
+        left.append(Stage("evaluation_after", lambda at: _evaluate(job, str(folder), "after"), **here))
+    return left
 
 
-def _start_model(job: Job, resume: bool, seconds: dict[str, float]) -> str:
-    """Folder or hub name of the model that RL starts from; made here where it is tiny or has a cold start."""
-    config, start = job.config, job.folder / "cold_start"
-    if job.cold_start is None and job.model.path is not None and job.model.tokenizer is None:
-        return job.model.path
-    if resume and start_is_whole(job.folder):
-        return str(start)
+def _make_start(job: Job, start: Path) -> None:
+    """The model that RL starts from, where it is tiny or has a cold start."""
+    config = job.config
     model, tokenizer = load_model(job.model, config.seed)
     if job.cold_start is not None:
         from grpo_lab.trainer.supervised.cold_start import cold_start
 
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}
-        with _timed(job, seconds, "cold_start"):
-            cold_start(model, tokenizer, job.cold_rows, start, arguments)
+        cold_start(model, tokenizer, job.cold_rows, start, arguments)
     elif config.should_save:
         model.save_pretrained(start)
     if config.should_save:
         tokenizer.save_pretrained(start)
     PartialState().wait_for_everyone()  # the others read what the main process has written
-    return str(start)
 
 
-def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> dict[str, Any]:
-    """Train, save the model; what ``run.json`` says of it."""
+def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> None:
+    """Train, save the model, and say so in ``run.json``."""
     from grpo_lab.trainer.ranks import at
     from grpo_lab.trainer.resume.checkpoint import save_final
     from grpo_lab.trainer.resume.going_on import WasRead
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
     folder = job.folder
-    console.rule(f"reinforcement: {job.trainer.__name__}")
     began, given = time.perf_counter(), {name: one for name, one in job.arguments.items() if one is not None}
     trainer: Any = job.trainer(
         model=start,
@@ -172,7 +194,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     except KeyboardInterrupt:
         _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
         raise
-    seconds["reinforcement"] = round(seconds.get("reinforcement", 0.0) + time.perf_counter() - began, 1)
+    seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
     _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
     save_final(trainer, folder)
     trainer.create_model_card(model_name=job.name)
@@ -182,7 +204,6 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     late = next(filter(None, gather_object([trainer.parts.stop.late])), None)
     if late is not None:  # the training is done and kept; what is left is the evaluation
         raise Interrupted(late, None, folder)
-    return record
 
 
 def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:
@@ -196,30 +217,20 @@ def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[st
     raise Interrupted(asked, step, folder)
 
 
-def _evaluate(
-    job: Job, model: str, seconds: dict[str, float], which: str, resume: bool = False
-) -> EvaluationResult | None:
-    """Before the training a resumed run reads what was found, since it has the same start."""
-    if job.evaluation is None or (which == "before" and not job.evaluation.before):
-        return None
+def _is_measured(job: Job, resume: bool) -> bool:
+    """Whether a resumed run has its evaluation of the start model, which is the same, whole (Ctrl-C leaves a part)."""
+    there = resume and (job.folder / "evaluation" / "before" / "summary.json").is_file()
+    found = read_run(job.folder).before if there else None
+    if found is None or found.stopped is not None:
+        return False
+    console.print("evaluation before reinforcement: as it was made")
+    return True
+
+
+def _evaluate(job: Job, model: str, which: str) -> None:
+    assert job.evaluation is not None
     folder, config = job.folder / "evaluation" / which, job.config
-    found = read_run(job.folder).before if resume and (folder / "summary.json").is_file() else None
-    if found is not None and found.stopped is None:  # Ctrl-C leaves a part of one
-        console.print(f"evaluation {which} reinforcement: as it was made")
-        return found
-    with _timed(job, seconds, f"evaluation_{which}"):
-        return evaluate_saved_model(model, job.evaluation, folder, use_cpu=config.use_cpu, seed=config.seed)
-
-
-@contextmanager
-def _timed(job: Job, seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """A rule on the terminal before a stage; its seconds, when it is done, in ``run.json``."""
-    console.rule(stage.replace("_", " "))
-    began = time.perf_counter()
-    yield
-    seconds[stage] = round(time.perf_counter() - began, 1)
-    if PartialState().is_main_process:
-        write_run(job.folder, {**read_marker(job.folder / RUN), "seconds": seconds})
+    evaluate_saved_model(model, job.evaluation, folder, use_cpu=config.use_cpu, seed=config.seed)
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:
