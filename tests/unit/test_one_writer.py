@@ -29,7 +29,6 @@ from grpo_lab.stages.sample import trim_to_whole_batches
 HOLDS = """
 import sys
 from pathlib import Path
-from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.runs.folder import one_writer
 with one_writer(Path(sys.argv[1])):
     print("has it", flush=True)
