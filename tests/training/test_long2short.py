@@ -227,11 +227,11 @@ def test_asked_to_stop_it_goes_on_with_what_is_done(
             os.kill(os.getpid(), signal.SIGTERM)
         return measure(kind, target)
 
-    def trained(kind: Dpo, at: At) -> Any:
+    def trained(kind: Dpo, at: At, **more: Any) -> Any:
         calls.append("train")
         if calls.count("train") == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train(kind, at)
+        return train(kind, at, **more)
 
     monkeypatch.setattr(Evaluate, "measured", measured)
     monkeypatch.setattr(Dpo, "run", trained)
