@@ -8,9 +8,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from tqdm import tqdm
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,6 +37,7 @@ def begin(work: Callable[[], int], ranks: int, log: Path, environment: Mapping[s
     os.dup2(file.fileno(), 2)
     os.chdir(Path(__file__).parent)
     os.environ.update(environment)
+    tqdm.set_lock(threading.RLock())  # else forks share one, and a killed one may have held it
     os._exit(finished(work) if ranks == 1 else all_ranks(work, ranks, port))
 
 
