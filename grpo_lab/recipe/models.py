@@ -72,19 +72,27 @@ def model_files(model: str) -> dict[str, str]:
     kept = [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
     found = {file.relative_to(folder).as_posix(): _digest(file) for file in kept}
     adapter = folder / "adapter_config.json"
-    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path") if adapter.is_file() else None
+    base = _said_in(adapter).get("base_model_name_or_path") if adapter.is_file() else None
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found
 
 
 def _digest(file: Path) -> str:
-    if file.name in ("config.json", "generation_config.json", "adapter_config.json"):
-        settings = json.loads(file.read_text(encoding="utf-8"))
+    if file.name in ("config.json", "generation_config.json", "adapter_config.json") and (settings := _said_in(file)):
         kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+
+
+def _said_in(file: Path) -> dict[str, Any]:
+    """The settings in a JSON file; none where it is broken: what loads it says so, with the model's name."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def holds_tokenizer(folder: str) -> bool:

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,10 +30,11 @@ def begin(work: Callable[[], int], ranks: int, log: Path, environment: Mapping[s
     port = free_port()
     file = log.open("ab")
     leader = os.fork()
+    with suppress(PermissionError):  # each of the two may be the first: a kill may come at once
+        os.setpgid(leader, leader)
     if leader:
         file.close()
         return leader
-    os.setsid()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     os.chdir(Path(__file__).parent)

@@ -220,6 +220,7 @@ def test_a_chat_template_that_does_not_end_or_leaves_its_sandbox(
         ("tokenizer.json", "{ nope", "cannot be loaded: .*JSONDecodeError: Expecting property name"),
         ("tokenizer.json", "{}", "cannot be loaded: KeyError: 'added_tokens'"),  # was a traceback
         ("config.json", "{ nope", "cannot be loaded: .*is not a valid JSON file"),
+        ("config.json", "[]", "cannot be loaded: "),
         (
             "config.json",
             '{"model_type": "foo"}',
