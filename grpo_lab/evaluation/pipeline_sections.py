@@ -13,7 +13,7 @@ from statistics import fmean
 
 from grpo_lab.evaluation.charts import Line, figure
 from grpo_lab.evaluation.drawing import Drawn, drawing
-from grpo_lab.evaluation.page import Bar, Card, Section, Table, settings_section, text_of
+from grpo_lab.evaluation.page import Bar, Card, Section, Table, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.run_record import PipelineStage, RunRecord, read_run
 from grpo_lab.evaluation.statistics import is_number
@@ -33,7 +33,7 @@ FACTS: dict[str, Callable[[float], str]] = {
 DONE = "done"
 _COST = {"seconds": "time", "tokens": "tokens generated"}
 _START = "start model"
-_JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval")
+_JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval", "score", "measured")
 _CURVES = ("Reward", "Held-out accuracy", "Lengths of correct and incorrect answers: all", "Dead", "KL to", "Entropy")
 _MOST_LINES = 8
 _OF_RUNS = "Mean over the runs, in brackets the lowest and the highest."
@@ -61,7 +61,7 @@ def pipeline_card(run: RunRecord) -> Card:
 def numbers_of(stage: PipelineStage) -> dict[str, float]:
     """Its facts that are numbers, of an interval the value; and its seconds."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
-    found["seconds"] = stage.seconds
+    found["seconds"] = stage.seconds or None
     return {name: float(one) for name, one in found.items() if is_number(one)}
 
 
@@ -102,9 +102,9 @@ def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
         for one in run.stages:
             if one.kind != "evaluate":
                 continue
-            of = next((taken.partition(".")[0] for name, taken in one.inputs.items() if name.endswith("model")), "")
+            of = one.inputs.get("model", {}).get("from", "").partition(".")[0]
             words = re.split("[-_ ]+", re.sub(rf"(^|[-_]){re.escape(of)}(?=[-_]|$)", " ", one.name, count=1))
-            task = " ".join(word for word in words if word not in _JOINED) or "held-out"
+            task = " ".join(word for word in words if word not in _JOINED) or "held-out problems"
             for name, value in numbers_of(one).items():
                 fact, _, condition = name.partition(".")
                 if fact == "accuracy" and not re.search("budget|against", condition):
@@ -167,16 +167,10 @@ def made_section(stages: Sequence[PipelineStage]) -> Section:
     """What each stage took from the stages before it, what it dropped of that, and why it was done."""
     rows = []
     for one in stages:
-        takes = ", ".join(f"{setting}: {taken}" for setting, taken in one.inputs.items())
+        takes = ", ".join(f"{setting}: {taken.get('from')}" for setting, taken in one.inputs.items())
         rows.append([one.name, takes, text_of("", one.results.get("dropped") or ""), one.why])
     head = ["stage", "takes", "dropped rows, by reason", "why it was done"]
     return Section("What the stages were made from", table=Table(head, rows, words={1, 2, 3}))
-
-
-def results_section(stages: Sequence[PipelineStage]) -> Section:
-    """All that the stages found, folded."""
-    found = settings_section({one.name: one.results for one in stages if one.results})
-    return replace(found, title="All results", folded="every fact of each stage")
 
 
 def _by_stage(runs: Sequence[RunRecord]) -> dict[tuple[str, str], dict[str, list[float]]]:

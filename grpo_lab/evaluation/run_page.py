@@ -18,7 +18,6 @@ from grpo_lab.evaluation.pipeline_sections import (
     made_section,
     pipeline_card,
     pipeline_sections,
-    results_section,
 )
 from grpo_lab.evaluation.result import paired_gain
 from grpo_lab.evaluation.run_record import (
@@ -110,6 +109,7 @@ def run_page(record: RunRecord) -> Page:
 def pipeline_page(record: RunRecord) -> Page:
     """Of `pipeline.json` and the folders of the stages."""
     stages = record.stages
+    said = {one.name: {"results": one.results, **_said(one.settings)} for one in stages}
     return Page(
         kind="pipeline report",
         title=title_of(record),
@@ -120,8 +120,7 @@ def pipeline_page(record: RunRecord) -> Page:
             *pipeline_sections([record]),
             *evaluation_sections(record),
             made_section(stages),
-            results_section(stages),
-            settings_section({**record.summary, **{one.name: one.settings for one in stages if one.settings}}),
+            settings_section({**record.summary, **said}),
         ],
         missing=[] if stages else ["Stages (pipeline.json)"],
     )

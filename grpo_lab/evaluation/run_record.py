@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
@@ -34,19 +36,20 @@ _NUMBERED_LINES = 5
 _DEEPEST = 40
 
 
-class PipelineStage(NamedTuple):
-    """A stage as `pipeline.json` says it. why: it was done. inputs: setting → ``stage.thing``; before: whose things it
-    takes. results: its facts; settings: as `stage.json` of its folder has them."""
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage as `pipeline.json` says it: why it was done, setting → what it takes ``from`` (``stage.thing``), whose
+    things those are, its facts. ``settings``: from `stage.json` of its folder."""
 
-    name: str
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
     status: str
     why: str
-    inputs: dict[str, str]
+    inputs: dict[str, dict[str, str]]
     before: list[str]
     seconds: float | None
     results: dict[str, Any]
-    settings: dict[str, Any]
+    settings: Any = None
 
 
 @dataclass
@@ -152,25 +155,21 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
 def _read_stages(record: RunRecord) -> None:
     """`pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
     summary = _read_summary(record.folder / STAGES, record.notices)
-    listed = summary.pop("stages", None)
+    try:
+        listed = TypeAdapter(list[PipelineStage]).validate_python(summary.pop("stages", []))
+    except ValidationError as error:
+        first, listed = error.errors()[0], []
+        place = ".".join(map(str, ("stages", *first["loc"])))
+        record.notices.append(f"{STAGES}: the stages were left out, for {place}: {first['msg']}")
     record.summary = {**summary, **record.summary}
-    for number, one in enumerate(listed if isinstance(listed, list) else (), start=1):
-        name, known = _mapping(one).get("name"), {stage.name for stage in record.stages}
-        if not isinstance(name, str) or not re.fullmatch("[A-Za-z0-9_-]+", name) or name in known:
-            record.notices.append(f"{STAGES}: stage {number} was left out, for its `name` ({str(name)[:40]!r})")
-            continue
-        kind, status, why = (str(one.get(key) or "") for key in ("kind", "status", "why"))
-        inputs = {setting: str(_mapping(taken).get("from")) for setting, taken in _mapping(one.get("inputs")).items()}
-        listed_before = one["before"] if isinstance(one.get("before"), list) else []
-        seconds = one["seconds"] or None if is_number(one.get("seconds")) else None
-        made_from = _mapping(_read_summary(record.folder / name / "stage.json", record.notices).get("made_from"))
-        mappings = (_mapping(one.get("results")), _mapping(made_from.get("settings")))
-        before = [other for other in map(str, listed_before) if other in known]
-        record.stages.append(PipelineStage(name, kind, status, why, inputs, before, seconds, *mappings))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    known: list[str] = []
+    for one in listed:
+        if one.name not in known:
+            made_from = _read_summary(record.folder / one.name / "stage.json", record.notices).get("made_from")
+            settings = made_from.get("settings") if isinstance(made_from, dict) else None
+            before = [other for other in one.before if other in known]
+            record.stages.append(replace(one, before=before, settings=settings))
+            known.append(one.name)
 
 
 def _read_answers(record: RunRecord) -> None:
@@ -186,7 +185,7 @@ def _read_answers(record: RunRecord) -> None:
                     problems = tuple((one.problem, one.question) for one in result.greedy)
                     alike.setdefault((judged, problems), []).append(result)
     if alike:
-        first, *others = max(reversed(alike.values()), key=len)
+        first, *others = max(alike.values(), key=len)
         record.before, record.after = (first, others[-1]) if others else (None, first)
 
 

@@ -4,6 +4,7 @@ browser shows of it."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -27,6 +28,21 @@ def change(folder: Path, stage: str, **more: Any) -> None:
     said = json.loads((folder / "pipeline.json").read_text())
     next(one for one in said["stages"] if one["name"] == stage).update(more)
     (folder / "pipeline.json").write_text(json.dumps(said))
+
+
+def listed(**one: Any) -> str:
+    """A ``pipeline.json`` with the same stage twice."""
+    whole = {
+        "name": "a",
+        "kind": "rl",
+        "status": "done",
+        "why": "",
+        "inputs": {},
+        "before": [],
+        "seconds": 1,
+        "of another release": 2,
+    }
+    return json.dumps({"stages": [{**whole, "results": {}, **one}] * 2})
 
 
 def test_the_table_and_the_matrix_by_hand(tmp_path: Path) -> None:
@@ -61,7 +77,7 @@ def test_the_table_and_the_matrix_by_hand(tmp_path: Path) -> None:
 def test_a_stage_without_a_model_of_another_is_about_the_start_model(tmp_path: Path) -> None:
     pipelined(tmp_path)
     change(tmp_path, "start-maths", inputs={}, name="evaluate")
-    assert next(iter(matrix([read_run(tmp_path)]).items())) == ("start model", {"held-out": [0.25]})
+    assert next(iter(matrix([read_run(tmp_path)]).items())) == ("start model", {"held-out problems": [0.25]})
 
 
 def test_several_runs_are_one_page_with_mean_lowest_and_highest(tmp_path: Path) -> None:
@@ -84,17 +100,13 @@ def test_several_runs_are_one_page_with_mean_lowest_and_highest(tmp_path: Path) 
     [
         ("{", "pipeline.json could not be read"),
         ("[]", "pipeline.json holds a list, not a mapping"),
-        ('{"stages": 3}', ""),
-        (
-            '{"stages": [{"name": "../other"}, 3, {"name": "a"}, {"name": "a"}]}',
-            "stage 4 was left out, for its `name` ('a')",
-        ),
-        (
-            '{"stages": [{"name": "a", "before": ["b", "a", 3], "inputs": {"x": 1}, "results": [1], "seconds": "x"}]}',
-            "",
-        ),
-        ('{"stages": [{"name": "a", "results": {"accuracy": NaN, "rows": 1e300, "dropped": 3}, "before": 7}]}', ""),
-        ('{"stages": [{"name": "student", "kind": ["evaluate"], "results": {"accuracy": {"value": null}}}]}', ""),
+        ('{"stages": 3}', "the stages were left out, for stages: Input should be a valid list"),
+        (listed(name="../a"), "for stages.0.name: String should match pattern"),
+        (listed(seconds="x"), "for stages.0.seconds: Input should be a valid number"),
+        (listed(inputs={"x": 1}), "for stages.0.inputs.x: Input should be a valid dictionary"),
+        (listed(before=["b", "a", "student"], results={"accuracy": math.nan, "rows": 1e300, "dropped": 3}), ""),
+        (listed(kind="evaluate", results={"accuracy": {"value": None}, "accuracy.b": 0.5}, seconds=0), ""),
+        (listed(name="student"), ""),
     ],
 )
 def test_a_damaged_file_is_said_and_the_rest_is_shown(tmp_path: Path, written: str, said: str) -> None:
