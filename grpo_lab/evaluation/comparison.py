@@ -18,9 +18,9 @@ from typing import Any
 from rich import box
 from rich.table import Table as Columns
 
-from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.page import Page, Section, Table, text_of
-from grpo_lab.evaluation.panels import CURVES, accuracy_line, panels_of
+from grpo_lab.evaluation.panels import CURVES, comparison_figures
+from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
@@ -228,7 +228,8 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))
     results = Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3)
     figures = comparison_figures(found.runs)
-    missing = [] if figures else ["Curves (metrics.jsonl)"]
+    stages = pipeline_sections(found.runs)
+    missing = [] if figures or stages else ["Curves (metrics.jsonl)"]
     return Page(
         kind="comparison",
         title=" · ".join(names),
@@ -238,6 +239,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
         sections=[
             Section("Results", table=results, foot=_RESULTS),
             Section("Paired tests", table=Table(head, tests), foot=f"{_TESTS} {CAVEAT}"),
+            *stages,
             Section("Curves", f"One line a run. {CURVES}", figures=figures),
             Section("Set differently", table=settings),
         ],
@@ -291,19 +293,3 @@ def result_rows(found: Comparison) -> list[list[str]]:
 
 def _column(result: Any) -> list[tuple[str, str]]:
     return [] if result is None else [(name, new) for name, _, new, _ in comparison_rows(None, result)]
-
-
-def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
-    """Curves with one line a run; quantities that no run recorded are left out."""
-    meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
-    trained = [run for run in runs if run.kind != EVALUATION]  # a lone evaluation belongs to no step
-    accuracy = [accuracy_line(run, run.name) for run in trained]
-    found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
-    for panel in panels_of(*runs):
-        for label, metrics in panel.lines.items():
-            title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
-            lines = [Line(run.name, run.first_of(*metrics)) for run in runs]
-            missing = [line.label for line in lines if not line.points]
-            meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
-            found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
-    return [one for one in found if one]

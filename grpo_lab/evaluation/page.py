@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure
@@ -79,13 +80,15 @@ class Table:
 @dataclass(frozen=True)
 class Section:
     """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading.
-    ``folded``: the words that are seen until it is opened."""
+    ``drawings``: one for a ``wide`` screen, one for a ``narrow`` one. ``folded``: the words that are seen until it is
+    opened."""
 
     title: str
     lead: str = ""
     counts: Sequence[tuple[str, int]] = ()
     points: Sequence[str] = ()
     figures: Sequence[Figure] = ()
+    drawings: Sequence[tuple[str, SimpleNamespace]] = ()
     legend: tuple[str, str] | None = None
     bars: Sequence[Bar] = ()
     samples: Sequence[ShownSample] = ()
@@ -98,7 +101,7 @@ class Section:
     def empty(self) -> bool:
         """Such a section is not shown."""
         rows = self.table.rows if self.table else ()
-        return not any((self.points, self.figures, self.bars, self.samples, rows, self.groups))
+        return not any((self.points, self.figures, self.drawings, self.bars, self.samples, rows, self.groups))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.result import EvaluationResult
-from grpo_lab.evaluation.run_record import RunRecord
+from grpo_lab.evaluation.run_record import EVALUATION, PIPELINE, RunRecord
 
 SHARE = {"share": True}
 FROM_ZERO = {"from_zero": True}
@@ -212,3 +212,19 @@ def _accuracy(record: RunRecord) -> Figure | None:
     during = Line("during training", record.first_of("evaluation/accuracy", "eval_accuracy", *rewards))
     meaning, unit = "Held-out problems. Bars: 95% Wilson interval over problems.", "share of problems correct"
     return figure("Held-out accuracy", meaning, [accuracy_line(record, "greedy"), during], unit, share=True)
+
+
+def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
+    """Curves with one line a run; quantities that no run recorded are left out."""
+    meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"
+    trained = [run for run in runs if run.kind not in (EVALUATION, PIPELINE)]  # of no step
+    accuracy = [accuracy_line(run, run.name) for run in trained]
+    found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
+    for panel in panels_of(*runs):
+        for label, metrics in panel.lines.items():
+            title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
+            lines = [Line(run.name, run.first_of(*metrics)) for run in runs]
+            missing = [line.label for line in lines if not line.points]
+            meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
+            found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
+    return [one for one in found if one]

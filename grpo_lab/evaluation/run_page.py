@@ -14,11 +14,17 @@ from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
+from grpo_lab.evaluation.pipeline_sections import (
+    made_section,
+    pipeline_card,
+    pipeline_sections,
+)
 from grpo_lab.evaluation.result import paired_gain
 from grpo_lab.evaluation.run_record import (
     CURATION,
     EVALUATION,
     LONG2SHORT,
+    PIPELINE,
     ROUNDS,
     RunRecord,
     facts_of,
@@ -42,7 +48,7 @@ _HOW_MEASURED = (
 
 
 def write_report(place: str | Path) -> Path:
-    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate` or `evaluate`; its path.
+    """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`; its path.
 
     A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
     a comparison: it is made anew from its runs.
@@ -59,13 +65,13 @@ def report_page(folder: Path) -> Page:
     record = read_run(folder)
     if not record.kind:
         raise ValueError(
-            f"{folder} holds nothing of ours (run.json, metrics.jsonl, rounds.jsonl, evaluation/, outcomes.jsonl, "
-            "curation.json), so there is nothing to report; nothing was changed"
+            f"{folder} holds nothing of ours (run.json, pipeline.json, metrics.jsonl, rounds.jsonl, evaluation/, "
+            "outcomes.jsonl, curation.json), so there is nothing to report; nothing was changed"
         )
     if record.kind == CURATION:
         page = read_curation(folder)
     else:
-        page = rounds_page(record) if record.kind == ROUNDS else run_page(record)
+        page = {ROUNDS: rounds_page, PIPELINE: pipeline_page}.get(record.kind, run_page)(record)
     others = " and ".join(record.kinds[1:])
     more = [f"the folder also holds what a {others} left; this page is not about that"] if others else []
     return replace(page, notices=[*page.notices, *more])
@@ -97,6 +103,26 @@ def run_page(record: RunRecord) -> Page:
             settings_section(settings),
         ],
         missing=missing if settings else [*missing, "Settings (run.json)"],
+    )
+
+
+def pipeline_page(record: RunRecord) -> Page:
+    """Of `pipeline.json` and the folders of the stages."""
+    stages = record.stages
+    said = {one.name: {"results": one.results, **_said(one.settings)} for one in stages}
+    return Page(
+        kind="pipeline report",
+        title=title_of(record),
+        about=[],
+        cards=[*accuracy_cards(record), pipeline_card(record)],
+        notices=notices_of(record),
+        sections=[
+            *pipeline_sections([record]),
+            *evaluation_sections(record),
+            made_section(stages),
+            settings_section({**record.summary, **said}),
+        ],
+        missing=[] if stages else ["Stages (pipeline.json)"],
     )
 
 

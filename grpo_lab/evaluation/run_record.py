@@ -5,6 +5,7 @@
     rounds.jsonl              one a round, of `grpo-lab rounds`
     evaluation/before, after  written by EvaluationResult.write; evaluation/step_<n>: during training
     outcomes.jsonl            of a folder that is one evaluation; curation.json: of one that is a curation
+    pipeline.json             the stages of a pipeline, each with a folder of its name
 
 Whatever could not be read is named in `notices`. Whether the run works: ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
@@ -27,8 +30,26 @@ Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
 
 TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
+PIPELINE, STAGES = "pipeline", "pipeline.json"
+_JUDGED = ("judge", "mode", "reward", "template", "thinking")
 _NUMBERED_LINES = 5
 _DEEPEST = 40
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A stage as `pipeline.json` says it: why it was done, setting → what it takes ``from`` (``stage.thing``), whose
+    things those are, its facts. ``settings``: from `stage.json` of its folder."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
+    kind: str
+    status: str
+    why: str
+    inputs: dict[str, dict[str, str]]
+    before: list[str]
+    seconds: float | None
+    results: dict[str, Any]
+    settings: Any = None
 
 
 @dataclass
@@ -36,7 +57,8 @@ class RunRecord:
     """A run as far as it could be read; the fields are empty or None where nothing was found.
 
     kinds: what the folder holds, what its page is about first. rounds: the lines of `rounds.jsonl`, their numbers.
-    name: in a comparison.
+    stages: of a pipeline, in their order; ``before`` and ``after`` are then its first and last answers to the problems
+    that it was evaluated on most often. name: in a comparison.
     """
 
     folder: Path
@@ -46,6 +68,7 @@ class RunRecord:
     after: EvaluationResult | None = None
     during: list[tuple[int, EvaluationResult]] = field(default_factory=list)
     rounds: list[dict[str, float]] = field(default_factory=list)
+    stages: list[PipelineStage] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     name: str = ""
@@ -84,6 +107,9 @@ def read_run(folder: str | Path) -> RunRecord:
     rounds = _read_numbers(folder / "rounds.jsonl", "round", record.notices)
     record.rounds = [{"round": number, **row} for number, row in rounds]
     record.kinds = _kinds_of(record)
+    if record.kind == PIPELINE:
+        _read_stages(record)
+        _read_answers(record)
     if record.summary.get("finished") is False:
         record.notices.insert(0, "the run is not finished: this is what it has written so far")
     if record.kind == EVALUATION:
@@ -99,7 +125,9 @@ def _kinds_of(record: RunRecord) -> list[str]:
     folder, pipeline = record.folder, record.summary.get("pipeline")
     anything = record.summary or record.metrics or record.before or record.after or record.during or record.notices
     has_rounds = (folder / "rounds.jsonl").is_file()
-    if pipeline == ROUNDS or (has_rounds and not record.summary):
+    if (folder / STAGES).is_file():
+        found = [PIPELINE]
+    elif pipeline == ROUNDS or (has_rounds and not record.summary):
         found = [ROUNDS]
     else:
         found = [LONG2SHORT if pipeline == LONG2SHORT else TRAINING] if anything else []
@@ -114,14 +142,51 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
-        notices.append(f"run.json could not be read: {error}")
+        notices.append(f"{path.name} could not be read: {error}")
         return {}
     if isinstance(summary, dict) and not _too_deep(summary, _DEEPEST):
         return summary
     mapping = isinstance(summary, dict)
     why = f"is nested more than {_DEEPEST} deep" if mapping else f"holds a {type(summary).__name__}, not a mapping"
-    notices.append(f"run.json {why}; it was left out")
+    notices.append(f"{path.name} {why}; it was left out")
     return {}
+
+
+def _read_stages(record: RunRecord) -> None:
+    """`pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
+    summary = _read_summary(record.folder / STAGES, record.notices)
+    try:
+        listed = TypeAdapter(list[PipelineStage]).validate_python(summary.pop("stages", []))
+    except ValidationError as error:
+        first, listed = error.errors()[0], []
+        place = ".".join(map(str, ("stages", *first["loc"])))
+        record.notices.append(f"{STAGES}: the stages were left out, for {place}: {first['msg']}")
+    record.summary = {**summary, **record.summary}
+    known: list[str] = []
+    for one in listed:
+        if one.name not in known:
+            made_from = _read_summary(record.folder / one.name / "stage.json", record.notices).get("made_from")
+            settings = made_from.get("settings") if isinstance(made_from, dict) else None
+            before = [other for other in one.before if other in known]
+            record.stages.append(replace(one, before=before, settings=settings))
+            known.append(one.name)
+
+
+def _read_answers(record: RunRecord) -> None:
+    """What a pipeline did to the answers to the problems that its stages were most often evaluated on."""
+    alike: dict[Any, list[EvaluationResult]] = {}
+    for stage in record.stages:
+        for place in ("evaluation", "evaluation/before", "evaluation/after"):
+            folder = record.folder / stage.name / place
+            if (folder / "outcomes.jsonl").is_file():
+                result = _read_evaluation(folder, record.notices, f"{stage.name}/{place}")
+                if result and result.greedy:
+                    judged = str([result.settings.get(key) for key in _JUDGED])
+                    problems = tuple((one.problem, one.question) for one in result.greedy)
+                    alike.setdefault((judged, problems), []).append(result)
+    if alike:
+        first, *others = max(alike.values(), key=len)
+        record.before, record.after = (first, others[-1]) if others else (None, first)
 
 
 def _too_deep(value: Any, left: int) -> bool:
@@ -160,13 +225,13 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
     return sorted(rows.items())
 
 
-def _read_evaluation(folder: Path, notices: list[str]) -> EvaluationResult | None:
+def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> EvaluationResult | None:
     if not folder.is_dir():
         return None
     try:
         return EvaluationResult.read(folder)
     except (OSError, ValueError, RecursionError) as error:
-        notices.append(f"evaluation/{folder.name} could not be read: {error}")
+        notices.append(f"{name or f'evaluation/{folder.name}'} could not be read: {error}")
         return None
 
 

@@ -18,7 +18,7 @@ VOID = {"meta", "img", "br", "hr", "link", "input"}
 ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "section", "h1", "h2", "h3", "h4", "p", "div",
     "span", "b", "small", "ul", "li", "dl", "dt", "dd", "table", "thead", "tbody", "tr", "th", "td", "figure",
-    "figcaption", "svg", "path", "line", "text", "circle", "article", "pre", "details", "summary",
+    "figcaption", "svg", "path", "line", "text", "circle", "rect", "article", "pre", "details", "summary",
 }  # fmt: skip
 
 

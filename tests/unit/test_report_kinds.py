@@ -79,6 +79,37 @@ def curated(folder: Path, words: str = "") -> None:
     (folder / "curation.json").write_text(json.dumps(said))
 
 
+def pipelined(folder: Path, words: str = "") -> None:
+    """Two evaluations of the same problems around an RL stage, one of other problems, and one that waits."""
+    listed: list[dict[str, Any]] = []
+
+    def stage(name: str, kind: str, inputs: dict[str, str], results: dict[str, Any], **more: Any) -> None:
+        before = [taken.partition(".")[0] for taken in inputs.values()]
+        taken = {setting: {"from": one, "digest": "0a"} for setting, one in inputs.items()}
+        said = {"name": name, "kind": kind + words, "status": "done", "why": f"new{words}", "seconds": 90.0}
+        listed.append({**said, "inputs": taken, "before": before, "results": results, **more})
+        (folder / name).mkdir(parents=True)
+
+    stage("start", "cold_start", {}, {"rows": 400, "loss": 0.5, f"other{words}": words})
+    made_from = {"settings": {"max_steps": 3, words or "key": words}}
+    (folder / "start" / "stage.json").write_text(json.dumps({"made_from": made_from}))
+    stage("start-maths", "evaluate", {"model": "start.model"}, {"accuracy": 0.25, "format": 0.5, "tokens": 100})
+    result([0.0, 0.0, 0.0, 1.0], text=words or "#### 7").write(folder / "start-maths" / "evaluation")
+    dropped = {"wrong": 30, f"too long{words}": 2}
+    stage("traces", "filter", {"samples": "start.samples"}, {"rows": 80, "kept": 48, "dropped": dropped})
+    stage("rl", "rl", {"model.path": "start.model", "data.source": "traces.rows"}, {"steps": 60, "tokens": 9000})
+    whole_run(folder / "rl")
+    shutil.rmtree(folder / "rl" / "evaluation")
+    accuracy = {"value": 0.75, "low": 0.3, "high": 0.95, "n": 4}
+    stage("rl-maths", "evaluate", {"model": "rl.model"}, {"accuracy": accuracy, "accuracy.no-thinking": 0.5})
+    result([1.0, 0.0, 1.0, 1.0], text=words or "#### 7").write(folder / "rl-maths" / "evaluation")
+    stage("general_after_rl", "evaluate", {"model": "rl.model"}, {"accuracy": 1.0, "accuracy.budget-8": 0.0})
+    result([1.0], question="What colour?").write(folder / "general_after_rl" / "evaluation")
+    stage("student", "sft", {"rows": "traces.rows"}, {}, status="waiting", why="", seconds=None)
+    said = {"name": "a pipeline", "pipeline": "pipeline", "finished": False, "stages": listed}
+    (folder / "pipeline.json").write_text(json.dumps(said))
+
+
 def compared(folder: Path, words: str = "") -> None:
     for name in ("a", "b"):
         trained(folder / name, words)
@@ -95,6 +126,8 @@ KINDS: dict[str, tuple[Callable[..., None], str, list[str]]] = {
         "Tokens generated 400"]),
     "curation": (curated, "report.html", ["curation report", "Rows kept 2", "Pass rates", "Mean pass rate of the "
         "kept 50.0 %"]),
+    "pipeline": (pipelined, "report.html", ["pipeline report", "Stages done 6 of 7", "Gain, same problems +50.0 points",
+        "Stage × task", "3. traces filter 80 48", "samples: start.samples wrong: 30, too long: 2 new", "Reward"]),
     "compare": (compared, "c.html", ["comparison", "Paired tests", "Set differently", "One line a run."]),
 }  # fmt: skip
 
