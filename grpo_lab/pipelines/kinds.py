@@ -30,7 +30,7 @@ from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
-from grpo_lab.stages.train import ColdStart, Dpo, Merge, Simpo, Train
+from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, Simpo, Train
 
 
 def whole_command(
@@ -99,6 +99,7 @@ KINDS: dict[str, Any] = {
     "sft": Train,
     "dpo": Dpo,
     "simpo": Simpo,
+    "distill": Distill,
     "merge": Merge,
     "evaluate": Evaluate,
     "rl": whole_command(

@@ -51,6 +51,7 @@ class Evaluate:
             "mean_length": result.mean_length,
             "mean_length_correct": result.mean_length_correct,
             "worked_out_share": result.worked_out_share,
+            **{f"pass_at_{k}": found.value for k, found in result.pass_at.items() if k > 1},
         }
 
 

@@ -1,4 +1,4 @@
-"""Models: trained on rows or on pairs by TRL's trainers (SFT, DPO, SimPO), given a cold start, merged out of two."""
+"""Models: trained on rows or on pairs by TRL's trainers (SFT, DPO, SimPO), by a teacher, given a cold start, merged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from grpo_lab.runs.console import settings_in_words, told
 from grpo_lab.runs.metrics_file import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
-from grpo_lab.settings import NULL_IS_DEFAULT, Number, Whole, settings
+from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 
@@ -114,6 +114,44 @@ class ColdStart:
         with trained(at, tokenizer, rows.to_list(), arguments) as (folder, training, counted):
             cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
         return counted.facts()
+
+
+@settings(rest="training")
+class Distill:
+    """``distill``: a model trained on its own answers by a ``teacher`` of the same vocabulary, on the prompts of
+    ``data``. Other keys: TRL's ``DistillationConfig``. It ends with the log by which ``tokens`` are generated, too."""
+
+    leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
+    model: str
+    teacher: str
+    data: DataSection
+    tokens: Positive | None = None
+    seed: Whole = 0
+    training: Training = field(default_factory=dict)
+
+    def plan(self) -> str:
+        from grpo_lab.trainer.supervised.distillation import check_distillation
+
+        check_distillation(self.training)
+        words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
+        return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
+
+    def run(self, at: At) -> Facts:
+        from grpo_lab.trainer.supervised.distillation import TokenBudget, distill
+
+        student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
+        teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
+        if words.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
+                "says of a token is about another one. Take a teacher of the same family, or `sft` on its samples"
+            )
+        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]), TokenBudget(self.tokens)
+        arguments = {"seed": self.seed, **self.training}
+        made_from = [self.model, self.teacher, self.tokens, arguments]
+        with trained(at, tokenizer, rows.to_list(), made_from) as (folder, training, counted):
+            distill(student, teacher, tokenizer, rows, folder, arguments, [counted, budget], training)
+        return {**counted.facts(), "tokens": budget.generated}
 
 
 @settings()

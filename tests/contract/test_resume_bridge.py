@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
-from trl import GRPOTrainer
+from trl import DistillationTrainer, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from contract.test_trl_bridge import batch, build
+from grpo_lab.trainer.trl_bridge import METHODS
 
 SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2}
 
@@ -130,3 +131,15 @@ def test_trl_itself_does_not_save_the_batch() -> None:
         source = inspect.getsource(getattr(GRPOTrainer, method))
         assert "_buffered_inputs" not in source
         assert "_step" not in source.replace("global_step", "")
+
+
+def test_a_distillation_is_ordered_like_grpo_and_writes_one_batch_an_optimizer_step() -> None:
+    """``going_on.InOrder`` stands before both; ``TokenBudget`` reads the mean length of a step's completions."""
+    for name in ("_get_train_sampler", "_init_training_state"):
+        known = tuple(inspect.signature(getattr(DistillationTrainer, name)).parameters)
+        assert known == METHODS[name]
+    assert "return RepeatSampler(" in inspect.getsource(DistillationTrainer._get_train_sampler)
+    assert "generate_every = self.args.gradient_accumulation_steps" in inspect.getsource(
+        DistillationTrainer._prepare_inputs
+    )
+    assert 'self._metrics[mode]["completions/mean_length"].append(' in inspect.getsource(DistillationTrainer._generate)

@@ -11,18 +11,21 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from grpo_lab.data import TEMPLATES
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline
 from grpo_lab.recipe.sections import read_recipe
-from grpo_lab.recipe.yaml import parse_overrides
+from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = (
-    *("curate", "long2short", "expert_iteration", "rft", "online_rft", "dpo_rounds", "simpo_rounds"),
+    *("curate", "long2short", "expert_iteration", "rft", "online_rft", "dpo_rounds", "simpo_rounds", "pipeline"),
 )  # recipes of other commands have tests of their own
 RUNS = sorted(
     path
     for path in RECIPES.rglob("*.yaml")
     if path.parent.name != "accelerate" and not path.stem.startswith(OTHER_COMMANDS)
 )
+PIPELINES = sorted(RECIPES.rglob("pipeline*.yaml"))
 LAUNCH = sorted((RECIPES / "accelerate").glob("*.yaml"))
 ON_CPU = {"use_cpu": True, "bf16": False}
 
@@ -44,6 +47,14 @@ def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureR
     assert facts["prompt template"] in TEMPLATES
     assert "surrogate=" in facts["algorithm"] or "TRL's own loss" in facts["algorithm"]
     assert not (tmp_path / "out").exists(), "a dry run must leave nothing behind"
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_pipeline_dry_runs(path: Path, tmp_path: Path) -> None:
+    written = read_yaml(path, {"output_dir": str(tmp_path / "out")})
+    plan = plan_of_pipeline(pipeline_from(written, beside=path.parent))
+    assert plan["output folder"] == str(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def fewer_rows(path: Path) -> dict[str, Any]:

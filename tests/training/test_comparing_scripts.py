@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +37,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         stdout.write(done.stdout + done.stderr)
         return done
 
-    def main(script: ModuleType, *words: str) -> None:
+    def main(script: ModuleType, *words: str, smaller: Sequence[str] = SMALLER) -> None:
         monkeypatch.setattr(experiment.subprocess, "run", cell)
-        monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *SMALLER])
+        monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *smaller])
         script.main()
 
     return main
@@ -104,3 +105,31 @@ def test_smoke_of_two_presets(run: Any, tmp_path: Path) -> None:
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["gspo", "KimiTrainer"]
     assert all(line.split("|")[2].strip() == "yes" for line in lines[2:])
+
+
+@pytest.mark.slow
+def test_three_arms_of_distillation_at_the_same_tokens(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """The recipe's stages, from given models: the teacher's samples, what the trainings wrote, the measured models."""
+    import compare_distillation
+
+    changes: dict[str, Any] = {
+        "teacher_samples.reward": "training.curation_rewards:by_digest",
+        "own_rl.rewards": ["training.curation_rewards:by_digest"],
+        "imitated.per_device_train_batch_size": 8,
+        "distilled.per_device_train_batch_size": 8,
+        "own_rl.per_device_train_batch_size": 16,
+    }
+    changes |= {f"{name}.max_completion_length": 8 for name in ("teacher_samples", "distilled", "own_rl")}
+    for name in ("student", "teacher", "imitated", "distilled", "own_rl"):
+        changes |= {f"{name}_measured.{key}": 4 for key in ("data.n", "n_samples", "max_completion_length")}
+        changes[f"{name}_measured.reward"] = "training.curation_rewards:by_digest"
+    words = [word for key, value in changes.items() for word in ("--set", key, json.dumps(value))]
+    models = ["--student", str(tiny_folder), "--teacher", str(tiny_folder)]
+    run(compare_distillation, *models, "--seeds", "0", "--tokens", "400", "--folder", str(tmp_path), *words, smaller=())
+    found = json.loads((tmp_path / "records.json").read_text())
+    assert list(found) == list(compare_distillation.ARMS)
+    tokens = {arm: round(1000 * runs[0]["after"]["generated tokens, k"]) for arm, runs in found.items()}
+    assert tokens.pop("SFT on the teacher's samples") == pytest.approx(400, rel=0.1)
+    assert all(400 <= one < 400 + 16 * 8 for one in tokens.values()), tokens
+    assert all({"accuracy", "pass@1", "pass@2", "pass@4"} <= {*runs[0]["after"]} for runs in found.values())
+    assert (tmp_path / "table.md").read_text().splitlines()[0].startswith("| arm | seeds | accuracy | pass@1 | pass@2 ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from grpo_lab.pipelines import long2short as pipeline
 from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import At
-from grpo_lab.runs.stop import Interrupted
+from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.settings import read
 from grpo_lab.stages.evaluate import Evaluate
-from grpo_lab.stages.train import Dpo
+from grpo_lab.stages.train import Distill, Dpo
+from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.supervised.cold_start import supervised
+from grpo_lab.trainer.supervised.distillation import distill
 from grpo_lab.trainer.supervised.preference import prefer
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 from tolerance import log_prob_gap, unit_roundoff
@@ -109,7 +113,7 @@ class Logs(TrainerCallback):  # type: ignore[misc]
         self.rows: list[dict[str, Any]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        times = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        times = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time")
         self.rows.append({"step": state.global_step, **{name: one for name, one in logs.items() if name not in times}})
 
 
@@ -121,9 +125,10 @@ PAIRS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
+@pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo", "distill"])
 def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
-    """Three steps an epoch: stopped inside a logging window, at an epoch's end; at the last step it is not answered."""
+    """Three steps an epoch (of distillation two): stopped inside a logging window, at an epoch's end; at the last step
+    it is not answered."""
     arguments = {**TRAINING, "per_device_train_batch_size": 2, "max_steps": 7, "logging_steps": 4, "use_cpu": True}
 
     def trained(name: str, asked: Any = None, identity: str = "this") -> tuple[Path, list[dict[str, Any]], Any]:
@@ -133,6 +138,11 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
         if method == "shortest_sft":
             rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
             supervised(model, tokenizer, rows, folder, arguments, [logs], train=training)
+        elif method == "distill":
+            mine = {name: value for name, value in arguments.items() if name != "max_length"}
+            mine |= {"max_completion_length": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+            teacher, rows = tiny_model(seed=1)[0], Dataset.from_list(PAIRS)
+            distill(model, teacher, tokenizer, rows, folder, mine, [logs], train=training)
         else:
             prefer(method, model, tokenizer, Dataset.from_list(PAIRS), folder, arguments, [logs], train=training)
         return folder, logs.rows, training
@@ -152,6 +162,24 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
     assert (again / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     training.done()
     assert not (again / "stopped").exists()
+
+
+def test_a_distillation_ends_with_its_tokens_and_refuses_another_vocabulary(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two prompts a step, of 8 tokens each: 40 are there after the third; a log of two steps sees them at the
+    fourth."""
+    settings = {"max_steps": 9, "per_device_train_batch_size": 2, "max_completion_length": 8, "bf16": False}
+    settings |= {"use_cpu": True, "logging_steps": 2, "generation_kwargs": {"min_new_tokens": 8}}
+    data = {"loader": "word_problems", "n": 8, "template": "chat"}
+    written = {"model": str(tiny_folder), "teacher": str(tiny_folder), "data": data, "tokens": 40, **settings}
+    facts = read(Distill, written, "stages.d").run(At(tmp_path, StopRequests(tmp_path)))
+    assert (facts["steps"], facts["tokens"]) == (4, 64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer.add_tokens(["<another>"])
+    shutil.copytree(tiny_folder, tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    other = read(Distill, {**written, "teacher": str(tmp_path / "teacher")}, "stages.d")
+    with pytest.raises(ValueError, match="whose tokenizer has other tokens than that of"):
+        other.run(At(tmp_path, StopRequests(tmp_path)))
 
 
 @pytest.mark.parametrize("at", ["shutil.move", "write_report"])

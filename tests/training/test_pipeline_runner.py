@@ -25,6 +25,7 @@ from ports import free_port
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples"
 DATA = {"loader": "word_problems", "n": 12, "template": "chat", "largest": 20, "steps": [1, 2]}
 TRAINING = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, "use_cpu": True}
+DISTILL = {"stage": "distill", "name": "d", "model": "m", "data": DATA}
 SAMPLED = {"stage": "sample", "name": "samples", "data": DATA, "reward": "training.curation_rewards:by_digest"}
 SAMPLED |= {"n_samples": 6, "max_completion_length": 12, "use_cpu": True, "problems_per_save": 4}
 
@@ -308,6 +309,8 @@ def test_batch_scripts_wait_for_what_they_read(tmp_path: Path) -> None:
         ),
         ([{"stage": "select", "name": "a", "samples": "s"}], "exactly one of `keep`"),
         ([{"stage": "sft", "name": "a", "model": "m", "rows": "r", "max_setps": 1}], "did you mean 'max_steps'"),
+        ([{**DISTILL, "teacher": "t", "beta": 1.5}], r"`training\.beta` is 1\.5; it is a number from 0"),
+        ([DISTILL], "needs `teacher`"),
         ([{"stage": "rl", "name": "a", "model": {"path": "m"}}], "needs `data`"),
         ([], "`stages` is "),
     ],

@@ -91,15 +91,28 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
         raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
-class ResumableTrainer(RankAwareTrainer):
-    """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
+class InOrder:
+    """Before a trainer of TRL's that samples by `RepeatSampler`: a resumed training has the order of its epoch."""
 
-    _at_its_end: str | None = None
     _order: Any = None
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        self._order = super()._get_train_sampler(dataset)
+        self._order = super()._get_train_sampler(dataset)  # type: ignore[misc]
         return self._order
+
+    def _init_training_state(self: Any, max_steps: int, *more: Any) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(max_steps, *more)  # type: ignore[misc]
+        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # ours save where they are
+        if ordered and not self.args.ignore_data_skip:
+            for _ in range(epochs):
+                torch.randperm(self._order.num_samples, generator=self._order.generator)
+        return epochs, batches
+
+
+class ResumableTrainer(InOrder, RankAwareTrainer):
+    """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
+
+    _at_its_end: str | None = None
 
     def _init_training_state(
         self, max_steps: int, updates_per_epoch: int, num_epochs: int, checkpoint: Any, trial: Any
@@ -107,10 +120,6 @@ class ResumableTrainer(RankAwareTrainer):
         epochs, batches = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
         done = checkpoint is not None and 0 < max_steps <= self.state.global_step
         self._at_its_end = checkpoint if done else None
-        ordered = isinstance(self._order, RepeatSampler) and self._order.shuffle  # ours save where they are
-        if checkpoint is not None and not self.args.ignore_data_skip and ordered:
-            for _ in range(epochs):
-                torch.randperm(self._order.num_samples, generator=self._order.generator)
         return (num_epochs, 0) if done else (epochs, batches)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,85 @@
+"""On-policy distillation with TRL's DistillationTrainer: the student writes, and learns at each of its tokens what the
+teacher would have written there.
+
+    β = 1   KL(student ‖ teacher), "reverse"      β = 0   KL(teacher ‖ student)      between: generalized JSD
+
+arXiv 2306.13649; Qwen3's on-policy stage (arXiv 2505.09388, section 4.5). The loss is TRL's, untouched: over the whole
+vocabulary, so both models must share it. No reward is asked, and no answer has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import DistillationConfig, DistillationTrainer
+
+from grpo_lab.trainer.resume.going_on import InOrder
+from grpo_lab.trainer.supervised.cold_start import checked, train_and_save
+
+LENGTH = "completions/mean_length"
+
+
+class Distillation(InOrder, DistillationTrainer):  # type: ignore[misc]
+    """TRL's, and a resumed one has the order of its epoch."""
+
+
+class TokenBudget(TrainerCallback):  # type: ignore[misc]
+    """Ends a training of TRL's that generates after the log by which its model has written ``tokens`` tokens (None:
+    only counts them, in ``generated``). In a recipe of `grpo-lab train`, too: ``callbacks``. A schedule of the learning
+    rate does not hear of it, and prompts that are sampled again (``dead_groups: resample``) do not count."""
+
+    def __init__(self, tokens: int | None = None) -> None:
+        self.tokens, self.generated = tokens, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        each = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        total, before = 0.0, 0
+        for logged in state.log_history:  # a checkpoint has it, and a log the mean of the steps since the last one
+            if LENGTH in logged:
+                total += logged[LENGTH] * each * (logged["step"] - before)
+                before = logged["step"]
+        self.generated = round(total / getattr(args, "num_iterations", 1))
+        control.should_training_stop |= self.tokens is not None and self.generated >= self.tokens
+
+
+def check_distillation(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``checked``; ValueError for a β that names no divergence, too."""
+    found = checked(DistillationConfig, arguments, "training")
+    if not 0 <= found.get("beta", 1) <= 1:
+        raise ValueError(
+            f"`training.beta` is {found['beta']}; it is a number from 0 (KL of the student from the teacher) to 1"
+        )
+    return found
+
+
+def distill(
+    student: Any,
+    teacher: Any,
+    tokenizer: Any,
+    prompts: Dataset,
+    output_dir: Path,
+    arguments: Mapping[str, Any],
+    callbacks: list[Any] | None = None,
+    train: Callable[[Any], None] | None = None,
+) -> None:
+    """Train ``student`` on its own answers to ``prompts``; saved to ``output_dir`` (all processes join in).
+
+    Args:
+        student: a model; trained.
+        teacher: a model over the same vocabulary; as it is.
+        tokenizer: of both.
+        prompts: with a column ``prompt``, text or messages; others are not read.
+        arguments: fields of ``trl.DistillationConfig``.
+        callbacks: of transformers' trainer.
+        train: what trains the trainer; None: its ``train()``.
+
+    Raises:
+        ValueError: an unknown setting, or a teacher with another number of tokens in its vocabulary.
+    """
+    settings, parts = check_distillation(arguments), {"callbacks": callbacks, "teacher_model": teacher.eval()}
+    rows = prompts.select_columns(["prompt"])
+    train_and_save(Distillation, DistillationConfig, settings, student, tokenizer, rows, output_dir, train, **parts)
