@@ -36,6 +36,7 @@ from grpo_lab.runs.stage import Stage, Words, carry_out, console, plan_of, worki
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
 from grpo_lab.stages.filter import (
+    DOMAIN,
     GUESSES,
     PASS_RATES,
     SCORES,
@@ -70,6 +71,11 @@ class CurationRecipe:
     def __post_init__(self) -> None:
         if self.model is None and (self.filters.band or self.filters.guessable):
             raise ValueError("`filters.band` and `filters.guessable` need a `model` to measure with; add one")
+        best_of = self.filters.band and self.filters.band.fail_best_of
+        if best_of and best_of > self.sampling.n_samples:
+            raise ValueError(
+                f"`filters.band.fail_best_of` is {best_of} and `n_samples` {self.sampling.n_samples}; it needs as many"
+            )
         if self.model is not None and self.model.path is None:
             raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
 
@@ -185,8 +191,8 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
             refuse_other_count(folder / GUESSES, filters.guessable.tries, "filters.guessable.tries", instead)
     found = questions(recipe.data, recipe.reward, here_only=here_only)
     by, columns = filters.balance and filters.balance.by, found.rows.column_names if found.rows is not None else None
-    if by and columns is not None and by not in (*columns, *SCORES):
-        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {SCORES}")
+    if by and columns is not None and by not in (*columns, *SCORES, DOMAIN):
+        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {(*SCORES, DOMAIN)}")
     load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against
     against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
     if recipe.model is not None:
