@@ -45,6 +45,7 @@ from grpo_lab.stages.filter import (
     leave_room,
     measure_pass_rates,
     shown_column,
+    to_be_measured,
 )
 from grpo_lab.stages.sample import plan_of_samples, refuse_other_count
 from grpo_lab.visible import encodable
@@ -172,7 +173,8 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
     rows, samples, file = resolve(recipe, overwrite, here_only=True)[0].rows, None, recipe.output_dir / PASS_RATES
-    if recipe.model is not None:
+    columns = [] if rows is None else rows.column_names
+    if recipe.model is not None and to_be_measured(columns, recipe.filters.band):
         samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
     plan = plan_of(stages_of(recipe, samples))
     return {"rows": count_of(rows, recipe.data), **plan, "output folder": str(recipe.output_dir)}

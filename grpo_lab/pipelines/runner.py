@@ -50,7 +50,7 @@ def whole_command(read_recipe: Any, do: Any, **left: str) -> Any:
 
     @settings(rest="recipe")
     class WholeCommand:
-        """``rl``, ``filter``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
+        """``rl``, ``curate``, ``filter``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
 
         leaves: ClassVar[Mapping[str, str]] = left
         recipe: Mapping[str, Any]
@@ -81,6 +81,7 @@ KINDS: dict[str, Any] = {
     "merge": Merge,
     "evaluate": Evaluate,
     "rl": whole_command(recipe_from, train, model="."),
+    "curate": whole_command(curation_recipe_from, curate, rows="curated.jsonl"),
     "filter": whole_command(curation_recipe_from, curate, rows="curated.jsonl"),
     "rounds": whole_command(rounds_recipe_from, run_rounds, model="."),
     "long2short": whole_command(long2short_recipe_from, long2short, model="."),

@@ -4,7 +4,7 @@ is its settings and `apply(at)`, which scores rows and keeps some in ``at.select
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -283,6 +283,8 @@ def leave_room(at: Filtering, model: str) -> None:
 
 def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
+    if not to_be_measured(at.rows[0] if at.rows else (), band):
+        return
     sampler, left = at.sampler, at.left
     problems, said = [at.rows[i] for i in left], {"reward": at.judge}
     measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
@@ -314,6 +316,11 @@ def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
         )
     if band is not None:
         band.apply(at, found)
+
+
+def to_be_measured(columns: Collection[str], band: BandFilter | None) -> bool:
+    """Rows to imitate are answers to problems that were sampled before: only a ``band`` asks for their pass rates."""
+    return band is not None or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:

@@ -326,3 +326,4 @@ def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path
     assert Counter(row["domain"] for row in done.rows) == {"algebra": 2, "counting_and_probability": 2}
     assert all(row["guesses_right"] == 0 and row["completion"].startswith(row["prompt"]) for row in done.rows)
     assert (done.folder / "guesses.jsonl").read_bytes().count(b"\n") == 1 + 3
+    assert not (done.folder / "pass_rates.jsonl").exists(), "their problems were sampled before"
