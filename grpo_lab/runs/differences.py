@@ -73,15 +73,20 @@ def refuse_other_settings(
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
     """What differs between two recipes of plain values. ValueError that names what is not what ``may_differ``."""
-    before, after = dict(_flat(then)), dict(_flat(now))
-    every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
-    found = [one for one in every if one.old != one.new]
+    found = differing(then, now)
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
             f"`output_dir` {str(folder)!r} holds a run with other settings: {'; '.join(map(str, refused))}. Choose "
             "another `--output_dir`, or give --overwrite"
         )
     return found
+
+
+def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+    """Every setting that is not the same in two mappings of plain values."""
+    before, after = dict(_flat(then)), dict(_flat(now))
+    every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
+    return [one for one in every if one.old != one.new]
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from grpo_lab.io import no_link, write_json
 
 log = logging.getLogger(__name__)
 
-LOCK, RUN = "run.lock", "run.json"
+LOCK, RUN, STAGE = "run.lock", "run.json", "stage.json"
 RESCUE = (
     "it says what this folder holds; put a copy back, or choose another `--output_dir` (its checkpoints can be read by "
     "trainer.train(resume_from_checkpoint=…))"
@@ -101,8 +101,9 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing is in it but the lock, and the half of a first file where a kill fell (``grpo_lab.io``)."""
-    return all(entry.name == LOCK or entry.name.endswith(".json.part") for entry in folder.iterdir())
+    """Whether nothing is in it but the lock, what a pipeline says of its stage there, and the half of a first file
+    where a kill fell (``grpo_lab.io``)."""
+    return all(entry.name in (LOCK, STAGE) or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
 def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:

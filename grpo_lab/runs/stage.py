@@ -77,15 +77,28 @@ def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage
         if found is None:
             began = time.perf_counter()
             report(at, stage.name, None)
-            with nullcontext() if stage.whole else at.stop.held():
-                found = json.loads(json.dumps(dict(stage.run(at) or {}), default=str))
+            with under_way(at.stop, stage.whole):
+                found = plain_facts(stage.run(at))
                 report(at, stage.name, time.perf_counter() - began)  # before the marker: a kill loses no time
                 if stage.remembered:
                     write_json(marker, found)
-            gc.collect()  # and the accelerator's memory, of models that nobody holds any more
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
         at.facts[stage.name] = found
+
+
+@contextmanager
+def under_way(stop: StopRequests, whole: bool) -> Iterator[None]:
+    """Around a stage and its marker: a stop ends it where it looks, one that is ``whole`` anywhere."""
+    with nullcontext() if whole else stop.held():
+        yield
+    gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def plain_facts(found: Mapping[str, Any] | None) -> Facts:
+    """What a stage returned, as JSON gives it back."""
+    plain: Facts = json.loads(json.dumps(dict(found or {}), default=str))
+    return plain
 
 
 def plan_of(stages: Iterable[Stage]) -> Words:

@@ -19,8 +19,8 @@ from documentation.blocks import ROOT
 from grpo_lab.cli import _parser
 from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.long2short import long2short_recipe_from
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.runner import pipeline_from
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
@@ -73,8 +73,10 @@ def _grpo_lab(words: list[str]) -> None:
         if end.code == 0:  # --help, --version
             return
         raise ValueError(f"grpo-lab {' '.join(words)}: the argument parser refuses it") from end
+    if getattr(known, "action", None) in ("resume", "status", "show"):
+        return  # of a folder that a run leaves
     if known.command in ("train", "curate", "long2short", "rounds", "pipeline"):
-        _recipe(known.command, known.config, rest)
+        _recipe(known.command, known.config or known.place or "FILE", rest)
     elif rest:
         raise ValueError(f"grpo-lab {known.command} knows no {rest}")
 
@@ -90,7 +92,8 @@ def _recipe(command: str, path: str, words: list[str]) -> None:
     else:
         read: Any = {"curate": curation_recipe_from, "long2short": long2short_recipe_from, "rounds": rounds_recipe_from}
         read["pipeline"] = pipeline_from
-        read[command](read_yaml(ROOT / path, overrides), Path(path).stem)
+        beside = {"beside": (ROOT / path).parent} if command == "pipeline" else {}
+        read[command](read_yaml(ROOT / path, overrides), Path(path).stem, **beside)
 
 
 def _script(words: list[str]) -> None:

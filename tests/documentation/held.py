@@ -12,6 +12,7 @@ EVALUATE = "tests/training/test_evaluate.py::"
 ROUNDS = "tests/training/test_rounds_run.py::"
 COMPARING = "tests/training/test_comparing_scripts.py::"
 CLI = "tests/unit/test_cli.py::"
+PIPELINE = "tests/training/test_pipeline_runner.py::test_"
 
 HELD: dict[str, str | tuple[str, str]] = {
     # make
@@ -38,6 +39,9 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab curate --config *": (
         "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work"
     ),
+    "grpo-lab pipeline resume *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
+    "grpo-lab pipeline status *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
+    "grpo-lab pipeline show *": f"{PIPELINE}what_depends_on_a_change_is_done_again_and_nothing_else",
     "grpo-lab pipeline *": (
         "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs"
     ),

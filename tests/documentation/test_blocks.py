@@ -26,7 +26,9 @@ import yaml
 
 from documentation.blocks import COMMANDS, ROOT, Block, blocks, loose_commands, pages
 from documentation.commands import ON_CPU, check_line
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
+from grpo_lab.pipelines.runner import entries_of
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import recipe_from
@@ -88,6 +90,9 @@ def test_yaml(block: Block) -> None:
     for written in yaml.safe_load_all(block.code):
         if written.get("method") in METHODS:  # a recipe of `grpo-lab rounds`, whole
             rounds_recipe_from(written)
+            continue
+        if "stages" in written:
+            entries_of(pipeline_from(written))
             continue
         base = read_yaml(BASE)
         base.pop("objective", None) if "objective" in written else None

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_lab.pipelines.runner import pipeline_from, plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.recipe.yaml import read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "kimi"

@@ -1,5 +1,5 @@
-"""Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models) and ``evaluate`` by −9 at random moments, run
-the same command again, and compare the files.
+"""Kill ``curate``, ``rounds``, ``long2short`` (``merge``: of two models), ``evaluate`` and ``pipeline`` by −9 at random
+moments, run the same command again, and compare the files.
 
     python tests/stress/kill_commands.py [--of curate rounds …] [--kills 10] [--seed 0] [--folder runs/kill_commands]
 
@@ -55,15 +55,26 @@ RECIPES: dict[str, dict[str, Any]] = {
     "long2short": {"method": "dpo", **SAMPLING, "training": {**TRAINING, "max_steps": 4}, "evaluation": MEASURED},
     "merge": {"method": "merge", "alpha": 0.5, "n_samples": 1, "use_cpu": True, "evaluation": MEASURED},
     "evaluate": {},
+    "pipeline": {
+        "stages": [
+            {"stage": "sample", "name": "samples", "model": "{model}", "data": DATA, "reward": REWARD, **SAMPLING},
+            {"stage": "select", "name": "pairs", "inputs": {"samples": "samples.samples"}, "contrast": {}},
+            {"stage": "dpo", "name": "tuned", "model": "{model}", "inputs": {"rows": "pairs.rows"}, **TRAINING}
+            | {"max_steps": 4},
+            {"stage": "merge", "name": "mean", "model": "{model}", "inputs": {"short_model": "tuned.model"}},
+            {"stage": "evaluate", "name": "measured", "inputs": {"model": "mean.model"}, **MEASURED, "use_cpu": True},
+        ]
+    },
 }  # fmt: skip
 VOLATILE = (
+    rb'"why": "(new|goes on)"',
     rb'"seconds": \{[^}]*\}',
     rb'"(seconds|time|completions of this session)": [^,\n}]+',
     rb"<div><dt>completions of this session</dt><dd[^>]*>[^<]*</dd></div>",
     rb"\d+(\.\d)? s</(dd|p)>",
     rb"\d{4}-\d\d-\d\d \d\d:\d\d UTC",
 )
-"""Of ``run.json``, ``curation.json``, ``summary.json`` and the pages."""
+"""Of ``run.json``, ``stage.json``, ``curation.json``, ``summary.json`` and the pages."""
 ENDED = ("holds an evaluation already; choose another, or give --overwrite",)
 MOST = 3
 LONGEST = 600.0
@@ -167,12 +178,16 @@ class Experiment:
         if self.name == "evaluate":
             rows = "--data word_problems --n 16 --n-samples 2 --max-new-tokens 12 --batch-size 8"
             return ["evaluate", model, *rows.split(), "--output", str(out)]
-        given = {"name": "killed", "model": {"path": model}, "output_dir": str(out), **RECIPES[self.name]}
-        merges = self.name == "merge"
-        given |= {"short_model": str(self.folder / "short")} if merges else {"data": DATA, "reward": REWARD}
+        given: dict[str, Any] = {"output_dir": str(out), **RECIPES[self.name]}
+        if self.name == "pipeline":
+            given = yaml.safe_load(yaml.safe_dump(given).replace("{model}", model))
+        else:
+            given |= {"name": "killed", "model": {"path": model}}
+            of_one = {"data": DATA, "reward": REWARD}
+            given |= {"short_model": str(self.folder / "short")} if self.name == "merge" else of_one
         file = self.now / "recipe.yaml"
         file.write_text(yaml.safe_dump(given))
-        return ["long2short" if merges else self.name, "--config", str(file)]
+        return ["long2short" if self.name == "merge" else self.name, "--config", str(file)]
 
 
 def came_to(leader: int, place: Path, seconds: float, changes: int) -> bool:

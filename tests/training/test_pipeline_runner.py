@@ -4,22 +4,35 @@ kind among them."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_lab.cli import main
-from grpo_lab.pipelines.runner import KINDS, pipeline_from, plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.kinds import KINDS
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.slurm import write_batch_scripts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.stages.train import Merge
+from ports import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples"
 DATA = {"loader": "word_problems", "n": 12, "template": "chat", "largest": 20, "steps": [1, 2]}
 TRAINING = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, "use_cpu": True}
 SAMPLED = {"stage": "sample", "name": "samples", "data": DATA, "reward": "training.curation_rewards:by_digest"}
 SAMPLED |= {"n_samples": 6, "max_completion_length": 12, "use_cpu": True, "problems_per_save": 4}
+
+
+SBATCH = """account array begin chdir constraint comment cpus-per-task dependency error exclusive export gpus
+gpus-per-node gpus-per-task job-name kill-on-invalid-dep mail-type mem nodes ntasks ntasks-per-node open-mode
+output parsable partition qos requeue reservation signal time wait wrap"""
+"""Options of `sbatch` (slurm.schedmd.com/sbatch.html, 25.11), those that jobs like ours have use for."""
 
 
 def pairs(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -37,7 +50,18 @@ def pairs(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 def files(folder: Path) -> dict[str, bytes]:
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: content for name, content in found.items() if not name.endswith("run.json")}
+    ours = ("run.json", "stage.json", "pipeline.json", "pipeline.yaml")
+    return {name: content for name, content in found.items() if not name.endswith(ours)}
+
+
+def unmark(folder: Path) -> None:
+    """As a kill before the stage's end leaves it."""
+    said = json.loads((folder / "stage.json").read_text())
+    (folder / "stage.json").write_text(json.dumps({**said, "status": "running", "results": {}}))
+
+
+def stages(folder: Path) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in json.loads((folder / "pipeline.json").read_text())["stages"]}
 
 
 @pytest.mark.slow
@@ -53,24 +77,22 @@ def test_killed_or_stopped_between_any_two_stages_the_same_call_leaves_the_same_
     monkeypatch.setattr(Merge, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
     with pytest.raises(RuntimeError, match="killed"):
         run_pipeline(recipe)
-    (recipe.output_dir / "student.json").unlink()  # killed before its marker
+    unmark(recipe.output_dir / "student")
     monkeypatch.setattr(Merge, "run", merged)
     stopped = pipeline_from({**pairs(tiny_folder, tmp_path / "broken"), "max_hours": 1e-9})
     with pytest.raises(Interrupted, match=r"max_hours: stopped .* can be gone on with by the same command"):
         run_pipeline(stopped)
     run_pipeline(recipe)
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"other settings: stages\.samples\.settings\.temperature: not set → 0\.5"):
-        run_pipeline(pipeline_from(pairs(tiny_folder, tmp_path / "whole", temperature=0.5)))
     stamp = (tmp_path / "whole" / "mean" / "model" / "model.safetensors").stat().st_mtime_ns
     run_pipeline(pipeline_from(pairs(tiny_folder, tmp_path / "whole")))
     assert (tmp_path / "whole" / "mean" / "model" / "model.safetensors").stat().st_mtime_ns == stamp
-    assert json.loads((tmp_path / "whole" / "run.json").read_text())["finished"] is True
+    assert json.loads((tmp_path / "whole" / "pipeline.json").read_text())["finished"] is True
 
 
 @pytest.mark.slow
 def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder: Path, tmp_path: Path) -> None:
-    """`filter`, `rl`, `rounds`, `long2short` and `simpo`, each on what the one before left."""
+    """`curate`, `rl`, `rounds`, `long2short` and `simpo`, each on what the one before left."""
     reward, limits = SAMPLED["reward"], {"max_completion_length": 12, "use_cpu": True}
     judged = {"data": DATA, "reward": reward, "n_samples": 6, **limits}
     training = {**TRAINING, "max_length": 256}
@@ -80,7 +102,7 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
         "output_dir": str(tmp_path / "out"),
         "stages": [
             {
-                "stage": "filter",
+                "stage": "curate",
                 "name": "curated",
                 "model": {"path": str(tiny_folder)},
                 **judged,
@@ -109,8 +131,10 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
     assert done["student"]["steps"] == 2
     before = files(tmp_path / "out")
     assert {"rl/model.safetensors", "rounds/round-1/model/model.safetensors", "short/model.safetensors"} <= {*before}
-    for marker in ("rounds.json", "rounds/round-1/train.json", "rounds/round-1/evaluate.json", "student.json"):
-        (tmp_path / "out" / marker).unlink(missing_ok=True)
+    for marker in ("round-1/train.json", "round-1/evaluate.json"):
+        (tmp_path / "out" / "rounds" / marker).unlink(missing_ok=True)
+    unmark(tmp_path / "out" / "rounds")
+    unmark(tmp_path / "out" / "student")
     (tmp_path / "out" / "rounds" / "run.json").write_text(
         (tmp_path / "out" / "rounds" / "run.json").read_text().replace('"finished": true', '"finished": false')
     )
@@ -135,14 +159,125 @@ def test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs(
     assert not Path("runs").exists()
     assert main(words) == 0
     out = Path("runs/short_solutions")
-    facts = json.loads((out / "short.json").read_text())
+    done = stages(out)
+    facts = done["short"]["results"]
     assert 0 < facts["rows"] <= facts["made"] == 64
-    assert json.loads((out / "measured.json").read_text())["accuracy"] is not None
+    assert done["measured"]["results"]["accuracy"] is not None
     before = files(out)
     assert main(words) == 0
     assert files(out) == before
     assert main([*words, "--overwrite"]) == 0
     assert files(out) == before
+
+
+@pytest.mark.slow
+def test_what_depends_on_a_change_is_done_again_and_nothing_else(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the reason is said, and the old folder stands beside."""
+    out = tmp_path / "out"
+
+    def ran(**changes: Any) -> dict[str, str]:
+        """Stage → why, of those that ran."""
+        before = {name: (out / name / "stage.json").stat().st_mtime_ns for name in names if (out / name).is_dir()}
+        run_pipeline(pipeline_from({**pairs(tiny_folder, out), **changes}))
+        after = {name: (out / name / "stage.json").stat().st_mtime_ns for name in names}
+        return {name: one["why"] for name, one in stages(out).items() if after[name] != before.get(name)}
+
+    names = ("samples", "chosen", "student", "mean")
+    assert ran() == dict.fromkeys(names, "new")
+    assert ran() == {}
+    table = capsys.readouterr().out
+    assert "✓ done" in table
+    merged = [
+        {**one, **({"alpha": 0.25} if one["stage"] == "merge" else {})} for one in pairs(tiny_folder, out)["stages"]
+    ]
+    assert ran(stages=merged) == {"mean": "again: alpha: not set → 0.25"}
+    assert (out / "mean.before-1" / "model" / "model.safetensors").is_file()
+    # an edited output is an input that has changed; what is made anew from it, and is the same, changes nothing more
+    rows = (out / "chosen" / "rows.jsonl").read_text().splitlines(keepends=True)
+    (out / "chosen" / "rows.jsonl").write_text("".join(rows[:-1]))
+    assert ran(stages=merged) == {
+        "student": "again: chosen.rows has changed",
+        "mean": "again: student.model has changed",
+    }
+    shutil.rmtree(out / "mean" / "model")
+    assert ran(stages=merged) == {"mean": "again: its model is gone"}
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    moved = [{**one, **({"model": str(model)} if "model" in one else {})} for one in merged]
+    assert ran(stages=moved)["samples"].startswith("again: model: ")
+    settings = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**settings, "max_length": 77}))
+    assert ran(stages=moved)["samples"] == f"again: {model} has changed"
+    # killed with other settings than now: its folder stays, beside
+    unmark(out / "mean")
+    again = [{**one, **({"alpha": 0.5} if one["stage"] == "merge" else {})} for one in moved]
+    assert ran(stages=again) == {"mean": "again: alpha: 0.25 → 0.5"}
+    monkeypatch.chdir(tmp_path)
+    assert main(["pipeline", "status", str(out)]) == 0
+    assert main(["pipeline", "show", str(out)]) == 0
+    drawn = capsys.readouterr().out
+    assert "← samples.samples" in drawn
+    before = files(out)
+    assert main(["pipeline", "resume", str(out)]) == 0
+    assert files(out) == before
+
+
+@pytest.mark.slow
+def test_a_stage_is_launched_on_its_processes_alone_or_from_a_file(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``launch`` (accelerate, two ranks), ``recipe`` with settings over it, ``--only``."""
+    accelerate = yaml.safe_load((EXAMPLE.parents[1] / "recipes" / "accelerate" / "ddp.yaml").read_text())
+    accelerate |= {"num_processes": 2, "main_process_port": free_port(), "mixed_precision": "no"}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(accelerate))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    rl = {"model": {"path": str(tiny_folder)}, "data": DATA, "rewards": ["accuracy"], "objective": "dr_grpo"}
+    rl |= {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 9}
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump({**rl, "use_cpu": True, "bf16": False, "logging_steps": 1}))
+    entry = {"stage": "rl", "name": "rl", "recipe": "rl.yaml", "max_steps": 1, "data.n": 8}
+    second = {"stage": "rl", "name": "more", "recipe": "rl.yaml", "max_steps": 1, "inputs": {"model.path": "rl.model"}}
+    written = {"output_dir": str(tmp_path / "out"), "stages": [{**entry, "launch": "two.yaml"}, second]}
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(yaml.safe_dump(written))
+    with pytest.raises(ValueError, match="stage 'rl', which it reads, is not done"):
+        run_pipeline(pipeline_from(written, beside=tmp_path), only="more")
+    assert main(["pipeline", "run", str(file), "--only", "rl"]) == 0
+    assert json.loads((tmp_path / "out" / "rl" / "run.json").read_text())["processes"] == 2
+    assert stages(tmp_path / "out")["rl"]["status"] == "done"
+    assert stages(tmp_path / "out")["more"]["status"] == "waiting"
+    assert main(["pipeline", "run", str(file)]) == 0
+    assert stages(tmp_path / "out")["more"]["why"] == "new"
+
+
+def test_batch_scripts_wait_for_what_they_read(tmp_path: Path) -> None:
+    """`sbatch`'s options as its reference lists them (slurm.schedmd.com/sbatch.html, 25.11)."""
+    known = {*re.findall(r"[a-z-]+", SBATCH)}
+    slurm = {"partition": "gpu", "time": "4:00:00"}
+    recipe = pipeline_from({**pairs(tmp_path / "m", tmp_path / "out"), "slurm": slurm})
+    submit = write_batch_scripts(recipe)
+    lines = submit.read_text().splitlines()
+    assert [line.partition("=")[0] for line in lines if line.startswith("job_")] == [
+        "job_samples",
+        "job_chosen",
+        "job_student",
+        "job_mean",
+    ]
+    assert any("--dependency=afterok:${job_samples}" in line and "chosen.sbatch" in line for line in lines)
+    used = set(re.findall(r" \"?--([a-z-]+)", submit.read_text()))
+    for script in submit.parent.glob("*.sbatch"):
+        used |= set(re.findall(r"#SBATCH --([a-z-]+)", script.read_text()))
+        assert f"--only {script.stem}" in script.read_text()
+        subprocess.run(["bash", "-n", script], check=True)
+    assert {"dependency", "requeue", "partition", "parsable"} <= used <= known
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/bash\necho "$@" >> calls\nwc -l < calls\n')
+    fake.chmod(0o755)
+    subprocess.run(["bash", submit], check=True, cwd=tmp_path, env={"PATH": f"{fake.parent}:/usr/bin:/bin"})
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "--dependency=afterok:1 " in calls[1]
+    assert "--dependency=afterok:3 " in calls[3]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""What a pipeline's YAML says: its stages, each with a kind, a name, inputs, and settings of its own or of a file.
+
+    stages:
+      - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
+      - {stage: select, name: chosen, inputs: {samples: samples.samples}, keep: {per_problem: 2}}
+      - {stage: rl, name: rl, recipe: team/rl.yaml, inputs: {model.path: start.model}, launch: team/ddp.yaml}
+
+``inputs``: setting (dotted, in a section; a number is a place in a list) → what a stage before it leaves,
+``<stage>.<thing>``. ``recipe``: a file with the stage's settings; those of the entry take the place of its own (dotted,
+as on the command line). ``launch``: an accelerate file, which starts the stage on its processes. ``slurm``: options of
+`sbatch`. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from grpo_lab.recipe.sections import with_name
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.settings import Hours, did_you_mean, read, settings
+
+OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
+"""Keys of an entry that are not its kind's."""
+
+
+@settings(rest="settings")
+class StageSection:
+    """One entry of ``stages``: its kind, the name of its folder, its inputs; other keys are its kind's."""
+
+    stage: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    launch: str | None = None
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The stages whose things it takes."""
+        return tuple(dict.fromkeys(wanted.partition(".")[0] for wanted in self.inputs.values()))
+
+
+@settings()
+class PipelineRecipe:
+    """A whole pipeline. ``max_hours``, ``stop_file``: as in a recipe of `grpo-lab train` (docs/resume.md). ``slurm``:
+    options of `sbatch` for every stage (``--submit slurm``), before the stage's own."""
+
+    name: str
+    output_dir: Path
+    stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
+    max_hours: Hours | None = None
+    stop_file: str | None = None
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.stages]
+        if twice := [name for name in names if names.count(name) > 1 or name in ("run", "pipeline", "slurm")]:
+            raise ValueError(
+                f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another name"
+            )
+
+    def in_order(self) -> list[StageSection]:
+        """Every stage after those whose things it takes. ValueError for a circle, or a stage that is none."""
+        named = {one.name: one for one in self.stages}
+        for one in self.stages:
+            for setting, wanted in one.inputs.items():
+                if (before := wanted.partition(".")[0]) not in named:
+                    raise ValueError(
+                        f"`stages`: {one.name!r} takes `{setting}` from {wanted!r}, and no stage is called {before!r}"
+                        f"{did_you_mean(before, named)}"
+                    )
+        try:
+            graph = TopologicalSorter({name: one.before for name, one in named.items()})
+            return [named[name] for name in graph.static_order()]
+        except CycleError as error:
+            raise ValueError(f"`stages`: each of {error.args[1]} waits for the next") from error
+
+
+def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", beside: Path = Path()) -> PipelineRecipe:
+    """A pipeline from a plain mapping; ``beside``: the folder of its file, where the files that it names may lie.
+    ValueError for an unknown key or a missing section."""
+    if "stage" in given and "stages" not in given:  # a file of one stage
+        kept = {name: value for name, value in given.items() if name not in ("name", "output_dir")}
+        given = {**{name: given[name] for name in ("name", "output_dir") if name in given}, "stages": [kept]}
+        kept["name"] = str(kept["stage"]).replace(":", "-").replace(".", "-")
+    stages = given.get("stages")
+    if isinstance(stages, list):
+        given = {**given, "stages": [_entry(one, beside) if isinstance(one, Mapping) else one for one in stages]}
+    return read(PipelineRecipe, with_name(given, default_name))
+
+
+def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
+    """An entry with the settings of its ``recipe``, its own in their place."""
+    files = {name: _file(one[name], name, beside) for name in ("recipe", "launch") if one.get(name)}
+    if "recipe" not in files:
+        return {**one, **files}
+    over = {name: value for name, value in one.items() if name not in OWN}
+    found = read_yaml(files.pop("recipe"), over)
+    its_own = {name: one[name] for name in OWN if name in one and name != "recipe"}
+    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **its_own, **files}
+
+
+def _file(name: Any, setting: str, beside: Path) -> str:
+    for place in (Path(str(name)), beside / str(name)):
+        if place.is_file():
+            return str(place)
+    raise ValueError(f"`stages`: `{setting}` is {str(name)!r}: no such file here, nor in {str(beside)!r}")
+
+
+def plain_recipe(recipe: PipelineRecipe) -> dict[str, Any]:
+    """The mapping that `pipeline_from` reads back, with the settings of all files in it."""
+    stages = []
+    for one in recipe.stages:
+        own = {"inputs": dict(one.inputs), "launch": one.launch, "slurm": dict(one.slurm)}
+        stages.append({"stage": one.stage, "name": one.name, **{k: v for k, v in own.items() if v}, **one.settings})
+    return {
+        "name": recipe.name,
+        "output_dir": str(recipe.output_dir),
+        "max_hours": recipe.max_hours,
+        "stop_file": recipe.stop_file,
+        "slurm": dict(recipe.slurm),
+        "stages": stages,
+    }
