@@ -1,16 +1,8 @@
 """`grpo-lab harness`: held-out rows as a task of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness,
 tried with 0.4.13), so that a model's score there is the score here.
 
-The folder has ``<name>.yaml`` (the task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``.
-What the harness would do otherwise, and what the task says instead:
-
-    prompt          rendered here, by the model's tokenizer and chat template, and handed over as a column
-    until           its default is the blank line between examples, where most reasoning has its first: []
-    max_gen_toks    its default is 256: as many as here
-    repetition_penalty   the model's own generation_config would set it: 1
-    long prompts    it cuts them off on the left: left out, as here, and counted
-    judging         exact match of the whole completion: our reward, whose None is counted and in no accuracy
-"""
+The folder has ``<name>.yaml`` (the task), ``<name>.py`` (its two functions, which call this module) and ``rows.jsonl``,
+whose prompts are rendered here. What the harness would do otherwise, docs/evaluation.md says."""
 
 from __future__ import annotations
 
@@ -36,7 +28,7 @@ from grpo_lab.visible import encodable
 
 ROWS = "rows.jsonl"
 _SAID = {"model", "tokenizer", "data", "like", "source", "split", "template", "limit", "mode", "max_new_tokens"}
-_OF_THE_COMMAND = {"output", "overwrite", "command", "traceback", "verbose"}
+_SAID |= {"output", "overwrite", "command", "traceback", "verbose"}
 _TASK = """\
 # {about}
 # Written by `grpo-lab harness`; run by
@@ -78,17 +70,13 @@ def process_results(row, completions):
 
 def run(known: argparse.Namespace) -> int:
     """Write the task that the options of `grpo-lab evaluate` describe into ``--output``, and say how it is run."""
-    no_effect = [name for name, value in vars(known).items() if value not in (None, False) and not _is_said(name)]
-    if no_effect:
-        raise ValueError(f"`--{no_effect[0].replace('_', '-')}` has no effect on a task of the harness; leave it out")
+    for name, value in vars(known).items():
+        if value not in (None, False) and name not in _SAID and not name.startswith("data."):
+            raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a task of the harness; leave it out")
     if known.output is None:
         raise ValueError("--output is missing: name a new folder for the task")
     print(write_task(known.model, plan_of(known), known.output, known.tokenizer, known.overwrite))
     return 0
-
-
-def _is_said(name: str) -> bool:
-    return name in _SAID | _OF_THE_COMMAND or name.startswith("data.")
 
 
 def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None, overwrite: bool = False) -> str:
@@ -145,11 +133,9 @@ def task_rows(beside: str) -> dict[str, Any]:
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:
     """The metrics of one completion: `accuracy` where the reward can score it, and `unscorable`."""
     judge = _judge(json.dumps(reward, sort_keys=True))
-    columns = json.loads(row["row"])
-    prompt = columns.pop("prompt")
-    columns.pop("completion", None)
-    asked = {name: [value] for name, value in columns.items()}
-    given = judge(prompts=[prompt], completions=[in_form_of(prompt, text)], **asked)
+    columns = {name: [value] for name, value in json.loads(row["row"]).items() if name != "completion"}
+    prompts = columns.pop("prompt")
+    given = judge(prompts=prompts, completions=[in_form_of(prompts[0], text)], **columns)
     score = checked_scores(given, 1, f"the reward {reward['name']!r}", nan=False)[0]
     if score is None:
         return {"unscorable": 1.0}
