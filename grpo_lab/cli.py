@@ -101,6 +101,11 @@ COMMANDS = {
         run="pipelines.evaluate:run",
         options="pipelines.evaluate:add_arguments",
     ),
+    "harness": Command(
+        "write held-out rows as a task of lm-evaluation-harness, judged as `evaluate` judges them",
+        run="pipelines.harness:run",
+        options="pipelines.evaluate:add_arguments",
+    ),
     "report": Command(
         "write the HTML page of a run, or of a comparison, anew",
         run="cli:_report",

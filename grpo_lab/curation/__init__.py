@@ -8,9 +8,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from grpo_lab.curation.domains import question_domain
 from grpo_lab.curation.duplicates import Contamination, Deduplicated, contaminated, deduplicate, find_contamination
 from grpo_lab.curation.kinds import question_kind
-from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation.pass_rate import (
+    PassRate,
+    Written,
+    answer_only,
+    fail_best_of,
+    guess_rates,
+    guessable,
+    keep_band,
+    pass_rates,
+)
 from grpo_lab.curation.rejection import (
     Sampled,
     contrast_pairs,
@@ -51,12 +61,14 @@ __all__ = [
     "contaminated",
     "contrast_pairs",
     "deduplicate",
+    "fail_best_of",
     "find_contamination",
     "guess_rates",
     "guessable",
     "keep_band",
     "pass_rates",
     "preference_pairs",
+    "question_domain",
     "question_kind",
     "right_answers",
     "sampled",

@@ -262,6 +262,13 @@ def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0
     return [rate is not None and low < rate < high for rate in rates]
 
 
+def fail_best_of(rates: Sequence[PassRate], n: int) -> list[bool]:
+    """Which problems fail best-of-n: none of their first n samples is right, and each of these was scored."""
+    if short := [len(rate.scores) for rate in rates if len(rate.scores) < n]:
+        raise ValueError(f"fail_best_of={n}, and a problem has {short[0]} samples; at least {n} are needed")
+    return [all(score is not None and score < CORRECT_FROM for score in rate.scores[:n]) for rate in rates]
+
+
 ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"
 
 

@@ -127,7 +127,7 @@ def right_answers(
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
 ) -> tuple[Rows, dict[str, int]]:
-    """SFT rows `prompt, completion, source` (``own`` or ``gold``), problem by problem, and what was counted.
+    """SFT rows `prompt, completion, source, …columns` (``own`` or ``gold``), problem by problem, and what was counted.
 
     Args:
         per_problem: most own answers of a problem, the ways found first; None keeps all.
@@ -155,15 +155,12 @@ def right_answers(
             if row.columns.get(gold) is None:
                 raise ValueError(f"a problem has no {gold!r}, asked for as gold; its columns: {sorted(row.columns)}")
             reference = str(row.columns[gold])
-            built.append({"prompt": row.prompt, "completion": in_form_of(row.prompt, reference), "source": "gold"})
+            built.append(_answer(row, reference, "gold"))
         own = _ways(passed, same, reference)
         unsound += len(good) - len(passed)
         solved += bool(passed)
         ways += len(own)
-        built += [
-            {"prompt": row.prompt, "completion": in_form_of(row.prompt, text), "source": "own"}
-            for text in own[:per_problem]
-        ]
+        built += [_answer(row, text, "own") for text in own[:per_problem]]
     golds = sum(one["source"] == "gold" for one in built)
     return built, _counts(rows, solved, unsound, ways, len(built), golds)
 
@@ -187,6 +184,11 @@ def contrast_pairs(
         for number in range(count)[:per_problem]:
             built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
     return built, _counts(rows, solved, 0, ways, len(built), 0)
+
+
+def _answer(row: Sampled, text: str, source: str) -> dict[str, Any]:
+    said = {"prompt": row.prompt, "completion": in_form_of(row.prompt, text), "source": source}
+    return {**row.columns, **said}
 
 
 def text_of(completion: Any) -> str:

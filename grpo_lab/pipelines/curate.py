@@ -36,6 +36,7 @@ from grpo_lab.runs.stage import Stage, Words, carry_out, console, plan_of, worki
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
 from grpo_lab.stages.filter import (
+    DOMAIN,
     GUESSES,
     PASS_RATES,
     SCORES,
@@ -44,6 +45,7 @@ from grpo_lab.stages.filter import (
     leave_room,
     measure_pass_rates,
     shown_column,
+    to_be_measured,
 )
 from grpo_lab.stages.sample import plan_of_samples, refuse_other_count
 from grpo_lab.visible import encodable
@@ -70,6 +72,11 @@ class CurationRecipe:
     def __post_init__(self) -> None:
         if self.model is None and (self.filters.band or self.filters.guessable):
             raise ValueError("`filters.band` and `filters.guessable` need a `model` to measure with; add one")
+        best_of = self.filters.band and self.filters.band.fail_best_of
+        if best_of and best_of > self.sampling.n_samples:
+            raise ValueError(
+                f"`filters.band.fail_best_of` is {best_of} and `n_samples` {self.sampling.n_samples}; it needs as many"
+            )
         if self.model is not None and self.model.path is None:
             raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
 
@@ -166,7 +173,8 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
     rows, samples, file = resolve(recipe, overwrite, here_only=True)[0].rows, None, recipe.output_dir / PASS_RATES
-    if recipe.model is not None:
+    columns = [] if rows is None else rows.column_names
+    if recipe.model is not None and to_be_measured(columns, recipe.filters.band):
         samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
     plan = plan_of(stages_of(recipe, samples))
     return {"rows": count_of(rows, recipe.data), **plan, "output folder": str(recipe.output_dir)}
@@ -185,8 +193,8 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
             refuse_other_count(folder / GUESSES, filters.guessable.tries, "filters.guessable.tries", instead)
     found = questions(recipe.data, recipe.reward, here_only=here_only)
     by, columns = filters.balance and filters.balance.by, found.rows.column_names if found.rows is not None else None
-    if by and columns is not None and by not in (*columns, *SCORES):
-        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {SCORES}")
+    if by and columns is not None and by not in (*columns, *SCORES, DOMAIN):
+        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {(*SCORES, DOMAIN)}")
     load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against
     against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
     if recipe.model is not None:

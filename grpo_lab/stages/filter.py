@@ -3,10 +3,11 @@ is its settings and `apply(at)`, which scores rows and keeps some in ``at.select
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -15,9 +16,11 @@ from grpo_lab.curation import (
     Selection,
     balance,
     deduplicate,
+    fail_best_of,
     find_contamination,
     guess_rates,
     keep_band,
+    question_domain,
     question_kind,
 )
 from grpo_lab.curation.kinds import KINDS
@@ -38,6 +41,9 @@ SCORES = (
     "mean_tokens_right",
     "guesses_right",
 )
+DOMAIN = "domain"
+"""A score, too, but a column of the data that is called so stays as it is."""
+BANDS = {"learnable": (0.0, 1.0), "hard": (0.0, 0.3)}
 PASS_RATES, GUESSES = "pass_rates.jsonl", "guesses.jsonl"
 NO_THINKING = {"enable_thinking": False}
 
@@ -127,32 +133,55 @@ class ContaminationFilter:
         )
 
 
-@settings()
+@settings(bare="rule")
 class BandFilter:
-    """``band``: low < pass rate < high, both ends out (`keep_band`)."""
+    """``band``: which pass rates stay, by a named rule, or by ends of one's own.
 
-    low: Number = 0.0
-    high: Number = 1.0
+    Args:
+        rule: ``learnable``, 0 < p < 1; ``hard``, 0 < p < 0.3 (where "low" ends no source says). Both ends are out.
+        low, high: other ends than the rule's (`keep_band`).
+        fail_best_of: in place of a rule: none of the first so many samples is right (`fail_best_of`).
+    """
+
+    rule: Literal["learnable", "hard"] | None = None
+    low: Number | None = None
+    high: Number | None = None
+    fail_best_of: Positive | None = None
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
+        if self.fail_best_of is not None:
+            if (self.rule, self.low, self.high) != (None, None, None):
+                raise ValueError("`filters.band` has `fail_best_of`, which is a rule of its own; leave the others out")
+            return
+        for name, end in zip(("low", "high"), BANDS[self.rule or "learnable"], strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, end)  # said wherever the settings are
+        if self.low is None or self.high is None or not self.low < self.high:
             raise ValueError(
                 f"`filters.band` is low={self.low!r}, high={self.high!r}; two numbers with low < high are needed"
             )
 
     def apply(self, at: Filtering, found: Mapping[int, PassRate]) -> None:
-        inside = keep_band([rate.rate for rate in found.values()], self.low, self.high)
+        rates, n = [*found.values()], f"{at.sampling.n_samples} samples"
+        if self.low is not None and self.high is not None:
+            inside = keep_band([rate.rate for rate in rates], self.low, self.high)
+            rule = f"{self.low:g} < p < {self.high:g}, {n}"
+        else:
+            assert self.fail_best_of is not None
+            inside = fail_best_of(rates, self.fail_best_of)
+            rule = f"never right in the first {self.fail_best_of} of {n}"
         at.keep(
             "pass rate",
             dict(zip(found, inside, strict=True)),
-            f"{self.low:g} < p < {self.high:g}, {at.sampling.n_samples} samples",
+            rule,
             {i: "unscorable" if rate.rate is None else f"p = {rate.rate:g}" for i, rate in found.items()},
         )
 
 
 @settings()
 class GuessFilter:
-    """``guessable``: out if right in one of ``tries`` answers without reasoning, of at most ``max_new_tokens``."""
+    """``guessable``: out if right in one of ``tries`` answers without reasoning, of at most ``max_new_tokens``. Of rows
+    to imitate (with a ``completion``) each problem is asked once, and all of its rows share what comes out."""
 
     tries: Positive = 8
     max_new_tokens: Positive = 32
@@ -167,9 +196,11 @@ class GuessFilter:
         how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
         how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
         how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
-        problems = [at.rows[i] for i in at.left]
-        rates = guess_rates(problems, briefly, at.reward, self.tries, **how)
-        right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
+        first: dict[Any, int] = {}
+        asked = {i: first.setdefault(_problem_of(i, at.rows[i]), i) for i in at.left}
+        rates = guess_rates([at.rows[i] for i in first.values()], briefly, at.reward, self.tries, **how)
+        found = dict(zip(first.values(), rates, strict=True))
+        right = {i: found[one].successes for i, one in asked.items()}
         at.score("guesses_right", right)
         at.keep(
             "guessable",
@@ -179,9 +210,17 @@ class GuessFilter:
         )
 
 
+def _problem_of(row: int, columns: Mapping[str, Any]) -> Any:
+    """What rows about one problem have in common; a row without a ``completion`` is a problem of its own."""
+    if "completion" not in columns:
+        return row
+    return json.dumps([columns["prompt"], columns.get("solution")], sort_keys=True, default=str)
+
+
 @settings()
 class BalanceFilter:
-    """``balance``: rows a value of the column ``by`` may keep (`balance`); None: as many as the smallest has."""
+    """``balance``: rows a value of the column ``by`` may keep (`balance`); None: as many as the smallest has. ``by:
+    domain`` takes `question_domain` where the rows have no column of that name."""
 
     by: str
     per_domain: Annotated[
@@ -189,6 +228,8 @@ class BalanceFilter:
     ] = None
 
     def apply(self, at: Filtering) -> None:
+        if self.by == DOMAIN and at.rows and DOMAIN not in at.rows[0]:
+            at.score(DOMAIN, {i: question_domain(at.texts[i]) for i in at.left})
         scored = at.selection.scored_rows()
         rows = {i: scored[i] for i in at.left}
         if not rows:
@@ -242,6 +283,8 @@ def leave_room(at: Filtering, model: str) -> None:
 
 def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
+    if not to_be_measured(at.rows[0] if at.rows else (), band):
+        return
     sampler, left = at.sampler, at.left
     problems, said = [at.rows[i] for i in left], {"reward": at.judge}
     measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
@@ -273,6 +316,11 @@ def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
         )
     if band is not None:
         band.apply(at, found)
+
+
+def to_be_measured(columns: Collection[str], band: BandFilter | None) -> bool:
+    """Rows to imitate are answers to problems that were sampled before: only a ``band`` asks for their pass rates."""
+    return band is not None or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:

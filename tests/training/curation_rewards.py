@@ -27,3 +27,6 @@ def brief(completions: list[Any], **_: Any) -> list[float]:
     was brief, each with its end behind it, makes it so.
     """
     return [float(len(one[-1]["content"]) <= 16) for one in completions]
+
+
+by_digest.measures_correctness = True  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,27 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     for name in ("pass_rates.jsonl", "guesses.jsonl", "curated.jsonl", "all.parquet"):
         assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two answers a problem; the reward takes any answer where the solution is 10, and none where it is 11. Each
+    problem is asked once; of the rest as many stay of every domain as of the smallest."""
+    asked = {"What is the slope of the line?": "11", "Two dice: the probability of 7?": "11", "Ann has 3 apples?": "10"}
+    rows = [
+        {"prompt": text, "completion": f"{text} {way}", "solution": gold, "template": "none"}
+        for text, gold in asked.items()
+        for way in range(2 if gold == "10" or "dice" in text else 3)
+    ]
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    filters = {"guessable": {"tries": 3, "max_new_tokens": 3}, "balance": {"by": "domain"}}
+    data = {"loader": "file", "source": str(file), "template": "none"}
+    done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters))
+    assert [(one.name, one.before, one.dropped) for one in done.report.filters] == [
+        ("guessable", 7, 2),
+        ("balance", 5, 1),
+    ]
+    assert Counter(row["domain"] for row in done.rows) == {"algebra": 2, "counting_and_probability": 2}
+    assert all(row["guesses_right"] == 0 and row["completion"].startswith(row["prompt"]) for row in done.rows)
+    assert (done.folder / "guesses.jsonl").read_bytes().count(b"\n") == 1 + 3
+    assert not (done.folder / "pass_rates.jsonl").exists(), "their problems were sampled before"

@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.curation import Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.curation import PassRate, Selection, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.recipe.sections import SamplingSettings
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.settings import read
+from grpo_lab.stages.filter import Filtering, Filters
 
 PROBLEMS = [{"prompt": f"{k} + {k}?", "solution": str(2 * k), "domain": "sums"} for k in range(10)]
 
@@ -254,3 +258,31 @@ def test_a_refusal_names_only_what_differs(tmp_path: Path) -> None:
         pass_rates(PROBLEMS[:1], Scripted(), exact, path=file, settings=other, progress=False)
     assert "config.json" not in str(caught.value)
     assert "seed" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("band", "kept"),
+    [
+        ("learnable", [1, 2, 3, 6]),
+        ("hard", [1, 6]),
+        ({"rule": "hard", "low": -0.1}, [0, 1, 6, 7]),
+        ({"rule": "hard", "high": 0.6}, [1, 2, 6]),
+        ({"fail_best_of": 8}, [0, 6]),
+        ({"fail_best_of": 10}, [0]),
+        ({"low": 0.4, "high": 0.6}, [2]),
+    ],
+    ids=str,
+)
+def test_which_pass_rates_a_rule_keeps(band: Any, kept: list[int], tmp_path: Path) -> None:
+    """10 samples each: never right, 1, 5 and 9 times, always, unscorable, right only after eight, eight unscorable."""
+    drawn = [[0] * 10, [1] + [0] * 9, [0, 1] * 5, [1] * 9 + [0], [1] * 10, [None] * 10, [0] * 8 + [1, 1]]
+    drawn.append([None] * 8 + [0, 0])
+    found = {i: PassRate(tuple(scores), ("",) * 10) for i, scores in enumerate(drawn)}
+    rows = [{"prompt": str(i)} for i in found]
+    shown: Any = {"selection": Selection(rows), "shown": "prompt", "sampling": SamplingSettings()}
+    at = Filtering(tmp_path, StopRequests(tmp_path), rows=rows, reward=None, judge="", **shown)
+    chosen = read(Filters, {"band": band}).band
+    assert chosen is not None
+    chosen.apply(at, found)
+    assert at.left == kept
+    assert at.selection.report().filters[0].dropped == 8 - len(kept)

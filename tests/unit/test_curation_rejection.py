@@ -65,6 +65,7 @@ def test_gold_goes_first_is_not_counted_and_takes_its_way() -> None:
         ("gold", "2 + 2 = 4"),
         ("own", "1+3=4"),
     ]
+    assert [row["worked"] for row in built] == ["2 + 2 = 4"] * 2, "what judges the problem stays with its answers"
     assert (counts["ways"], counts["gold"], counts["kept"]) == (1, 1, 2)
     with pytest.raises(ValueError, match=r"no 'absent'.*'worked'"):
         right_answers(rows, gold="absent")

@@ -242,6 +242,10 @@ def test_held_out_rows_and_their_reward_are_looked_at_before_the_training(
     [
         ({"band": {"low": 0.9, "high": 0.1}}, "`filters.band`.*0.9.*0.1"),
         ({"band": {"low": "hard"}}, "`filters.band.low` is 'hard'"),
+        ({"band": "easy"}, "`filters.band.rule` is 'easy'.*'learnable' or 'hard'"),
+        ({"band": {"rule": "hard", "low": 0.5}}, "`filters.band`.*low=0.5, high=0.3"),
+        ({"band": {"rule": "hard", "fail_best_of": 8}}, "`fail_best_of`, which is a rule of its own"),
+        ({"band": {"fail_best_of": 11}}, "`filters.band.fail_best_of` is 11 and `n_samples` 10"),
         ({"guessable": {"tries": 0}}, "`filters.guessable.tries` is 0"),
         ({"guessable": {"max_new_tokens": 1.5}}, "`filters.guessable.max_new_tokens` is 1.5"),
         ({"balance": {"by": "kind", "per_domain": -1}}, "`filters.balance.per_domain` is -1"),
