@@ -10,8 +10,9 @@ blocks". The paper gives no thresholds: those here are ours. Our refinement is a
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -96,104 +97,90 @@ class Refine:
         if "{reasoning}" not in self.form or "{answer}" not in self.form:
             raise ValueError(f"`refine.form` is {self.form!r}; both {{reasoning}} and {{answer}} must stand in it")
 
-    def refined(self, text: str) -> str | None:
-        """The trace in its form; None where there is no answer to sum up, or no reasoning."""
-        answer = extract_answer(text)
+    def refined(self, trace: Trace) -> Trace | None:
+        """None where there is no answer to sum up, or no reasoning."""
+        text, answer = trace["text"], extract_answer(trace["text"])
         if answer is None:
             return None
         tagged = THINK in text or END_OF_THINK in text
         lines = [line.rstrip() for line in (reasoning_of(text) if tagged else text[: answer.start]).split("\n")]
         kept = "\n".join(line for place, line in enumerate(lines) if place == 0 or line != lines[place - 1]).strip()
-        return self.form.replace("{reasoning}", kept).replace("{answer}", answer.text) if kept else None
+        written = self.form.replace("{reasoning}", kept).replace("{answer}", answer.text)
+        return {**trace, "text": written} if kept else None
 
 
 @settings()
 class FilterTraces:
-    """``filter``: rows out of samples, by the filters that are set, in this order; a trace is counted where it falls.
+    """``filter``: rows out of samples, by what is set of these, in this order; a trace is counted where it falls.
 
     Args:
         samples: what a stage ``sample`` leaves.
         right: only right answers; what could not be scored falls, too.
         not_too_long: most tokens.
-        per_problem: most rows of one problem, the first ones.
         reward: judges the refined traces.
+        per_problem: most rows of one problem, the first ones.
     """
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     samples: str
     right: Switch = True
+    not_too_long: Positive | None = None
     one_language: OneLanguage | None = None
     readable: Readable | None = None
-    not_too_long: Positive | None = None
     not_repeating: NotRepeating | None = None
     refine: Refine | None = None
-    per_problem: Positive | None = None
     reward: RewardSection = STRICT_ACCURACY
+    per_problem: Positive | None = None
 
     def plan(self) -> str:
         return told(self)
 
     def run(self, at: At) -> Facts:
-        traces = list(traces_in(Path(self.samples)))
-        rows, dropped = self.rows(traces)
-        if not rows:
+        traces: list[Trace] = [
+            {"prompt": line["problem"]["prompt"], "text": text_of(completion), "score": score, "length": length}
+            | {"row": line["row"], "problem": line["problem"]}
+            for line in read_lines(Path(self.samples))
+            for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
+        ]
+        left, dropped = self.filtered(traces)
+        if not left:
             raise ValueError(f"none of {len(traces):,} traces is left to learn from; what fell where: {dropped}")
-        write_json_lines(at.folder / ROWS, rows)
-        solved = len({row["row"] for row in rows})
-        return {"traces": len(traces), "solved": solved, "kept": len(rows), "rows": len(rows), "dropped": dropped}
-
-    def rows(self, traces: Sequence[Trace]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Rows ``prompt, completion, row, problem``, and how many traces each filter has dropped."""
-        dropped, left = {}, list(traces)
-        for name, keeps in self._filters().items():
-            before, left = left, [trace for trace in left if keeps(trace)]
-            dropped[name] = len(before) - len(left)
-        if self.refine is not None:
-            before, left = left, self._refined(left, self.refine)
-            dropped["refine"] = len(before) - len(left)
-        if self.per_problem is not None:
-            before, left, seen = left, [], Counter[Any]()
-            for trace in before:
-                seen[trace["row"]] += 1
-                left += [trace] if seen[trace["row"]] <= self.per_problem else []
-            dropped["per_problem"] = len(before) - len(left)
-        form: Callable[[Trace], Any] = lambda trace: in_form_of(trace["prompt"], trace["text"])  # noqa: E731
         kept = ("prompt", "row", "problem")
-        return [{**{name: trace[name] for name in kept}, "completion": form(trace)} for trace in left], dropped
+        forms = [in_form_of(trace["prompt"], trace["text"]) for trace in left]
+        rows = [
+            {name: one[name] for name in kept} | {"completion": form} for one, form in zip(left, forms, strict=True)
+        ]
+        write_json_lines(at.folder / ROWS, rows)
+        solved = len({trace["row"] for trace in left})
+        return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left), "dropped": dropped}
 
-    def _filters(self) -> dict[str, Callable[[Trace], bool]]:
-        limit, found = self.not_too_long, dict[str, Callable[[Trace], bool]]()
+    def filtered(self, traces: list[Trace]) -> tuple[list[Trace], dict[str, int]]:
+        """Those that are left, and how many fell where."""
+        left, dropped, limit = traces, dict[str, int](), self.not_too_long
+
+        def keep(name: str, kept: list[Trace]) -> None:
+            nonlocal left
+            dropped[name], left = len(left) - len(kept), kept
+
         if self.right:
-            found["right"] = lambda trace: trace["score"] is not None and trace["score"] >= CORRECT_FROM
-        for name in ("one_language", "readable"):
-            if getattr(self, name) is not None:
-                found[name] = getattr(self, name).keeps
+            keep("right", [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
         if limit is not None:
-            found["not_too_long"] = lambda trace: trace["length"] <= limit
-        if self.not_repeating is not None:
-            found["not_repeating"] = self.not_repeating.keeps
-        return found
+            keep("not_too_long", [trace for trace in left if trace["length"] <= limit])
+        for name in ("one_language", "readable", "not_repeating"):
+            if (one := getattr(self, name)) is not None:
+                keep(name, [trace for trace in left if one.keeps(trace)])
+        if self.refine is not None:
+            keep("refine", self._judged(self.refine.refined(trace) for trace in left))
+        if self.per_problem is not None:
+            groups = groupby(left, key=itemgetter("row"))
+            keep("per_problem", [trace for _, group in groups for trace in islice(group, self.per_problem)])
+        return left, dropped
 
-    def _refined(self, traces: Sequence[Trace], refine: Refine) -> list[Trace]:
-        texts = [refine.refined(trace["text"]) for trace in traces]
-        done = [{**trace, "text": text} for trace, text in zip(traces, texts, strict=True) if text is not None]
-        if not done:
-            return []
-        names = dict.fromkeys(name for trace in done for name in trace["problem"] if name != "prompt")
-        columns = {name: [trace["problem"].get(name) for trace in done] for name in names}
-        asked: dict[str, Any] = {name: [trace[key] for trace in done] for name, key in _JUDGED.items()}
-        scores = build_reward(self.reward, "reward")(**asked, **columns)
-        return [one for one, score in zip(done, scores, strict=True) if score is not None and score >= CORRECT_FROM]
-
-
-_JUDGED = {"prompts": "prompt", "completions": "text"}
-
-
-def traces_in(file: Path) -> list[Trace]:
-    """The completions that a stage ``sample`` wrote, one by one, in its order."""
-    return [
-        {"prompt": line["problem"]["prompt"], "text": text_of(completion), "score": score, "length": length}
-        | {"row": line["row"], "problem": line["problem"]}
-        for line in read_lines(file)
-        for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
-    ]
+    def _judged(self, refined: Iterable[Trace | None]) -> list[Trace]:
+        """Those that are right as they are now."""
+        done = [trace for trace in refined if trace is not None]
+        names = [name for name in (done[0]["problem"] if done else ()) if name != "prompt"]
+        columns: Any = {name: [trace["problem"][name] for trace in done] for name in names}
+        asked = {"prompts": [one["prompt"] for one in done], "completions": [one["text"] for one in done]}
+        scores = build_reward(self.reward, "reward")(**asked, **columns) if done else []
+        return [trace for trace, score in zip(done, scores, strict=True) if (score or 0) >= CORRECT_FROM]

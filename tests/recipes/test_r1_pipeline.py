@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines.runner import pipeline_from, plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.recipe.yaml import read_yaml
 
 R1 = Path(__file__).resolve().parents[2] / "recipes" / "r1"
 FEWER: dict[str, Any] = {"max_steps": 2, "n_samples": 6, "per_device_train_batch_size": 8, "logging_steps": 1}
-FEWER |= {"max_completion_length": 12, "not_too_long": 12, "save_steps": 1}
+FEWER |= {"max_completion_length": 12, "not_too_long": 12, "save_strategy": "no"}
 JUDGE = "training.curation_rewards:by_digest"  # a random model has right and wrong answers
 STRICT = ("one_language", "readable", "not_repeating", "refine")
 
@@ -31,6 +32,7 @@ def small(entry: dict[str, Any]) -> dict[str, Any]:
     if "rows" in found:
         found["rows"]["general"]["data"]["n"] = 24
     if entry["stage"] == "rl":
+        found["save_strategy"] = "no"
         found["rewards"] = [{**one, "steps": 1, "every": 1} if "judge" in one else one for one in entry["rewards"]]
     return found
 

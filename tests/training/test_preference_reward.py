@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.pipelines.runner import pipeline_from, run_pipeline
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.rewards import PreferenceReward
 from grpo_lab.rewards.preference import holds_out, orders
 from grpo_lab.trainer.scoring.preference import COMPARISONS, FOLDER

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines.runner import pipeline_from, run_pipeline
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.runs.stage import At
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read

@@ -19,7 +19,6 @@ from grpo_lab.settings import one_of
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.state import STATE, SavedState
-from grpo_lab.visible import encodable
 
 FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
 """In a checkpoint: the model as transformers saves it, and the comparisons."""
@@ -97,7 +96,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         if self.trainer.args.should_save:
             self.reward.model.save_pretrained(Path(folder) / FOLDER)
             self.reward.tokenizer.save_pretrained(Path(folder) / FOLDER)
-            write_json_lines(Path(folder) / FOLDER / COMPARISONS, encodable(self.pairs))
+            write_json_lines(Path(folder) / FOLDER / COMPARISONS, self.pairs)
         return {"trained": self.trained, "pairs": len(self.pairs)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
