@@ -16,6 +16,10 @@ from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.rewards import PreferenceReward
 from grpo_lab.rewards.preference import holds_out, orders
+from grpo_lab.runs.stage import At
+from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.settings import read
+from grpo_lab.stages.train import RewardModel
 from grpo_lab.trainer.scoring.preference import COMPARISONS, FOLDER
 from parity.harness import arguments, problems, with_entry
 
@@ -192,3 +196,18 @@ def test_in_stock_trl_it_is_an_ordinary_reward(preference: tuple[Path, dict[str,
     assert good > bad
     assert too_long is None
     assert reward(**texts)[:2] == [good, bad]
+
+
+def test_the_stage_is_stopped_and_gone_on_with_to_the_bit(
+    preference: tuple[Path, dict[str, Any]], tiny_folder: Path, tmp_path: Path
+) -> None:
+    rows = write(tmp_path / "pairs.jsonl", [pair(number) for number in range(80)])
+    stage = read(RewardModel, {"model": str(tiny_folder), "rows": rows, **TRAINING})
+    looks, stop = iter(range(100)), StopRequests(tmp_path)
+    stop.asked = lambda: "SIGTERM" if next(looks) > 12 else None  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        stage.run(At(tmp_path, stop))
+    facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+    assert facts == preference[1]
+    found, whole = (PreferenceReward(str(folder)).model for folder in (tmp_path / "model", preference[0]))
+    assert torch.equal(weights(found), weights(whole))
