@@ -28,6 +28,7 @@ from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.fusion import Fusion
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.train import ColdStart, Dpo, Merge, Simpo, Train
@@ -96,6 +97,7 @@ KINDS: dict[str, Any] = {
     "cold_start": ColdStart,
     "sample": Sample,
     "select": Select,
+    "fusion": Fusion,
     "sft": Train,
     "dpo": Dpo,
     "simpo": Simpo,
