@@ -14,7 +14,8 @@ from grpo_lab.curation.rejection import in_form_of
 from grpo_lab.evaluation.result import Outcome, effort
 from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines.curate import curation_recipe_from
-from grpo_lab.pipelines.runner import pipeline_from, plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.recipe.yaml import read_yaml
