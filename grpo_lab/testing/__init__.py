@@ -145,8 +145,7 @@ def tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; allowed: {', '.join(ARCHITECTURES)}")
     if hidden_size % (2 * num_heads):
@@ -162,7 +161,7 @@ def tiny_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": hidden_size // num_heads,
+        **({} if architecture == "qwen2" else {"head_dim": hidden_size // num_heads}),
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tie_embeddings,
         "initializer_range": initializer_range,
@@ -170,8 +169,6 @@ def tiny_model(
         "eos_token_id": words.eos_token_id,
         "bos_token_id": None,
     }
-    if architecture == "qwen2":
-        del sizes["head_dim"]  # Qwen2 has no such setting
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
