@@ -10,9 +10,10 @@ from the model that reasons) and answers without:
 `/think` one but for the flag, so writing the empty block *is* the choice of the mode; a model for which it is masked
 never learns to make it. Only `enable_thinking=False`, a switch of the chat template's, writes it into the prompt.
 
-A flag stands in the user turn or in the system turn. In a dialogue of several turns each may have one, and the last one
-holds; a turn without one goes on in the mode before it. Answers of earlier turns stand without their reasoning, as chat
-templates show them. How many rows are of which kind the report does not say: these shares are settings.
+A flag stands in the user turn or in the system turn; of one in each, the user's holds. In a dialogue of several turns
+each may have one, and the last one holds; a turn without one goes on in the mode before it. Answers of earlier turns
+stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say:
+these shares are settings.
 """
 
 from __future__ import annotations
@@ -37,19 +38,23 @@ class FusionShares:
     Args:
         unflagged: of the thinking rows, those without any flag.
         in_system: of the flagged rows in one turn, those with the flag in the system turn.
+        in_both: of these rows, those with the other mode's flag there, and their own, which holds, in the user turn.
         dialogues: rows with further questions, and their answers, before their own.
         most_turns: most questions of a dialogue, its own included.
     """
 
     unflagged: float = 0.2
     in_system: float = 0.3
+    in_both: float = 0.2
     dialogues: float = 0.2
     most_turns: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("unflagged", "in_system", "dialogues"):
+        for name in ("unflagged", "in_system", "in_both", "dialogues"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; a share between 0 and 1 is needed")
+        if self.in_system + self.in_both > 1.0:
+            raise ValueError(f"`in_system` and `in_both` are {self.in_system + self.in_both:g} together; at most 1")
         if self.most_turns < 2:
             raise ValueError(f"`most_turns` is {self.most_turns!r}; a dialogue has at least 2")
 
@@ -69,7 +74,7 @@ def fusion_rows(
     seed: int = 0,
 ) -> tuple[list[Row], dict[str, int]]:
     """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
-    where it stands (`user`, `system`), `none`, or `dialogue`.
+    where it stands (`user`, `system`, `both`), `none`, or `dialogue`.
 
     Args:
         thinking: rows with a ``prompt`` of messages and the ``answer``'s text, its reasoning in a block
@@ -92,7 +97,7 @@ def fusion_rows(
         completion = [{"role": "assistant", "content": content}]
         built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
     flags = Counter(row["flag"] for row in built)
-    return built, {name: flags[name] for name in ("user", "system", "none", "dialogue")}
+    return built, {name: flags[name] for name in ("user", "system", "both", "none", "dialogue")}
 
 
 def _check(mode: str, row: Mapping[str, Any], number: int) -> None:
@@ -116,7 +121,9 @@ def _asked(
         return "dialogue", _dialogue(mode, prompt, earlier, rng)
     if mode == "think" and rng.random() < shares.unflagged:
         return "none", with_flag(prompt, mode, "none")
-    flag: FlagPlace = "system" if rng.random() < shares.in_system else "user"
+    weights = (shares.in_system, shares.in_both, 1.0 - shares.in_system - shares.in_both)
+    places: tuple[FlagPlace, ...] = ("system", "both", "user")
+    flag = rng.choices(places, weights)[0]
     return flag, with_flag(prompt, mode, flag)
 
 

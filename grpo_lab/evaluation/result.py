@@ -306,7 +306,9 @@ def effort(outcomes: Sequence[Outcome], difficulty: Sequence[Any], length: Calla
     found: dict[Any, list[int]] = {}
     for one in outcomes:
         thinks = THINK in one.completion or END_OF_THINK in one.completion
-        found.setdefault(difficulty[one.problem], []).append(length(reasoning_of(one.completion)) if thinks else 0)
+        found.setdefault(difficulty[one.problem], []).append(
+            length(reasoning_of(one.completion).strip()) if thinks else 0
+        )
     return {value: fmean(found[value]) for value in sorted(found)}
 
 

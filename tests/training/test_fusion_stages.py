@@ -65,12 +65,12 @@ def fused(folder: Path, model: Path, **changes: Any) -> tuple[Any, list[dict[str
 
 
 def test_every_count_of_a_fusion(thinker: Path, tmp_path: Path) -> None:
-    none = {"unflagged": 0, "in_system": 0, "dialogues": 0}
+    none = {"unflagged": 0, "in_system": 0, "in_both": 0, "dialogues": 0}
     facts, rows = fused(tmp_path, thinker, shares=none)
     counted = {name: value for name, value in facts.items() if name != "trained_tokens"}
     assert counted == {
         "rows": 5, "thinking": 2, "non_thinking": 3, "dropped": {"no_closed_reasoning": 2},
-        "flag_user": 5, "flag_system": 0, "flag_none": 0, "flag_dialogue": 0,
+        "flag_user": 5, "flag_system": 0, "flag_both": 0, "flag_none": 0, "flag_dialogue": 0,
     }  # fmt: skip
     assert [(row["mode"], row.get("row")) for row in rows] == [("think", 0), ("think", 2), *[("no_think", None)] * 3]
     assert rows[0]["completion"][0]["content"] == CLOSED.replace("1+1", "3-1")  # the first right one
@@ -123,9 +123,15 @@ def test_the_hardest_need_a_model() -> None:
 
 
 def test_effort_by_hand() -> None:
-    said = [(0, "<think>a b</think> 5"), (1, "<think>a b c d</think> 5"), (2, "5"), (3, "<think>cut off")]
+    said = [
+        (0, "<think>a b</think> 5"),
+        (1, "<think>a b c d</think> 5"),
+        (2, "<think>\n\n</think>\n\n5"),
+        (3, "<think>cut off"),
+        (0, "5"),
+    ]
     outcomes = [Outcome(i, "greedy", 0, "Q", "Q", "5", text, 9, False, 1.0, "5") for i, text in said]
-    assert effort(outcomes, [2, 1, 2, 1], lambda text: len(text.split())) == {1: 3.0, 2: 1.0}
+    assert effort(outcomes, [2, 1, 2, 1], lambda text: text.count(" ") + bool(text)) == {1: 3.0, 2: 2 / 3}
 
 
 def test_an_evaluation_says_effort(thinker: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def rows_of(n: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return thinking, [{"prompt": [system("S"), user(f"P{i}")], "answer": f"#### {i}"} for i in range(n)]
 
 
-ONLY = {"unflagged": 0.0, "in_system": 0.0, "dialogues": 0.0}
+ONLY = {"unflagged": 0.0, "in_system": 0.0, "in_both": 0.0, "dialogues": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,7 @@ ONLY = {"unflagged": 0.0, "in_system": 0.0, "dialogues": 0.0}
     [
         ({}, [user("Q0 /think")], [system("S"), user("P0 /no_think")]),
         ({"in_system": 1.0}, [system("/think"), user("Q0")], [system("S /no_think"), user("P0")]),
+        ({"in_both": 1.0}, [system("/no_think"), user("Q0 /think")], [system("S /think"), user("P0 /no_think")]),
         ({"unflagged": 1.0}, [user("Q0")], [system("S"), user("P0 /no_think")]),
     ],
 )
@@ -183,7 +184,7 @@ def test_fusion_rows_by_hand(shares: Any, thinking: Any, plain: Any) -> None:
 
 def test_in_a_dialogue_the_last_flag_is_the_rows_mode() -> None:
     built, flags = fusion_rows(*rows_of(200), FusionShares(dialogues=1.0, most_turns=4), seed=1)
-    assert flags == {"user": 0, "system": 0, "none": 0, "dialogue": 400}
+    assert flags == {"user": 0, "system": 0, "both": 0, "none": 0, "dialogue": 400}
     lengths = Counter(sum(turn["role"] == "user" for turn in row["prompt"]) for row in built)
     assert set(lengths) == {2, 3, 4}
     for row in built:
@@ -196,9 +197,11 @@ def test_in_a_dialogue_the_last_flag_is_the_rows_mode() -> None:
 
 
 def test_fusion_draws_its_shares() -> None:
-    built, flags = fusion_rows(*rows_of(500), FusionShares(unflagged=0.25, in_system=0.5, dialogues=0.2))
-    assert built == fusion_rows(*rows_of(500), FusionShares(unflagged=0.25, in_system=0.5, dialogues=0.2))[0]
-    expected = {"user": 350, "system": 350, "none": 100, "dialogue": 200}  # of 1,000; 500 of them think
+    built, flags = fusion_rows(*rows_of(500), FusionShares(unflagged=0.25, in_system=0.4, in_both=0.2, dialogues=0.2))
+    assert (
+        built == fusion_rows(*rows_of(500), FusionShares(unflagged=0.25, in_system=0.4, in_both=0.2, dialogues=0.2))[0]
+    )
+    expected = {"user": 280, "system": 280, "both": 140, "none": 100, "dialogue": 200}  # of 1,000; 500 of them think
     assert all(abs(flags[name] - count) < 50 for name, count in expected.items()), flags
     assert all(asks_to_think(row["prompt"]) == (row["mode"] == "think") for row in built)
 
@@ -221,6 +224,8 @@ def test_rows_that_cannot_be_fused(thinking: Any, plain: Any, said: str) -> None
 def test_shares_are_shares() -> None:
     with pytest.raises(ValueError, match=r"`dialogues` is 1\.5; a share between 0 and 1"):
         FusionShares(dialogues=1.5)
+    with pytest.raises(ValueError, match=r"`in_system` and `in_both` are 1\.2 together; at most 1"):
+        FusionShares(in_both=0.9)
     with pytest.raises(ValueError, match="`most_turns` is 1; a dialogue has at least 2"):
         FusionShares(most_turns=1)
 
