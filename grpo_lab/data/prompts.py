@@ -14,6 +14,8 @@ name, every data set of ours carries it in the column ``template``, and a run st
 * ``chat`` (messages): a user turn, optionally after a system turn; the tokenizer's own chat template renders it
 * ``verl_gsm8k`` (messages): verl, ``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####``
 * ``tapeagents_boxed`` (messages): ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
+* ``think``, ``no_think``, ``modes`` (messages): ``chat`` with Qwen3's switch between its modes (arXiv 2505.09388, 4.3):
+  ``/think`` or ``/no_think`` behind the question; one of both, drawn from the question, where `with_flag` puts it
 
 The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
 a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists.
@@ -21,7 +23,10 @@ a new line was meant. Text prompts reach the tokenizer as they stand. Message pr
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from grpo_lab.settings import one_of
 
@@ -53,6 +58,47 @@ class ChatTemplate:
     def prompt(self, question: str) -> Prompt:
         turns = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*turns, {"role": "user", "content": f"{self.before}{question}{self.after}"}]
+
+
+FLAGS = {"think": "/think", "no_think": "/no_think"}
+"""Mode → the flag that asks for it."""
+FlagPlace = Literal["user", "system", "both", "none"]
+PLACES: tuple[FlagPlace, ...] = ("user", "system", "both", "none")
+
+
+def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Message]:
+    """``prompt`` asking for ``mode``: by a flag behind the last user turn's text, in the system turn (added where there
+    is none), by ``both`` (the other mode's in the system turn, this one's behind the question: the last one wins), or
+    by ``none``, which means thinking. ValueError for no flag and no thinking."""
+    if place == "none" and mode != "think":
+        raise ValueError("without a flag a prompt asks for thinking; `no_think` needs one")
+    other = next(flag for name, flag in FLAGS.items() if name != mode)
+    turns = [dict(message) for message in prompt]
+    if place in ("system", "both"):
+        if turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": ""})
+        turns[0]["content"] = f"{turns[0]['content']} {FLAGS[mode] if place == 'system' else other}".strip()
+    if place in ("user", "both"):
+        asked = next(turn for turn in reversed(turns) if turn["role"] == "user")
+        asked["content"] = f"{asked['content']} {FLAGS[mode]}"
+    return turns
+
+
+@dataclass(frozen=True)
+class ModeTemplate(ChatTemplate):
+    """A chat prompt that asks for a mode of Qwen3's; ``mode`` None: for either, flagged at any place, both drawn from
+    the question's text."""
+
+    mode: str | None = None
+
+    def prompt(self, question: str) -> Prompt:
+        turns = super().prompt(question)
+        assert isinstance(turns, list)
+        if self.mode is not None:
+            return with_flag(turns, self.mode, "user")
+        rng = random.Random(question)
+        mode = rng.choice(list(FLAGS))
+        return with_flag(turns, mode, rng.choice(PLACES if mode == "think" else PLACES[:-1]))
 
 
 PromptTemplate = TextTemplate | ChatTemplate
@@ -91,6 +137,9 @@ TEMPLATES: dict[str, PromptTemplate] = {
         ),
         ChatTemplate("verl_gsm8k", after=' Let\'s think step by step and output the final answer after "####".'),
         ChatTemplate("tapeagents_boxed", after=f"\\n{_QWEN_MATH_INSTRUCTION}"),
+        ModeTemplate("think", mode="think"),
+        ModeTemplate("no_think", mode="no_think"),
+        ModeTemplate("modes"),
     )
 }
 

@@ -16,6 +16,7 @@ from grpo_lab.evaluation import statistics
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
 from grpo_lab.io import json_lines, write_json, write_json_lines, write_whole
 from grpo_lab.rewards.arithmetic import works_out
+from grpo_lab.rewards.completion import END_OF_THINK, THINK, reasoning_of
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -298,6 +299,17 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
 def mean_length(outcomes: Sequence[Outcome]) -> float | None:
     """Tokens per completion, the end token included; None without completions."""
     return fmean(o.tokens for o in outcomes) if outcomes else None
+
+
+def effort(outcomes: Sequence[Outcome], difficulty: Sequence[Any], length: Callable[[str], int]) -> dict[Any, float]:
+    """Difficulty of a problem, in order → mean ``length`` of the thinking that it was given; none counts as 0."""
+    found: dict[Any, list[int]] = {}
+    for one in outcomes:
+        thinks = THINK in one.completion or END_OF_THINK in one.completion
+        found.setdefault(difficulty[one.problem], []).append(
+            length(reasoning_of(one.completion).strip()) if thinks else 0
+        )
+    return {value: fmean(found[value]) for value in sorted(found)}
 
 
 def share(flags: Sequence[bool]) -> float | None:

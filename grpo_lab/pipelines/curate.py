@@ -70,8 +70,9 @@ class CurationRecipe:
     stop_file: str | None = None
 
     def __post_init__(self) -> None:
-        if self.model is None and (self.filters.band or self.filters.guessable):
-            raise ValueError("`filters.band` and `filters.guessable` need a `model` to measure with; add one")
+        measure = [name for name in ("band", "guessable", "hardest") if getattr(self.filters, name) is not None]
+        if self.model is None and measure:
+            raise ValueError(f"`filters.{measure[0]}` needs a `model` to measure with; add one")
         best_of = self.filters.band and self.filters.band.fail_best_of
         if best_of and best_of > self.sampling.n_samples:
             raise ValueError(
@@ -167,7 +168,8 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
         found.append(stage("band", partial(measure_pass_rates, band=filters.band), filters.band, False, ("room",)))
         if filters.guessable is not None:
             found.append(stage("guessable", filters.guessable.apply, filters.guessable, False, ("room",)))
-    return found if filters.balance is None else [*found, stage("balance", filters.balance.apply, filters.balance)]
+    last = [(name, rules) for name in ("balance", "hardest") if (rules := getattr(filters, name)) is not None]
+    return [*found, *(stage(name, rules.apply, rules) for name, rules in last)]
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:

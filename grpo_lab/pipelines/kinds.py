@@ -29,6 +29,7 @@ from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.build import Build
 from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.fusion import Fusion
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
@@ -98,6 +99,7 @@ KINDS: dict[str, Any] = {
     "cold_start": ColdStart,
     "sample": Sample,
     "select": Select,
+    "fusion": Fusion,
     "sft": Train,
     "dpo": Dpo,
     "simpo": Simpo,

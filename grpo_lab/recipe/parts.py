@@ -26,6 +26,7 @@ REWARDS = {
     "proof": "ProofReward",
     "sorting": "SortingReward",
     "think_format": "ThinkFormatReward",
+    "mode_following": "ModeFollowingReward",
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
     "equation_steps": "EquationSteps",

@@ -5,7 +5,7 @@ Importing this room loads neither torch nor sympy, and starts no process.
 
 from grpo_lab.rewards.arithmetic import EquationSteps, worked_out
 from grpo_lab.rewards.code import CodeReward
-from grpo_lab.rewards.completion import ThinkFormatReward
+from grpo_lab.rewards.completion import ModeFollowingReward, ThinkFormatReward
 from grpo_lab.rewards.language import LanguageConsistencyReward
 from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, BoxedReward, HashesReward
@@ -27,6 +27,7 @@ __all__ = [
     "KimiLengthReward",
     "LanguageConsistencyReward",
     "PreferenceReward",
+    "ModeFollowingReward",
     "ProofReward",
     "SortingReward",
     "SplitStepReward",

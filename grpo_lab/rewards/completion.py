@@ -1,6 +1,7 @@
 """The parts of a completion, whichever of TRL's two shapes it comes in: its text, reasoning, program and answer.
 
-``RowReward`` is what rewards of one completion and its row's columns share, ``ThinkFormatReward`` judges the layout.
+``RowReward`` is what rewards of one completion and its row's columns share, ``ThinkFormatReward`` judges the layout,
+``ModeFollowingReward`` whether it thinks as its prompt asks.
 """
 
 from __future__ import annotations
@@ -99,11 +100,17 @@ def reasoning_of(text: str) -> str:
 
 def reasoning_in(completion: Any) -> str:
     """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not."""
+    parsed = _parsed_reasoning(completion)
+    return reasoning_of(completion_text(completion)) if parsed is None else parsed
+
+
+def _parsed_reasoning(completion: Any) -> str | None:
+    """Where TRL's response parsing puts what stood between the tags."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
-        for key in ("reasoning_content", "thinking"):  # where TRL's response parsing puts what stood between the tags
+        for key in ("reasoning_content", "thinking"):
             if isinstance(completion[-1].get(key), str):
                 return str(completion[-1][key])
-    return reasoning_of(completion_text(completion))
+    return None
 
 
 def program_text(completion: str) -> str:
@@ -215,8 +222,18 @@ def answer_block(completion: str) -> str:
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
-_LAYOUTS = {"think_answer": (_TAGS, [False, True, False, True, False]), "think": (_TAGS[:2], [False, True, True])}
-"""form → its tags in order, and which of the texts around them say something."""
+_LAYOUTS: dict[str, tuple[list[str], list[bool | None]]] = {
+    "think_answer": (_TAGS, [False, True, False, True, False]),
+    "think": (_TAGS[:2], [False, True, True]),
+    "modes": (_TAGS[:2], [False, None, True]),
+}
+"""form → its tags in order, and which of the texts around them say something (None: it may)."""
+ThinkOpened = Literal["completion", "prompt"]
+
+
+def _check_opened(think_opened: str) -> None:
+    if think_opened not in ("completion", "prompt"):
+        raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
 
 
 class ThinkFormatReward(RowReward):
@@ -224,13 +241,15 @@ class ThinkFormatReward(RowReward):
 
         form="think_answer"   <think> reasoning </think> <answer> answer </answer>
         form="think"          <think> reasoning </think> answer
+        form="modes"          the same, or Qwen3's without thinking: <think> </think> answer
 
     Each tag occurs exactly once, in this order; white space is allowed around and between; both parts hold more than
-    white space. Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 1 (template). How we
-    differ: TRL's `think_format_reward` knows the second layout only and accepts empty parts.
+    white space. Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 1 (template); Qwen3
+    (2505.09388), table 9. How we differ: TRL's `think_format_reward` knows the second layout only and accepts empty
+    parts.
 
     Args:
-        form: `"think_answer"` or `"think"`.
+        form: `"think_answer"`, `"think"` or `"modes"`.
         think_opened: who writes the first `<think>`. `"completion"`: the model. `"prompt"`: the chat template did, so
             the completion must not repeat it.
     """
@@ -239,17 +258,71 @@ class ThinkFormatReward(RowReward):
 
     def __init__(
         self,
-        form: Literal["think_answer", "think"] = "think_answer",
+        form: Literal["think_answer", "think", "modes"] = "think_answer",
         *,
-        think_opened: Literal["completion", "prompt"] = "completion",
+        think_opened: ThinkOpened = "completion",
     ) -> None:
         if form not in _LAYOUTS:
-            raise ValueError(f"form must be 'think_answer' or 'think'; got {form!r}")
-        if think_opened not in ("completion", "prompt"):
-            raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
+            raise ValueError(f"form must be one of {list(_LAYOUTS)}; got {form!r}")
+        _check_opened(think_opened)
         self.form, self.think_opened = form, think_opened
 
     def score(self, text: str, *row: Any) -> float:
         text = THINK + text if self.think_opened == "prompt" else text
         tags, filled = _LAYOUTS[self.form]
-        return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] == filled)
+        says = [bool(part.strip()) for part in _TAG.split(text)]
+        fits = _TAG.findall(text) == tags and all(
+            wanted in (None, said) for wanted, said in zip(filled, says, strict=True)
+        )
+        return float(fits)
+
+
+_FLAG = re.compile(r"(?<!\S)/(no_)?think(?![\w/])")
+
+
+def asks_to_think(prompt: Any) -> bool:
+    """What a prompt asks for: the last `/think` or `/no_think` in a system or user turn wins; without one, thinking.
+
+    Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
+    """
+    turns = prompt if isinstance(prompt, str) else [turn for turn in prompt if turn.get("role") != "assistant"]
+    flags = _FLAG.findall(prompt_text(turns))
+    return not flags or flags[-1] == ""
+
+
+class ModeFollowingReward:
+    """1.0 where a completion thinks if and only if its prompt asks for it (`asks_to_think`), else 0.0.
+
+    A completion thinks if its `<think>` block holds more than white space, closed or not; an empty block, or none,
+    is no thinking. Whether the layout is right, `ThinkFormatReward("modes")` says. Source: Qwen3 (arXiv 2505.09388),
+    sections 4.3 and 4.4. A chat template's `enable_thinking` leaves no flag in the prompt, and is not seen here.
+
+    Args:
+        think_opened: as in `ThinkFormatReward`.
+    """
+
+    __name__ = "mode_following_reward"
+
+    def __init__(self, *, think_opened: ThinkOpened = "completion") -> None:
+        _check_opened(think_opened)
+        self.think_opened = think_opened
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(think_opened={self.think_opened!r})"
+
+    def __call__(
+        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
+    ) -> list[float]:
+        """Rewards in order. ``ValueError`` where prompts or completions are missing, or are not one to one."""
+        if prompts is None or completions is None or len(prompts) != len(completions):
+            counts = {"prompts": prompts and len(prompts), "completions": completions and len(completions)}
+            raise ValueError(f"ModeFollowingReward got {counts}; prompts and completions are needed, one to one")
+        each = zip(prompts, completions, strict=True)
+        return [float(self._thinks(completion) == asks_to_think(prompt)) for prompt, completion in each]
+
+    def _thinks(self, completion: Any) -> bool:
+        reasoning = _parsed_reasoning(completion)
+        if reasoning is None:
+            text = (THINK if self.think_opened == "prompt" else "") + completion_text(completion)
+            reasoning = reasoning_of(text) if THINK in text or END_OF_THINK in text else ""
+        return bool(reasoning.strip())

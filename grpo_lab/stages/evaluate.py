@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.evaluation.result import effort
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import questions
-from grpo_lab.recipe.models import load_saved_model
+from grpo_lab.recipe.models import load_saved_model, load_tokenizer
 from grpo_lab.recipe.rows import every_argument, load_rows
-from grpo_lab.recipe.sections import EvaluationSection
+from grpo_lab.recipe.sections import EvaluationSection, ModelSection
 from grpo_lab.runs.console import count_of, told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Positive, Switch, Whole, settings
@@ -23,7 +24,12 @@ EVALUATION = "evaluation"
 
 @settings(rest="section")
 class Evaluate:
-    """``evaluate``: a model on held-out rows. Other keys: those of a recipe's ``evaluation``, but ``before``."""
+    """``evaluate``: a model on held-out rows. Other keys: those of a recipe's ``evaluation``, but ``before``.
+
+    Args:
+        effort_by: a column of the rows that says how hard they are (`steps`, `level`): adds the mean tokens of thinking
+            at each of its values.
+    """
 
     leaves: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[bool] = True
@@ -32,9 +38,12 @@ class Evaluate:
     seed: Whole = 0
     use_cpu: Switch = False
     max_completion_length: Positive = 512
+    effort_by: str | None = None
 
     def plan(self) -> str:
         found = questions(self.section.data, self.section.reward, here_only=True)
+        if found.rows is not None:
+            self._difficulty(found.rows)
         return f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
 
     def run(self, at: At) -> Facts:
@@ -52,7 +61,22 @@ class Evaluate:
             "mean_length_correct": result.mean_length_correct,
             "worked_out_share": result.worked_out_share,
             **{f"pass_at_{k}": found.value for k, found in result.pass_at.items() if k > 1},
+            **self._effort(result),
         }
+
+    def _effort(self, result: EvaluationResult) -> Facts:
+        if self.effort_by is None:
+            return {}
+        words = load_tokenizer(ModelSection(path=self.model))
+        difficulty = self._difficulty(load_rows(self.section.data, "data"))
+        found = effort(result.greedy, difficulty, lambda text: len(words(text, add_special_tokens=False)["input_ids"]))
+        return {f"thinking_tokens.{self.effort_by}_{value}": tokens for value, tokens in found.items()}
+
+    def _difficulty(self, rows: Any) -> list[Any]:
+        """What each row has in ``effort_by``."""
+        if self.effort_by is not None and self.effort_by not in rows.column_names:
+            raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
+        return [] if self.effort_by is None else list(rows[self.effort_by])
 
 
 def evaluate_saved_model(

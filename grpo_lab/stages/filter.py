@@ -4,6 +4,7 @@ is its settings and `apply(at)`, which scores rows and keeps some in ``at.select
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -247,6 +248,24 @@ class BalanceFilter:
 
 
 @settings()
+class HardestFilter:
+    """``hardest``: the ``n`` rows of the lowest pass rate among those that are left; of equal ones, drawn by ``seed``.
+    Qwen3's reasoning RL is on 3,995 problems, learnable and as hard as possible (arXiv 2505.09388, section 4.2)."""
+
+    n: Positive
+
+    def apply(self, at: Filtering) -> None:
+        rates = dict(enumerate(at.selection.scored_rows()))
+        measured = [i for i in at.left if rates[i]["pass_rate"] is not None]
+        random.Random(at.sampling.seed).shuffle(measured)
+        chosen = set(sorted(measured, key=lambda i: rates[i]["pass_rate"])[: self.n])
+        if len(chosen) < self.n:
+            at.notes.append(f"Only {len(chosen):,} problems with a pass rate are left of the {self.n:,} asked for.")
+        reasons = {i: f"p = {rates[i]['pass_rate']}" for i in at.left}
+        at.keep("hardest", {i: i in chosen for i in at.left}, f"the {self.n:,} of the lowest pass rate", reasons)
+
+
+@settings()
 class Filters:
     """Which filters run, in this order; None leaves one out."""
 
@@ -256,6 +275,7 @@ class Filters:
     band: BandFilter | None = None
     guessable: GuessFilter | None = None
     balance: BalanceFilter | None = None
+    hardest: HardestFilter | None = None
 
     @field_validator("*", mode="before")
     @classmethod

@@ -26,37 +26,71 @@ CHAT_TEMPLATE = (
     "'<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
+# Qwen3's, less its tools (a test holds them side by side): the last turn's answer stands behind a thinking block, which
+# may be empty; turns before the last question lose theirs; `enable_thinking=False` writes an empty one into the prompt.
+THINKING_TEMPLATE = """\
+{%- set ns = namespace(asked=-1) %}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- set text = message['content'] %}
+    {%- if message['role'] == 'assistant' %}
+        {%- set thought = '' %}
+        {%- if '</think>' in text %}
+            {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.asked and (loop.last or thought) %}
+            {%- set text = '<think>\\n' + thought + '\\n</think>\\n\\n' + text.lstrip('\\n') %}
+        {%- endif %}
+        {%- generation %}{{- text + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- text + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
 
-def tiny_tokenizer() -> Qwen2Tokenizer:
+
+def tiny_tokenizer(thinking: bool = False) -> Qwen2Tokenizer:
     """A Qwen2 tokenizer of about 1,000 entries, built from code; pad ``<|endoftext|>``, end of text ``<|im_end|>``.
 
     * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
     * a number is its digits, one token each, wherever it stands (``" 12"`` is a space, ``1``, ``2``);
     * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
-    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``.
+    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking``
+      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
 
     Of this class because ``AutoTokenizer`` gives it to every folder with a Qwen2 or Qwen3 model in it.
     """
-    from transformers import Qwen2Tokenizer
+    from transformers import AddedToken, Qwen2Tokenizer
 
-    vocab, merges = _byte_pairs()
+    vocab, merges = _byte_pairs({" /", "/think", "think", "/no", "no", "_think", "\n\n"} if thinking else set())
     model: dict[str, Any] = {"vocab": vocab, "merges": merges, "unk_token": None}
-    return Qwen2Tokenizer(
+    made = Qwen2Tokenizer(
         **model,
         pad_token=PAD,
         eos_token=END,
         additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=THINKING_TEMPLATE if thinking else CHAT_TEMPLATE,
         padding_side="left",
         model_max_length=32_768,
     )
+    if thinking:  # not special, as in Qwen3: they stay in decoded text
+        made.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in ("<think>", "</think>")])
+    return made
 
 
-def _byte_pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """All 256 bytes, and the merges that make each known piece one token."""
+def _byte_pairs(more: set[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """All 256 bytes, and the merges that make each known piece, and each of ``more``, one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES}
+    pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES, *more}
     for phrase in all_phrases():
         words = re.findall(r"\{\w+\}|[A-Za-z]+", phrase)
         pieces |= {f" {word}" for word in words if "{" not in word}
@@ -92,6 +126,7 @@ def tiny_model(
     tie_embeddings: bool = True,
     initializer_range: float = 0.02,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    thinking: bool = False,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, with a tokenizer that has a chat template.
@@ -100,7 +135,8 @@ def tiny_model(
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
         intermediate_size: None for ``4 * hidden_size`` (the MLP is gated: three matrices of that width).
         initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
-        tokenizer: None for ``tiny_tokenizer()``; else a local tokenizer folder, or a loaded one.
+        tokenizer: None for ``tiny_tokenizer(thinking)``; else a local tokenizer folder, or a loaded one.
+        thinking: a tokenizer and a chat template with Qwen3's thinking blocks and modes.
         seed: same arguments and seed, same weights. The global random state is left as it was.
 
     Raises:
@@ -109,8 +145,7 @@ def tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; allowed: {', '.join(ARCHITECTURES)}")
     if hidden_size % (2 * num_heads):
@@ -118,7 +153,7 @@ def tiny_model(
         raise ValueError(f"{heads} is no even whole number, as rotary positions need")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not divisible by num_kv_heads {num_kv_heads}")
-    words = _load_tokenizer(tokenizer)
+    words = _load_tokenizer(tokenizer, thinking)
     sizes: dict[str, Any] = {
         "vocab_size": len(words),
         "hidden_size": hidden_size,
@@ -126,7 +161,7 @@ def tiny_model(
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "head_dim": hidden_size // num_heads,
+        **({} if architecture == "qwen2" else {"head_dim": hidden_size // num_heads}),
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tie_embeddings,
         "initializer_range": initializer_range,
@@ -134,17 +169,17 @@ def tiny_model(
         "eos_token_id": words.eos_token_id,
         "bos_token_id": None,
     }
-    if architecture == "qwen2":
-        del sizes["head_dim"]  # Qwen2 has no such setting
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes)).float()
     return model, words
 
 
-def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None, thinking: bool) -> PreTrainedTokenizerBase:
     if tokenizer is None:
-        return tiny_tokenizer()
+        return tiny_tokenizer(thinking)
+    if thinking:
+        raise ValueError("thinking is for the tiny tokenizer; another `tokenizer` has its own chat template")
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     folder = Path(tokenizer)

@@ -21,6 +21,7 @@ from grpo_lab.rewards import (
     HashesReward,
     KimiLengthReward,
     LanguageConsistencyReward,
+    ModeFollowingReward,
     ProofReward,
     SortingReward,
     ThinkFormatReward,
@@ -56,6 +57,8 @@ ROWS: dict[str, Row] = {
     "code": Row(lambda: CodeReward(timeout_s=2.0, workers=2), good="```python\ndef f(x):\n    return 2 * x\n```"),
     "think_answer": Row(ThinkFormatReward),
     "think": Row(lambda: ThinkFormatReward(form="think"), good="<think>Nine twos.</think> 18"),
+    "modes": Row(lambda: ThinkFormatReward(form="modes"), good="<think>\n\n</think>\n\n18"),
+    "mode following": Row(ModeFollowingReward),
     "language": Row(LanguageConsistencyReward),
     "kimi length": Row(lambda: KimiLengthReward(correctness=ThinkFormatReward()), bad="I do not know. " * 20),
 }

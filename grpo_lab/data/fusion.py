@@ -1,0 +1,144 @@
+"""Rows for Qwen3's thinking mode fusion: one model that thinks, or answers at once, as the prompt asks.
+
+Source: Qwen3 Technical Report (arXiv 2505.09388), section 4.3 and table 9. Of answers with reasoning (rejection-sampled
+from the model that reasons) and answers without:
+
+    thinking       …question /think      <think>\\nreasoning\\n</think>\\n\\nanswer    some without a flag: the default
+    non-thinking   …question /no_think   <think>\\n\\n</think>\\n\\nanswer             an empty block before the answer
+
+**The empty block is the completion's, and trained on.** The prompt of a `/no_think` question is the same as that of a
+`/think` one but for the flag, so writing the empty block *is* the choice of the mode; a model for which it is masked
+never learns to make it. Only `enable_thinking=False`, a switch of the chat template's, writes it into the prompt.
+
+A flag stands in the user turn or in the system turn; of one in each, the user's holds. In a dialogue of several turns
+each may have one, and the last one holds; a turn without one goes on in the mode before it. Answers of earlier turns
+stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say:
+these shares are settings.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_lab.data.prompts import FLAGS, FlagPlace, Message, with_flag
+
+Row = dict[str, Any]
+EMPTY_BLOCK = "<think>\n\n</think>\n\n"
+_THINK, _END = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class FusionShares:
+    """Which rows of a fusion are of which kind; each a share between 0 and 1, drawn row by row.
+
+    Args:
+        unflagged: of the thinking rows, those without any flag.
+        in_system: of the flagged rows in one turn, those with the flag in the system turn.
+        in_both: of these rows, those with the other mode's flag there, and their own, which holds, in the user turn.
+        dialogues: rows with further questions, and their answers, before their own.
+        most_turns: most questions of a dialogue, its own included.
+    """
+
+    unflagged: float = 0.2
+    in_system: float = 0.3
+    in_both: float = 0.2
+    dialogues: float = 0.2
+    most_turns: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("unflagged", "in_system", "in_both", "dialogues"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; a share between 0 and 1 is needed")
+        if self.in_system + self.in_both > 1.0:
+            raise ValueError(f"`in_system` and `in_both` are {self.in_system + self.in_both:g} together; at most 1")
+        if self.most_turns < 2:
+            raise ValueError(f"`most_turns` is {self.most_turns!r}; a dialogue has at least 2")
+
+
+def thought_through(text: str) -> bool:
+    """Whether ``text`` is one closed block of reasoning that says something, and an answer behind it."""
+    before, opened, rest = text.partition(_THINK)
+    reasoning, closed, answer = rest.partition(_END)
+    single = _THINK not in rest and _END not in answer
+    return bool(opened and closed and single and not before.strip() and reasoning.strip() and answer.strip())
+
+
+def fusion_rows(
+    thinking: Sequence[Mapping[str, Any]],
+    plain: Sequence[Mapping[str, Any]],
+    shares: FusionShares = FusionShares(),
+    seed: int = 0,
+) -> tuple[list[Row], dict[str, int]]:
+    """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
+    where it stands (`user`, `system`, `both`), `none`, or `dialogue`.
+
+    Args:
+        thinking: rows with a ``prompt`` of messages and the ``answer``'s text, its reasoning in a block
+            (`thought_through`); their further columns stay.
+        plain: such rows whose answers have no block; they get the empty one.
+        shares: how many rows are of which kind.
+        seed: same arguments, same rows.
+
+    Raises:
+        ValueError: a prompt that is no list of messages with text, or an answer of the other mode.
+    """
+    every = [*(("think", row) for row in thinking), *(("no_think", row) for row in plain)]
+    for number, (mode, row) in enumerate(every, start=1):
+        _check(mode, row, number)
+    built = []
+    for number, (mode, row) in enumerate(every):
+        flag, prompt = _asked(mode, row["prompt"], every, shares, random.Random(f"{seed}/{number}"))
+        content = row["answer"] if mode == "think" else EMPTY_BLOCK + row["answer"].strip()
+        columns = {name: value for name, value in row.items() if name != "answer"}
+        completion = [{"role": "assistant", "content": content}]
+        built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
+    flags = Counter(row["flag"] for row in built)
+    return built, {name: flags[name] for name in ("user", "system", "both", "none", "dialogue")}
+
+
+def _check(mode: str, row: Mapping[str, Any], number: int) -> None:
+    prompt = row["prompt"]
+    if isinstance(prompt, str) or not all(isinstance(turn.get("content"), str) for turn in prompt):
+        raise ValueError(f"row {number} of the fusion: its prompt is {prompt!r:.200}; messages with text are needed")
+    if any(word in FLAGS.values() for turn in prompt for word in turn["content"].split()):
+        raise ValueError(f"row {number} of the fusion: its prompt has a flag already; take rows of the template `chat`")
+    tagged = _THINK in row["answer"] or _END in row["answer"]
+    if (not thought_through(row["answer"])) if mode == "think" else (tagged or not row["answer"].strip()):
+        needed = "one closed block of reasoning before it" if mode == "think" else "no block of reasoning"
+        raise ValueError(f"row {number} of the fusion: its answer is {row['answer']!r:.200}; it needs {needed}")
+
+
+def _asked(
+    mode: str, prompt: list[Message], every: Sequence[tuple[str, Any]], shares: FusionShares, rng: random.Random
+) -> tuple[str, list[Message]]:
+    """Where the flag stands, and the prompt with it."""
+    if rng.random() < shares.dialogues:
+        earlier = [rng.choice(every)[1] for _ in range(rng.randint(2, shares.most_turns) - 1)]
+        return "dialogue", _dialogue(mode, prompt, earlier, rng)
+    if mode == "think" and rng.random() < shares.unflagged:
+        return "none", with_flag(prompt, mode, "none")
+    weights = (shares.in_system, shares.in_both, 1.0 - shares.in_system - shares.in_both)
+    places: tuple[FlagPlace, ...] = ("system", "both", "user")
+    flag = rng.choices(places, weights)[0]
+    return flag, with_flag(prompt, mode, flag)
+
+
+def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: random.Random) -> list[Message]:
+    """Earlier questions with their answers and flags, then ``prompt``'s: asking for ``mode`` itself, or without a flag
+    after a turn that asked for it."""
+    system = [turn for turn in prompt if turn["role"] == "system"]
+    carried = rng.random() < 0.5
+    turns: list[Message] = []
+    for number, row in enumerate(earlier, start=1):
+        flag = rng.choice([None, *FLAGS])
+        if carried and number == len(earlier):
+            flag = mode
+        asked = [turn for turn in row["prompt"] if turn["role"] != "system"]
+        turns += asked if flag is None else with_flag(asked, flag, "user")
+        turns.append({"role": "assistant", "content": row["answer"].rpartition(_END)[2].strip()})
+    own = [turn for turn in prompt if turn["role"] != "system"]
+    return [*system, *turns, *(own if carried else with_flag(own, mode, "user"))]

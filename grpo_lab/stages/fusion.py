@@ -1,0 +1,115 @@
+"""Fusion: rows that teach a model Qwen3's two modes, out of its own judged samples and of answers without reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from grpo_lab.curation.rejection import text_of
+from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, Row, fusion_rows, thought_through
+from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.io import write_json_lines
+from grpo_lab.recipe.models import load_tokenizer
+from grpo_lab.recipe.rows import load_rows, rows_here
+from grpo_lab.recipe.sections import DataSection, ModelSection
+from grpo_lab.runs.console import told
+from grpo_lab.runs.stage import At, Facts
+from grpo_lab.settings import Positive, Whole, settings
+from grpo_lab.stages.sample import read_lines
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+from grpo_lab.visible import encodable
+
+ROWS = "rows.jsonl"
+
+
+@settings()
+class Fusion:
+    """``fusion``: rows for `sft`, thinking and non-thinking ones (`grpo_lab.data.fusion`).
+
+    Args:
+        model: whose chat template and tokens the rows are checked against: the one that will be trained.
+        samples: what `sample` left; of each problem the first ``per_problem`` right answers with one closed block of
+            reasoning become thinking rows.
+        plain: rows whose ``worked_solution`` becomes a non-thinking answer, an empty block before it.
+        shares: how many rows have their flag where, and how many are dialogues.
+    """
+
+    leaves: ClassVar[dict[str, str]] = {"rows": ROWS}
+    model: str
+    samples: str
+    plain: Annotated[tuple[DataSection, ...], Field(min_length=1)]
+    per_problem: Positive = 1
+    shares: FusionShares = field(default_factory=FusionShares)
+    seed: Whole = 0
+
+    def plan(self) -> str:
+        for place, section in enumerate(self.plain):
+            _checked(rows_here(section, f"plain.{place}"), place)
+        return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
+
+    def run(self, at: At) -> Facts:
+        lines = read_lines(Path(self.samples))
+        sorted_out = [(line, *_right_answers(line, self.per_problem)) for line in lines]
+        thinking = [
+            {"prompt": line["problem"]["prompt"], "answer": answer, "row": line["row"], "problem": line["problem"]}
+            for line, kept, _ in sorted_out
+            for answer in kept
+        ]
+        if not thinking:
+            raise ValueError(
+                f"{self.samples} has no right answer of {len(lines)} problems with one closed <think> block before it; "
+                "sample from a model that reasons in one, with more `n_samples` or a longer `max_completion_length`"
+            )
+        plain = [row for place, section in enumerate(self.plain) for row in _plain(section, place)]
+        rows, flags = fusion_rows(thinking, plain, self.shares, self.seed)
+        tokens = sum(check_rendering(rows, load_tokenizer(ModelSection(path=self.model)), self.model))
+        write_json_lines(at.folder / ROWS, [encodable(row) for row in rows])
+        dropped = {"no_closed_reasoning": sum(unclosed for *_, unclosed in sorted_out)}
+        kinds = {
+            "thinking": len(thinking),
+            "non_thinking": len(plain),
+            **{f"flag_{name}": n for name, n in flags.items()},
+        }
+        return {"rows": len(rows), **kinds, "dropped": dropped, "trained_tokens": tokens}
+
+
+def _right_answers(line: Row, per_problem: int) -> tuple[list[str], int]:
+    """The first right answers that differ and have a closed block, and how many right ones have none."""
+    pairs = zip(line["completions"], line["scores"], strict=True)
+    right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]
+    whole = [text for text in right if thought_through(text)]
+    return list(dict.fromkeys(whole))[:per_problem], len(right) - len(whole)
+
+
+def _plain(section: DataSection, place: int) -> list[Row]:
+    rows = _checked(load_rows(section, f"plain.{place}"), place)
+    return [{"prompt": row["prompt"], "answer": row["worked_solution"]} for row in rows]
+
+
+def _checked(rows: Any, place: int) -> Any:
+    if rows is not None and "worked_solution" not in rows.column_names:
+        raise ValueError(f"`plain.{place}` has no column 'worked_solution'; it has {rows.column_names}")
+    return rows
+
+
+def check_rendering(rows: Sequence[Row], tokenizer: Any, model: str) -> Iterator[int]:
+    """Of every row the number of tokens that are trained on. ValueError where the model's chat template does not leave
+    the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's block."""
+    for number, row in enumerate(rows, start=1):
+        asked = render_prompt(row["prompt"], tokenizer)
+        turns = [*row["prompt"], *row["completion"]]
+        whole = render_prompt(turns, tokenizer, {"continue_final_message": False})
+        block = "<think>" if row["mode"] == "think" else EMPTY_BLOCK
+        fits = whole.text.startswith(asked.text + block) and whole.ids[: len(asked.ids)] == asked.ids
+        if not fits:
+            said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]
+            raise ValueError(
+                f"the chat template of {model!r} cannot switch modes: row {number} asks for `{row['mode']}`, and where "
+                f"its completion begins stands {said!r}. The prompt has to end before the <think> block, as with the "
+                "hybrid Qwen3 models; a template that opens the block itself is of a model that always thinks"
+            )
+        yield len(whole.ids) - len(asked.ids)
