@@ -1,4 +1,4 @@
-"""Models: trained on rows or pairs by TRL's trainers (SFT, DPO, SimPO, rewards), by a teacher; given a start; merged."""
+"""Models: trained on rows or pairs by TRL's trainers (SFT, DPO, SimPO, rewards), by a teacher; started; merged."""
 
 from __future__ import annotations
 
