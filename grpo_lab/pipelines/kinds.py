@@ -27,10 +27,12 @@ from grpo_lab.registry import load_named
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
+from grpo_lab.stages.build import Build
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
-from grpo_lab.stages.train import ColdStart, Dpo, Merge, Simpo, Train
+from grpo_lab.stages.traces import FilterTraces
+from grpo_lab.stages.train import ColdStart, Dpo, Merge, RewardModel, Simpo, Train
 
 
 def whole_command(
@@ -100,6 +102,9 @@ KINDS: dict[str, Any] = {
     "dpo": Dpo,
     "simpo": Simpo,
     "merge": Merge,
+    "filter": FilterTraces,
+    "build": Build,
+    "reward_model": RewardModel,
     "evaluate": Evaluate,
     "rl": whole_command(
         recipe_from, train, _of_training, CANNOT_CHANGE_THE_PAST.difference(LENGTH), several=True, model="."

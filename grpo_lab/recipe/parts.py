@@ -22,6 +22,7 @@ REWARDS = {
     "coin": "CoinReward",
     "countdown": "CountdownReward",
     "hashes": "HashesReward",
+    "preference": "PreferenceReward",
     "proof": "ProofReward",
     "sorting": "SortingReward",
     "think_format": "ThinkFormatReward",

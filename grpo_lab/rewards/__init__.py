@@ -9,6 +9,7 @@ from grpo_lab.rewards.completion import ThinkFormatReward
 from grpo_lab.rewards.language import LanguageConsistencyReward
 from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, BoxedReward, HashesReward
+from grpo_lab.rewards.preference import PreferenceReward
 from grpo_lab.rewards.protocol import GroupReward, group_reward
 from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
 from grpo_lab.rewards.steps import SplitStepReward, StepReward, step_reward, steps_as_outcome
@@ -25,6 +26,7 @@ __all__ = [
     "HashesReward",
     "KimiLengthReward",
     "LanguageConsistencyReward",
+    "PreferenceReward",
     "ProofReward",
     "SortingReward",
     "SplitStepReward",

@@ -64,8 +64,9 @@ class TokenClassificationSteps(SplitStepReward):
         self._model: Any = None if named else model
         if model_tokenizer is None and not named:
             raise ValueError("`model` is a loaded model: give its tokenizer, too (`model_tokenizer`)")
-        config = _config(self.source) if named else model.config
-        self.model_tokenizer = _tokenizer(self.source) if model_tokenizer is None else model_tokenizer
+        instead = ". One of another kind can be given loaded, with `model_tokenizer`"
+        config = saved_config(self.source, "TokenClassification", instead) if named else model.config
+        self.model_tokenizer = saved_tokenizer(self.source) if model_tokenizer is None else model_tokenizer
         self.good = _label(good, config, self.source)
         own = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.max_length: int | None = max_length or own
@@ -164,8 +165,8 @@ class TokenClassificationSteps(SplitStepReward):
         return [row[: len(one)] for row, one in zip(good.tolist(), batch, strict=True)]
 
 
-def _config(source: str) -> Any:
-    """The saved configuration, of a model that classifies tokens."""
+def saved_config(source: str, head: str, instead: str = "") -> Any:
+    """The saved configuration, of a model with such a head."""
     from transformers import AutoConfig
 
     try:
@@ -176,16 +177,15 @@ def _config(source: str) -> Any:
             f"({str(error).splitlines()[0]})"
         ) from error
     kinds = getattr(config, "architectures", None) or []
-    if not any(kind.endswith("ForTokenClassification") for kind in kinds):
+    if not any(kind.endswith(f"For{head}") for kind in kinds):
         raise ValueError(
-            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; a step reward needs a model "
-            "with a head that classifies tokens (`AutoModelForTokenClassification`). One of another kind can be given "
-            "loaded, with `model_tokenizer`"
+            f"`model` {source!r} holds {' / '.join(kinds) or 'a model of no named kind'}; this reward needs one with a "
+            f"head for it (`AutoModelFor{head}`){instead}"
         )
     return config
 
 
-def _tokenizer(source: str) -> Any:
+def saved_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     reason = "nothing that could be read as one"

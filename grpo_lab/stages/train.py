@@ -1,4 +1,5 @@
-"""Models: trained on rows or on pairs by TRL's trainers (SFT, DPO, SimPO), given a cold start, merged out of two."""
+"""Models: trained on rows or on pairs by TRL's trainers (SFT, DPO, SimPO, rewards), given a cold start, merged out of
+two."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from grpo_lab.curation import average_weights
 from grpo_lab.io import whole_folder
-from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.runs.console import settings_in_words, told
@@ -79,6 +80,35 @@ class Simpo(Train):
     """``simpo``: on pairs, without a reference."""
 
     method: ClassVar[Any] = "simpo"
+
+
+@settings(rest="training")
+class RewardModel(Train):
+    """``reward_model``: one number for a prompt and its completion, learned from pairs (``rows``) by TRL's
+    RewardTrainer. Other keys: its ``RewardConfig``. Pairs of a share of the prompts, ``held_out``, are not learned:
+    they say how many it has the right way round. A `PreferenceReward` in RL holds the same prompts out."""
+
+    method: ClassVar[Any] = "reward"
+    held_out: Number = 0.2
+
+    def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
+        from datasets import Dataset
+
+        from grpo_lab.rewards.preference import PAIR, PreferenceReward, holds_out
+        from grpo_lab.trainer.supervised.preference import prefer
+
+        tokenizer = load_tokenizer(ModelSection(path=self.model))
+        rows = [{name: row[name] for name in PAIR} for row in read_lines(Path(self.rows))]
+        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
+        held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
+        if not learned:
+            raise ValueError(f"of {len(rows)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        arguments = {"seed": self.seed, **self.training}
+        with trained(at, tokenizer, learned, made_from or [self.model, arguments]) as (folder, training, counted):
+            data = Dataset.from_list(learned)
+            prefer("reward", self.model, tokenizer, data, folder, arguments, [counted], train=training)
+        right = PreferenceReward(str(at.folder / MODEL)).pair_accuracy(held)
+        return counted.facts() | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
 
 
 @settings(rest="training")

@@ -201,6 +201,7 @@ class LabTrainer(ResumableTrainer):
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
             self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
+            self.parts.preference.learn(scored.rewarded.table)
         return scored
 
     def _group_size(self) -> int:

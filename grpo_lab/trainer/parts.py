@@ -21,6 +21,7 @@ from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.state import SavedState, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
 from grpo_lab.trainer.scoring.kl_penalty import KLController
+from grpo_lab.trainer.scoring.preference import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
@@ -45,6 +46,7 @@ class Parts:
         self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
         self.weight_schedules = WeightSchedules(trainer, settings.reward_schedules)
+        self.preference = PreferenceInTraining(trainer)
         self.resampler = Resampler(trainer)
         self.update = ExactUpdate(trainer)
         self.guard = NumbersGuard(trainer)
@@ -71,7 +73,7 @@ class Parts:
             one_line_for(trainer)
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
-            *(self.generation_buffer, self.guard, self.reference, self.kl),  # others may write a checkpoint
+            *(self.generation_buffer, self.guard, self.reference, self.kl, self.preference),  # others may write one
             *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
         ]
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
@@ -99,6 +101,7 @@ class Parts:
         if not trainer.args.save_only_model:
             asked["reference"] = lambda: self.reference.save(folder)
             asked["kl"] = self.kl.state
+            asked["preference"] = lambda: self.preference.save(folder)
             asked["without_moments"] = lambda: trl_bridge.without_moments(trainer)
         for name, of_part in asked.items():
             together(lambda name=name, of_part=of_part: entries.update({name: of_part()}))  # type: ignore[misc]
@@ -107,7 +110,8 @@ class Parts:
 
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
-        for part in (self.prompts, self.generation_buffer, self.reference, self.kl, self.guard, self.due_evaluation):
+        parts = (self.prompts, self.generation_buffer, self.reference, self.kl, self.guard, self.due_evaluation)
+        for part in (*parts, self.preference):
             part.load(saved)
 
 

@@ -128,7 +128,8 @@ def test_every_public_reward_has_a_row() -> None:
         "StepReward",
         "SplitStepReward",
         "CoinReward",
-    }  # bases, and the control that knows no good from bad
+        "PreferenceReward",
+    }  # bases, the control that knows no good from bad, and one that needs a model (training/test_preference_reward.py)
     public = {name for name in rewards.__all__ if name.endswith("Reward")} - not_here
     assert {type(row.make()).__name__ for row in ROWS.values()} == public
 

@@ -150,7 +150,7 @@ def test_models_that_cannot_be(folder: Path, tmp_path: Path) -> None:
         TokenClassificationSteps(tmp_path / "nowhere")
     policy, words = tiny_model()
     policy.save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match=r"holds Qwen2ForCausalLM; .* head that classifies tokens"):
+    with pytest.raises(ValueError, match=r"holds Qwen2ForCausalLM; .*`AutoModelForTokenClassification`"):
         TokenClassificationSteps(tmp_path / "policy")
     with pytest.raises(ValueError, match="give its tokenizer"):
         TokenClassificationSteps(judge_model())

@@ -6,6 +6,8 @@
     kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
     reference        whether it has moved; its weights are then in ``grpo_lab_reference/00000.safetensors``, …, of any
                      number of ranks (TRL saves only the policy: a resumed run would be pulled to the start model again)
+    preference       the last training of a preference model, whose weights and comparisons are in
+                     ``grpo_lab_preference/``
     without_moments  weights for which FSDP2's optimizer holds nothing
     training         a supervised training's losses, metrics and tokens up to now
 

@@ -1,16 +1,17 @@
-"""Training on pairs with TRL: DPO, and SimPO through TRL's CPOTrainer. The losses are TRL's, untouched.
+"""Training on pairs with TRL: DPO, SimPO through TRL's CPOTrainer, and reward models. The losses are TRL's, untouched.
 
     DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
     SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
+    reward  −log σ(r(x, y⁺) − r(x, y⁻))   r: one number, of a head at the last token
 
 SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
 being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
 paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
 form in which lecture notes write it.
 
-Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of σ
-for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
-model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
+The first two log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added
+inside of σ for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1
+where the model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from datasets import Dataset
@@ -27,7 +28,7 @@ from trl import SFTConfig
 
 from grpo_lab.trainer.supervised.cold_start import checked, train_and_save
 
-Method = Literal["dpo", "simpo"]
+Method = Literal["dpo", "simpo", "reward"]
 PAIR = ["prompt", "chosen", "rejected"]
 WEIGHT = "rewards/weight"
 
@@ -46,8 +47,9 @@ def prefer(
     """Train ``model`` to prefer ``chosen`` to ``rejected``; saved to ``output_dir`` (all processes join in).
 
     Args:
+        model: a language model; of ``reward`` the folder or hub name, to which TRL adds the head, drawn by the seed.
         pairs: columns ``prompt``, ``chosen``, ``rejected``, all text or all messages; others are not read.
-        arguments: fields of ``trl.DPOConfig`` or of TRL's ``CPOConfig``.
+        arguments: fields of ``trl.DPOConfig``, of TRL's ``CPOConfig`` or ``trl.RewardConfig``.
         reference: DPO's π₀, a model; None: the model that training begins with.
         train: what trains the trainer; None: its ``train()``.
 
@@ -59,16 +61,19 @@ def prefer(
     if reference is not None and method != "dpo":
         raise ValueError(f"`method: {method}` has no reference model; got one")
     config, trainer_class = _trl(method)
-    fixed = {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False} if method == "simpo" else {}
-    settings = {**fixed, **check_training(method, arguments)}
+    fixed: dict[str, dict[str, Any]] = {
+        "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "remove_unused_columns": False},
+        "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
+    }
+    settings = {**fixed.get(method, {}), **check_training(method, arguments)}
     parts = {"callbacks": callbacks} | ({} if reference is None else {"ref_model": reference})
     rows = pairs.select_columns(PAIR)
     train_and_save(trainer_class, config, settings, model, tokenizer, rows, output_dir, train, **parts)
 
 
 def check_training(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """``checked`` for the trainer of ``method`` (dpo, simpo; others are SFT's); trains nothing."""
-    config: Any = _trl(method)[0] if method in ("dpo", "simpo") else SFTConfig  # type: ignore[arg-type]
+    """``checked`` for the trainer of ``method`` (dpo, simpo, reward; others are SFT's); trains nothing."""
+    config: Any = _trl(method)[0] if method in get_args(Method) else SFTConfig  # type: ignore[arg-type]
     found = checked(config, arguments, "training")
     if method == "simpo" and found.get("loss_type", "simpo") != "simpo":
         raise ValueError(f"`training.loss_type` is {found['loss_type']!r}; `method: simpo` means 'simpo'")
@@ -87,9 +92,13 @@ def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float 
 
 @cache
 def _trl(method: Method) -> tuple[Any, Any]:
-    """The configuration and the trainer of a method, which logs ``rewards/weight``."""
+    """The configuration and the trainer of a method; those of DPO and SimPO log ``rewards/weight``."""
     if method == "dpo":
         return _weighted_dpo()
+    if method == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        return RewardConfig, RewardTrainer
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 

@@ -1,0 +1,186 @@
+"""Traces: a model's judged samples become rows to learn from. Filters, each counted, take what is wrong, mixes
+languages, cannot be read, is too long or repeats itself; what is left is refined into one form.
+
+Source: DeepSeek-R1 (arXiv 2501.12948). Section 2.3.1, cold start: R1-Zero's outputs in a readable form, "a readable
+pattern that includes a summary at the end of each response", refined by human annotators; what is not reader-friendly
+is left out. Section 2.3.3, rejection sampling: right answers only, without "mixed languages, long paragraphs, and code
+blocks". The paper gives no thresholds: those here are ours. Our refinement is a rule (`Refine`) in place of people.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from grpo_lab.curation.duplicates import words_of
+from grpo_lab.curation.rejection import in_form_of, text_of
+from grpo_lab.io import write_json_lines
+from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.sections import STRICT_ACCURACY, RewardSection
+from grpo_lab.rewards import LanguageConsistencyReward, ThinkFormatReward
+from grpo_lab.rewards.completion import END_OF_THINK, THINK, fenced_blocks, reasoning_of
+from grpo_lab.rewards.math.extraction import extract_answer
+from grpo_lab.runs.console import told
+from grpo_lab.runs.stage import At, Facts
+from grpo_lab.settings import Number, Positive, Switch, settings
+from grpo_lab.stages.sample import read_lines
+from grpo_lab.stages.select import ROWS
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
+Trace = Mapping[str, Any]
+"""``prompt``, ``text``, ``score``, ``length`` in tokens, and the ``row`` and ``problem`` that it is of."""
+
+
+@settings(bare="target")
+class OneLanguage:
+    """At least ``share`` of the reasoning's words are in ``target`` (`LanguageConsistencyReward`; or ``prompt``)."""
+
+    target: str = "en"
+    share: Number = 0.95
+
+    def keeps(self, trace: Trace) -> bool:
+        found = LanguageConsistencyReward(self.target)(prompts=[trace["prompt"]], completions=[trace["text"]])[0]
+        return found is not None and found >= self.share
+
+
+@settings()
+class Readable:
+    """What a reader can follow.
+
+    Args:
+        layout: the tags that a trace must have (`ThinkFormatReward`); None asks for none.
+        longest_paragraph: most characters between two empty lines.
+        code: whether fenced blocks may stand in it.
+    """
+
+    layout: Literal["think", "think_answer"] | None = None
+    longest_paragraph: Positive = 1500
+    code: Switch = False
+
+    def keeps(self, trace: Trace) -> bool:
+        text = trace["text"]
+        in_tags = self.layout is None or ThinkFormatReward(self.layout).score(text) == 1.0
+        short = max(map(len, re.split(r"\n[ \t]*\n", text))) <= self.longest_paragraph
+        return in_tags and short and (self.code or not fenced_blocks(text))
+
+
+@settings()
+class NotRepeating:
+    """At most ``share`` of its n-grams of ``ngram`` words were there before (TRL's repetition penalty)."""
+
+    ngram: Positive = 20
+    share: Number = 0.1
+
+    def keeps(self, trace: Trace) -> bool:
+        from grpo_lab.trainer.trl_bridge.rewards import shaping
+
+        penalty = shaping("repetition")(ngram_size=self.ngram, max_penalty=-1.0)
+        return bool(-penalty(completion_ids=[words_of(trace["text"])])[0] <= self.share)
+
+
+@settings()
+class Refine:
+    """Every trace in one form, and judged again: one that is not right any more goes.
+
+    Args:
+        form: its ``{reasoning}`` is the inside of the think tags, or all before the answer, without empty lines at its
+            ends, runs of them and lines that are said twice in a row; its ``{answer}`` is the trace's own, alone.
+    """
+
+    form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
+
+    def __post_init__(self) -> None:
+        if "{reasoning}" not in self.form or "{answer}" not in self.form:
+            raise ValueError(f"`refine.form` is {self.form!r}; both {{reasoning}} and {{answer}} must stand in it")
+
+    def refined(self, trace: Trace) -> Trace | None:
+        """None where there is no answer to sum up, or no reasoning."""
+        text, answer = trace["text"], extract_answer(trace["text"])
+        if answer is None:
+            return None
+        tagged = THINK in text or END_OF_THINK in text
+        lines = [line.rstrip() for line in (reasoning_of(text) if tagged else text[: answer.start]).split("\n")]
+        kept = "\n".join(line for place, line in enumerate(lines) if place == 0 or line != lines[place - 1]).strip()
+        written = self.form.replace("{reasoning}", kept).replace("{answer}", answer.text)
+        return {**trace, "text": written} if kept else None
+
+
+@settings()
+class FilterTraces:
+    """``filter``: rows out of samples, by what is set of these, in this order; a trace is counted where it falls.
+
+    Args:
+        samples: what a stage ``sample`` leaves.
+        right: only right answers; what could not be scored falls, too.
+        not_too_long: most tokens.
+        reward: judges the refined traces.
+        per_problem: most rows of one problem, the first ones.
+    """
+
+    leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
+    samples: str
+    right: Switch = True
+    not_too_long: Positive | None = None
+    one_language: OneLanguage | None = None
+    readable: Readable | None = None
+    not_repeating: NotRepeating | None = None
+    refine: Refine | None = None
+    reward: RewardSection = STRICT_ACCURACY
+    per_problem: Positive | None = None
+
+    def plan(self) -> str:
+        return told(self)
+
+    def run(self, at: At) -> Facts:
+        traces: list[Trace] = [
+            {"prompt": line["problem"]["prompt"], "text": text_of(completion), "score": score, "length": length}
+            | {"row": line["row"], "problem": line["problem"]}
+            for line in read_lines(Path(self.samples))
+            for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
+        ]
+        left, dropped = self.filtered(traces)
+        if not left:
+            raise ValueError(f"none of {len(traces):,} traces is left to learn from; what fell where: {dropped}")
+        kept = ("prompt", "row", "problem")
+        forms = [in_form_of(trace["prompt"], trace["text"]) for trace in left]
+        rows = [
+            {name: one[name] for name in kept} | {"completion": form} for one, form in zip(left, forms, strict=True)
+        ]
+        write_json_lines(at.folder / ROWS, rows)
+        solved = len({trace["row"] for trace in left})
+        return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left), "dropped": dropped}
+
+    def filtered(self, traces: list[Trace]) -> tuple[list[Trace], dict[str, int]]:
+        """Those that are left, and how many fell where."""
+        left, dropped, limit = traces, dict[str, int](), self.not_too_long
+
+        def keep(name: str, kept: list[Trace]) -> None:
+            nonlocal left
+            dropped[name], left = len(left) - len(kept), kept
+
+        if self.right:
+            keep("right", [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
+        if limit is not None:
+            keep("not_too_long", [trace for trace in left if trace["length"] <= limit])
+        for name in ("one_language", "readable", "not_repeating"):
+            if (one := getattr(self, name)) is not None:
+                keep(name, [trace for trace in left if one.keeps(trace)])
+        if self.refine is not None:
+            keep("refine", self._judged(self.refine.refined(trace) for trace in left))
+        if self.per_problem is not None:
+            groups = groupby(left, key=itemgetter("row"))
+            keep("per_problem", [trace for _, group in groups for trace in islice(group, self.per_problem)])
+        return left, dropped
+
+    def _judged(self, refined: Iterable[Trace | None]) -> list[Trace]:
+        """Those that are right as they are now."""
+        done = [trace for trace in refined if trace is not None]
+        names = [name for name in (done[0]["problem"] if done else ()) if name != "prompt"]
+        columns: Any = {name: [trace["problem"][name] for trace in done] for name in names}
+        asked = {"prompts": [one["prompt"] for one in done], "completions": [one["text"] for one in done]}
+        scores = build_reward(self.reward, "reward")(**asked, **columns) if done else []
+        return [trace for trace, score in zip(done, scores, strict=True) if (score or 0) >= CORRECT_FROM]

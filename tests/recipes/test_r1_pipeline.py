@@ -1,0 +1,80 @@
+"""R1's pipelines: what they say, and the quick start end to end with little of everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
+from grpo_lab.recipe.yaml import read_yaml
+
+R1 = Path(__file__).resolve().parents[2] / "recipes" / "r1"
+FEWER: dict[str, Any] = {"max_steps": 2, "n_samples": 6, "per_device_train_batch_size": 8, "logging_steps": 1}
+FEWER |= {"max_completion_length": 12, "not_too_long": 12, "save_strategy": "no"}
+JUDGE = "training.curation_rewards:by_digest"  # a random model has right and wrong answers
+STRICT = ("one_language", "readable", "not_repeating", "refine")
+
+
+def stages(written: Any) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in written["stages"]}
+
+
+def small(entry: dict[str, Any]) -> dict[str, Any]:
+    """A stage with little of everything, on a model that can do nothing: the filters that ask for words are let go."""
+    found = {name: FEWER.get(name, value) for name, value in entry.items() if name not in STRICT}
+    if "data" in found:
+        found["data"] = {**found["data"], "n": 24}
+    if "reward" in found:
+        found["reward"] = JUDGE
+    if "rows" in found:
+        found["rows"]["general"]["data"]["n"] = 24
+    if entry["stage"] == "rl":
+        found["save_strategy"] = "no"
+        found["rewards"] = [{**one, "steps": 1, "every": 1} if "judge" in one else one for one in entry["rewards"]]
+    return found
+
+
+@pytest.mark.parametrize("name", ["pipeline_quickstart", "pipeline"])
+def test_both_can_be_read_and_the_second_sft_is_from_the_base(name: str, tmp_path: Path) -> None:
+    written = read_yaml(R1 / f"{name}.yaml", {"output_dir": str(tmp_path / "out")})
+    plan = plan_of_pipeline(pipeline_from(written))
+    assert [title for title in plan if title[:1].isdigit()][-1].endswith("final_score")
+    assert not (tmp_path / "out").exists()
+    found = stages(written)
+    for sft in ("cold_start", "second_sft"):
+        start = found[sft].get("model") or found[sft]["inputs"]["model"]
+        assert start == (found["zero"]["model"].get("path") or found["zero"]["inputs"]["model.path"])
+    scored = [one["inputs"]["model"].split(".")[0] for one in written["stages"] if one["stage"] == "evaluate"]
+    assert {"zero", "cold_start", "reasoning", "second_sft", "final"} <= {*scored}
+
+
+def test_both_have_the_same_stages() -> None:
+    quick, real = (stages(read_yaml(R1 / f"{name}.yaml")) for name in ("pipeline_quickstart", "pipeline"))
+    assert [*quick][2:] == [*real]  # the base is made in the quick start
+    for name, entry in real.items():
+        assert quick[name]["stage"] == entry["stage"]
+        taken = {"model": "base.model", "model.path": "base.model"} if entry["stage"] in ("rl", "sft") else {}
+        missing = quick[name]["inputs"].items() - entry.get("inputs", {}).items()
+        assert missing <= taken.items()
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_from_end_to_end(tmp_path: Path) -> None:
+    written = read_yaml(R1 / "pipeline_quickstart.yaml", {"output_dir": str(tmp_path / "out")})
+    written["stages"] = [small(entry) for entry in written["stages"]]
+    tiny = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "initializer_range": 0.2}
+    stages(written)["base"]["model"] = {"tiny": tiny}
+    facts = run_pipeline(pipeline_from(written))
+    assert [*facts][-1] == "final_score"
+    assert {name for name, found in facts.items() if found.get("steps") == 2} == {
+        *("base", "cold_start", "second_sft", "preference")
+    }
+    assert facts["readable"]["dropped"]["right"] > 0
+    assert facts["mixed"]["sources"]["reasoning"] == pytest.approx(3 * facts["mixed"]["sources"]["general"], abs=3)
+    assert facts["preference"]["rows"] > 0
+    lines = (tmp_path / "out" / "final" / "metrics.jsonl").read_text()
+    assert "preference/comparisons" in lines
+    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
