@@ -54,6 +54,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     ),
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
+    "grpo-lab harness *": "tests/training/test_harness.py::test_the_folder_says_what_the_harness_would_do_otherwise",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",
     "grpo-lab compare *": "tests/unit/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
     "grpo-lab report *": "tests/unit/test_report.py::test_the_command_writes_it",
