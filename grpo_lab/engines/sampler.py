@@ -38,12 +38,14 @@ class Completion:
     ended           by an end token; False where the limit of tokens cut it off
     logprobs        the sampler's log-probs of them in nats [T]; None where it gives none
     policy_version  optimizer steps taken by the policy that wrote it; None outside a training
+    mask            1 = sampled, 0 = inserted by a thinking budget [T]; None: all sampled
     """
 
     ids: list[int]
     ended: bool
     logprobs: list[float] | None = None
     policy_version: int | None = None
+    mask: list[int] | None = None
 
 
 class GenerationStopped(KeyboardInterrupt):
@@ -133,17 +135,18 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformersSampler:
-    """`model.generate` in left-padded batches of similar length; no log-probs.
+    """`model.generate` in left-padded batches of similar length.
 
     Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
     ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random
-    stream.
+    stream. ``logprobs``: the model's own, at temperature 1.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
     progress: bool = True
+    logprobs: bool = False
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
@@ -180,18 +183,47 @@ class TransformersSampler:
                     batch = tasks[start : start + self.batch_size]
                     ids, mask = left_padded([prompts[index] for index, _ in batch], pad, self.model.device)
                     asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
+                    asked["synced_gpus"] = False  # in a launch for ZeRO-3 ranks would wait for one another's tokens
+                    chosen = ChosenLogProbs() if self.logprobs else None
                     with torch.no_grad():
-                        output = generate(**asked, logits_processor=[FiniteScores()])
+                        output = generate(**asked, logits_processor=[FiniteScores(), *([chosen] if chosen else [])])
                     written = output[:, ids.shape[1] :].tolist()
-                    for (index, sample), row in zip(batch, written, strict=True):
+                    scored: Any = [None] * len(batch) if chosen is None else chosen.rows(output[:, -1])
+                    for (index, sample), row, log_probs in zip(batch, written, scored, strict=True):
                         own = until_end(row, stops)
-                        completions[index][sample] = Completion(own, ended=bool(own) and own[-1] in stops)
+                        logprobs = None if log_probs is None else log_probs[: len(own)]
+                        completions[index][sample] = Completion(own, bool(own) and own[-1] in stops, logprobs)
                     bar.update(len(batch))
         except KeyboardInterrupt:
             raise GenerationStopped(completions) from None
         finally:
             self.model.train(was_training)
         return [[c for c in row if c is not None] for row in completions]
+
+
+class ChosenLogProbs:
+    """A logits processor for ``model.generate``: the log-prob of each token that was chosen, at temperature 1."""
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None
+        self.found: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids[:, -1])
+        self.before = scores.float().log_softmax(-1)
+        return scores
+
+    def _take(self, chosen: Tensor) -> None:
+        if self.before is not None:
+            self.found.append(self.before.gather(1, chosen[:, None])[:, 0])
+
+    def rows(self, last: Tensor) -> list[list[float]]:
+        """Per row [T]; ``last``: the tokens chosen at the end, which no further step saw."""
+        import torch
+
+        self._take(last)
+        rows: list[list[float]] = torch.stack(self.found, 1).tolist()
+        return rows
 
 
 @dataclass(frozen=True)

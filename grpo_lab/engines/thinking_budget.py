@@ -16,14 +16,16 @@ A prompt that ends in a closed thinking block (Qwen3's `/no_think`) does not thi
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_lab.engines.sampler import Completion, Sampler
+from grpo_lab.engines.sampler import Completion, GenerationStopped, Sampler
 
-END_TEXT = "</think>"
+START_TEXT, END_TEXT = "<think>", "</think>"
 QWEN3_STOP_TEXT = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
     "</think>\n\n"
@@ -121,6 +123,51 @@ def continued(sampler: Sampler, temperature: float = 1.0) -> Continue:
         return [completion for (completion,) in groups]
 
     return generate
+
+
+@dataclass(frozen=True)
+class BudgetedSampler:
+    """A sampler of completions under a budget, ``limits(max_new_tokens)``. ``in_step``: as in ``budgeted_generate``."""
+
+    sampler: Sampler
+    limits: Callable[[int], ThinkingBudget]
+    in_step: bool = False
+
+    def __call__(
+        self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
+    ) -> list[list[Completion]]:
+        limits, calls = self.limits(max_new_tokens), itertools.count()
+
+        def generate(ids: list[list[int]], room: int) -> list[Completion]:
+            own = None if seed is None else seed + 1_000_003 * next(calls)  # no call draws what another has drawn
+            groups = self.sampler(ids, n=1, temperature=temperature, max_new_tokens=room, seed=own)
+            return [completion for (completion,) in groups]
+
+        try:
+            made = budgeted_generate([ids for ids in prompts for _ in range(n)], generate, limits, in_step=self.in_step)
+        except GenerationStopped:
+            raise GenerationStopped([[None] * n for _ in prompts]) from None  # of this call only parts are there
+        ended = [one.mask[-1:] == [1] and one.ids[-1] in limits.eos_ids for one in made]
+        whole = [Completion(one.ids, end, one.logprobs, mask=one.mask) for one, end in zip(made, ended, strict=True)]
+        return [whole[start : start + n] for start in range(0, len(whole), n)]
+
+
+def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[list[int]], str]) -> int | None:
+    """Tokens that the model wrote before its thinking was closed, by itself or by a budget; None where it did not
+    think: the prompt closes its thinking, or neither opens one nor is one closed."""
+    if completion.mask is not None and 0 in completion.mask:
+        return completion.mask.index(0)
+    ids, opened = completion.ids, prompt.rpartition(END_TEXT)[2]
+    text = decode(ids)
+    if prompt.rstrip().endswith(END_TEXT) or not (END_TEXT in text or START_TEXT in text or START_TEXT in opened):
+        return None
+    if END_TEXT not in text:
+        return len(ids)
+    closed = bisect.bisect_left(range(len(ids)), True, key=lambda end: END_TEXT in decode(ids[: end + 1]))
+    start = text.index(END_TEXT)
+    while closed and len(decode(ids[:closed])) > start:  # the tag may be several tokens
+        closed -= 1
+    return closed
 
 
 def budgeted_generate(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.sampler import (
@@ -19,6 +22,8 @@ from grpo_lab.engines.sampler import (
     render_prompt,
     too_long,
 )
+from grpo_lab.engines.thinking_budget import tokens_of_thinking
+from grpo_lab.evaluation.blocks import ALONE, Answered, Blocks, Share, digest_of
 from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text
 from grpo_lab.verifiers.verdict import checked_scores
 
@@ -61,6 +66,9 @@ def evaluate(
     generate: Sampler | None = None,
     answer: ReadAnswer | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    measures: Mapping[str, Reward] = MappingProxyType({}),
+    context: int | None = None,
+    share: Share = ALONE,
 ) -> EvaluationResult:
     """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
 
@@ -68,7 +76,9 @@ def evaluate(
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k. Default: as `AccuracyReward` reads it if that is
               the reward; for any other reward maj@k is left out unless ``answer`` is given
-    generate  makes the completions instead of ``model`` (which may then be None): see :class:`Sampler`
+    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
+    measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
+    share     blocks that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
@@ -80,48 +90,75 @@ def evaluate(
     problems = [dict(row) for row in rows]
     _check_rows(problems)
     settings = _checked_settings(max_new_tokens, batch_size, n_samples, temperature, seed)
-    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
-    asked = [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts))]
-    for one in asked:
-        if not one.prompt.ids:
-            raise ValueError(f"row {one.index}: the prompt {one.prompt.text!r} has no tokens: nothing to continue")
+    asked = _asked(problems, tokenizer, chat_template_kwargs)
     if generate is None:
-        if model is None:
-            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-        generate = TransformersSampler(model, tokenizer, batch_size, progress)
-        asked = _fitting(asked, context_of(model), max_new_tokens)
+        generate = TransformersSampler(_needed(model), tokenizer, batch_size, progress and not share.block)
+        context = context_of(generate.model)
+    asked = _fitting(asked, context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
-    settings["reward"] = getattr(reward, "__name__", type(reward).__name__)
-    settings["answers_read"] = read_answer is not None
+    settings |= {"reward": getattr(reward, "__name__", type(reward).__name__), "answers_read": read_answer is not None}
     settings["prompts_too_long"] = len(problems) - len(asked)
-    outcomes: list[Outcome] = []
+    scored = {"": reward, **measures}
+    work = Blocks(share, digest_of(settings, [one.prompt for one in asked], rewards=sorted(scored)), progress)
+
+    def answered(kind: Kind, n: int, heat: float, places: list[int], first: int) -> Answered:
+        some = [asked[place] for place in places]
+        how: Any = {"n": n, "temperature": heat, "max_new_tokens": max_new_tokens, "seed": seed + first * n}
+        written, stopped = _written(generate, [one.prompt.ids for one in some], **how)
+        return _grade(kind, some, written, tokenizer, scored, read_answer), stopped
+
     passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    for kind, n, heat in passes:
-        if n:
-            ids = [one.prompt.ids for one in asked]
-            written, stopped = _written(generate, ids, n, heat, max_new_tokens, seed)
-            outcomes += _grade(kind, asked, written, tokenizer, reward, read_answer)
-            if stopped is not None:
-                settings["stopped"] = f"after {stopped} {kind} answers, the longest prompts first"
-                raise EvaluationStopped(EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started))
-    return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+    outcomes, stopped = _through(work, [len(one.prompt.ids) for one in asked], passes, answered)
+    settings |= {"stopped": stopped} if stopped else {}
+    return _whole(EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started))
 
 
-def _written(
-    generate: Sampler, ids: list[list[int]], n: int, temperature: float, max_new_tokens: int, seed: int
-) -> tuple[Sequence[Sequence[Completion | None]], str | None]:
-    """``n`` completions of each prompt; where that was broken off those that there are, and how many of how many."""
+def _whole(result: EvaluationResult) -> EvaluationResult:
+    if result.stopped is not None:
+        raise EvaluationStopped(result)
+    return result
+
+
+def _needed(model: PreTrainedModel | None) -> PreTrainedModel:
+    if model is None:
+        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+    return model
+
+
+def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> list[_Asked]:
+    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
+    for index, prompt in enumerate(prompts):
+        if not prompt.ids:
+            raise ValueError(f"row {index}: the prompt {prompt.text!r} has no tokens: nothing to continue")
+    return [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts))]
+
+
+def _through(
+    work: Blocks, lengths: Sequence[int], passes: Sequence[tuple[Kind, int, float]], answered: Callable[..., Answered]
+) -> tuple[list[Outcome], str]:
+    """All answers, and where it was stopped; empty: nowhere."""
+    outcomes: list[Outcome] = []
+    for kind, n, heat in [one for one in passes if one[1]]:
+        found, stopped = work.through(kind, lengths, n, functools.partial(answered, kind, n, heat))
+        outcomes += found
+        if stopped:
+            counted = f"{len(found):,} of {len(lengths) * n:,} {kind} answers"
+            return outcomes, f"after {counted}, the longest prompts first"
+    return outcomes, ""
+
+
+def _written(generate: Sampler, ids: list[list[int]], **how: Any) -> tuple[Sequence[Sequence[Completion | None]], bool]:
+    """Completions of each prompt; where that was broken off those that there are."""
     try:
-        written = generate(ids, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        written = generate(ids, **how)
     except GenerationStopped as stop:
-        ready = sum(completion is not None for group in stop.completions for completion in group)
-        return stop.completions, f"{ready:,} of {len(ids) * n:,}"
-    counts = sorted({len(group) for group in written})
-    if len(written) != len(ids) or counts != [n]:
+        return stop.completions, True
+    counts, n = sorted({len(group) for group in written}), how["n"]
+    if len(written) != len(ids) or counts != [n] * bool(ids):
         raise ValueError(
             f"generate returned {len(written)} lists of {counts} completions; {len(ids)} lists of {n} are needed"
         )
-    return written, None
+    return written, False
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
@@ -140,16 +177,19 @@ def _grade(
     asked: Sequence[_Asked],
     written: Sequence[Sequence[Completion | None]],
     tokenizer: PreTrainedTokenizerBase,
-    reward: Reward,
+    rewards: Mapping[str, Reward],
     read_answer: ReadAnswer | None,
 ) -> list[Outcome]:
+    """``rewards``: the one that decides, under the empty name, and the measures."""
     answers = [
         (one, sample, completion, str(tokenizer.decode(completion.ids, skip_special_tokens=True)))
         for one, group in zip(asked, written, strict=True)
         for sample, completion in enumerate(group)
         if completion is not None
     ]
-    scores = _scores(reward, [(one.row, text) for one, _, _, text in answers]) if answers else []
+    pairs = [(one.row, text) for one, _, _, text in answers]
+    decode: Any = tokenizer.decode
+    scores = {name: _scores(reward, pairs) if answers else [] for name, reward in rewards.items()}
     return [
         Outcome(
             problem=one.index,
@@ -161,11 +201,21 @@ def _grade(
             completion=text,
             tokens=len(completion.ids),
             truncated=not completion.ended,
-            score=score,
+            score=scores[""][place],
             answer=read_answer(text) if read_answer is not None else None,
+            thinking=tokens_of_thinking(one.prompt.text, completion, decode),
+            cut=0 in (completion.mask or ()),
+            log_prob=_mean_log_prob(completion),
+            measures={name: found[place] for name, found in scores.items() if name},
         )
-        for (one, sample, completion, text), score in zip(answers, scores, strict=True)
+        for place, (one, sample, completion, text) in enumerate(answers)
     ]
+
+
+def _mean_log_prob(completion: Completion) -> float | None:
+    """Over the tokens that the model wrote; an inserted one has NaN there."""
+    own = [value for value in completion.logprobs or () if not math.isnan(value)]
+    return fmean(own) if own else None
 
 
 def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -13,10 +14,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_lab.evaluation import statistics
+from grpo_lab.evaluation.calibration import Calibration, agreement, calibrated
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
 from grpo_lab.io import json_lines, write_json, write_json_lines, write_whole
 from grpo_lab.rewards.arithmetic import works_out
-from grpo_lab.rewards.completion import END_OF_THINK, THINK, reasoning_of
+from grpo_lab.rewards.completion import END_OF_THINK, THINK, reasoning_of, reflects
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -42,6 +44,10 @@ class Outcome:
     truncated   it reached max_new_tokens without an end-of-sequence token
     score       the reward; None: unscorable, counted apart and in no accuracy
     answer      the answer that maj@k lets vote; None: none found, or no reader for answers was given
+    thinking    tokens that it wrote before its thinking was closed; None: it did not think
+    cut         a thinking budget cut it
+    log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
+    measures    name → score of each further reward (`format`, `language`, …); None: unscorable
     """
 
     problem: int
@@ -55,6 +61,10 @@ class Outcome:
     truncated: bool
     score: float | None
     answer: str | None
+    thinking: int | None = None
+    cut: bool = False
+    log_prob: float | None = None
+    measures: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
     @property
     def correct(self) -> bool | None:
@@ -66,10 +76,18 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
+    measures = sorted({name for outcome in outcomes for name in outcome.measures})
+    names = [f.name for f in fields(Outcome) if f.name != "measures" or measures] + ["correct"]
+    records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)
-    text, whole, flag = pa.string(), pa.int64(), pa.bool_()
-    types = {"problem": whole, "sample": whole, "tokens": whole, "truncated": flag, "score": pa.float64()}
-    schema = pa.schema([(f.name, types.get(f.name, text)) for f in fields(Outcome)] + [("correct", flag)])
+    whole, flag, real = pa.int64(), pa.bool_(), pa.float64()
+    types = {
+        **dict.fromkeys(("problem", "sample", "tokens", "thinking"), whole),
+        **dict.fromkeys(("truncated", "cut", "correct"), flag),
+        **dict.fromkeys(("score", "log_prob"), real),
+        "measures": pa.struct([(name, real) for name in measures]),
+    }
+    schema = pa.schema([(name, types.get(name, pa.string())) for name in names])
     write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))
 
 
@@ -82,21 +100,25 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 def read_outcomes(folder: Path) -> list[Outcome]:
     """The rows of `outcomes.jsonl`; ValueError with file and line number where one cannot be read."""
     path = folder / "outcomes.jsonl"
-    return [_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
+    return [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
 
 
-def _outcome(row: dict[str, Any] | str, where: str) -> Outcome:
+def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
+    """Of a line; what earlier releases did not write is as it is by default."""
     if isinstance(row, str):
         raise ValueError(f"{where} {row}")
+    row = {"thinking": None, "cut": False, "log_prob": None, "measures": {}, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
+    measures = row["measures"].values() if isinstance(row["measures"], dict) else ["none"]
     wrong = [
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
         *(name for name in ("solution", "answer") if not isinstance(row[name], str | None)),
-        *(["truncated"] if type(row["truncated"]) is not bool else []),
-        *(name for name in ("score", "tokens") if not is_number(row[name] or 0)),
+        *(name for name in ("truncated", "cut") if type(row[name]) is not bool),
+        *(name for name in ("score", "tokens", "thinking", "log_prob") if not is_number(row[name] or 0)),
+        *(["measures"] if not all(is_number(one or 0) for one in measures) else []),
     ]
     if wrong:
         raise ValueError(f"{where} of the wrong type, or no finite number: {wrong}")
@@ -229,6 +251,30 @@ class EvaluationResult:
         return share([works_out(o.completion) for o in self.greedy])
 
     @property
+    def reflection_share(self) -> float | None:
+        """Greedy completions with a word of reflection (``grpo_lab.rewards.completion.reflects``)."""
+        return share([reflects(o.completion) for o in self.greedy])
+
+    @property
+    def mean_thinking(self) -> float | None:
+        """Tokens of thinking per greedy completion that thinks."""
+        thinking = [o.thinking for o in self.greedy if o.thinking is not None]
+        return fmean(thinking) if thinking else None
+
+    @cached_property
+    def measures(self) -> dict[str, float]:
+        """Name → mean over the greedy completions that it could score."""
+        return mean_measures(self.greedy)
+
+    @cached_property
+    def calibration(self) -> dict[str, Calibration]:
+        """How sure it was against how right: by the log-prob of greedy answers, by the agreement of samples."""
+        sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
+                if o.log_prob is not None and o.score is not None]  # fmt: skip
+        agreed = agreement(self._votes) if max(self.majority_at, default=0) > 1 else []
+        return {name: calibrated(found) for name, found in (("log_prob", sure), ("agreement", agreed)) if found}
+
+    @property
     def unscorable_share(self) -> float | None:
         return share([o.score is None for o in self.greedy])
 
@@ -263,6 +309,7 @@ class EvaluationResult:
             "problems": self.n_problems,
             "greedy": _tally(self.greedy, self.accuracy) if self.greedy else None,
             "sampled": sampled,
+            "calibration": {name: found.to_dict() for name, found in self.calibration.items()},
             "seconds": self.seconds,
             "settings": dict(self.settings),
         }
@@ -317,7 +364,17 @@ def share(flags: Sequence[bool]) -> float | None:
     return sum(flags) / len(flags) if flags else None
 
 
+def mean_measures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Measure → its mean over the outcomes that it could score."""
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, score in outcome.measures.items():
+            found.setdefault(name, []).extend([] if score is None else [score])
+    return {name: fmean(scores) for name, scores in found.items() if scores}
+
+
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
+    thinking = [o.thinking for o in outcomes if o.thinking is not None]
     return {
         "completions": len(outcomes),
         "accuracy": accuracy.to_dict() if accuracy else None,
@@ -327,6 +384,11 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
         "mean_length_correct": mean_length([o for o in outcomes if o.correct is True]),
         "mean_length_incorrect": mean_length([o for o in outcomes if o.correct is False]),
         "worked_out_share": share([works_out(o.completion) for o in outcomes]),
+        "reflection_share": share([reflects(o.completion) for o in outcomes]),
+        "measures": mean_measures(outcomes),
+        "mean_thinking": fmean(thinking) if thinking else None,
+        "longest_thinking": max(thinking, default=None),
+        "cut_share": share([o.cut for o in outcomes]),
         "truncated_share": share([o.truncated for o in outcomes]),
         "unscorable_share": share([o.score is None for o in outcomes]),
     }

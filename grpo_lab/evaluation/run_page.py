@@ -19,7 +19,7 @@ from grpo_lab.evaluation.pipeline_sections import (
     pipeline_card,
     pipeline_sections,
 )
-from grpo_lab.evaluation.result import paired_gain
+from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import (
     CURATION,
     EVALUATION,
@@ -31,6 +31,7 @@ from grpo_lab.evaluation.run_record import (
     read_run,
     windows,
 )
+from grpo_lab.evaluation.sweep import read_sweep, sweep_sections
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
 
 _WORKING = (
@@ -180,10 +181,29 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
         [(name, *cells) if both else (name, cells[1]) for name, *cells in rows],
         stacked=False,
     )
+    where = "." if record.kind == EVALUATION else f"evaluation/{'after' if after else 'before'}"
     return [
         Section("Answers before and after" if both else "Answers", lead, counts, samples=samples),
-        Section("Evaluation", table=table, foot=foot),
+        Section("Evaluation", table=table, foot=foot, figures=reliability_figures(before, after)),
+        *sweep_sections(read_sweep(record.folder / where)),
     ]
+
+
+def reliability_figures(before: EvaluationResult | None, after: EvaluationResult | None) -> list[Figure]:
+    """How often answers of a confidence are right; a calibrated model's lie on the diagonal."""
+    found = []
+    for name, of in {"agreement": "agreement of its samples", "log_prob": "its answer's probability per token"}.items():
+        both = {"before": before, "after" if before else "result": after}
+        calibrations = {when: one.calibration[name] for when, one in both.items() if one and name in one.calibration}
+        lines = [
+            Line(f"{when}: ECE {one.ece.value:.3f} [{one.ece.low:.3f}, {one.ece.high:.3f}]",
+                 [(bin.confidence, bin.correct) for bin in one.bins], markers=True)
+            for when, one in calibrations.items()
+        ]  # fmt: skip
+        lines += [Line("calibrated", [(0.0, 0.0), (1.0, 1.0)])] if lines else []
+        how: Any = {"unit": "share of answers that are right", "x_unit": of, "share": True}
+        found.append(figure(f"Reliability by {name.replace('_', '-')}", "Ten bins of equal width.", lines, **how))
+    return [one for one in found if one]
 
 
 def _metrics_section(record: RunRecord) -> Section:

@@ -114,7 +114,12 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     for name, where in _NUMBERS.items():
         was, now = getattr(before, where, None), getattr(after, where)
         show, scale = (percent, 100) if where.endswith("share") else (_tokens, 1)
-        rows.append((name, show(was), show(now), _change(was, now, scale)))
+        if name not in _WHERE_THERE or was is not None or now is not None:
+            rows.append((name, show(was), show(now), _change(was, now, scale)))
+    for name, mean in after.measures.items():
+        earlier = before.measures.get(name) if before else None
+        pair = (NOT_RECORDED, NOT_RECORDED) if earlier is None else (f"{earlier:.3f}", f"{mean - earlier:+.3f}")
+        rows.append((name, pair[0], f"{mean:.3f}", pair[1]))
     return rows
 
 
@@ -122,11 +127,14 @@ _NUMBERS = {
     "tokens, mean": "mean_length",
     "tokens, correct": "mean_length_correct",
     "tokens, incorrect": "mean_length_incorrect",
+    "thinking, mean": "mean_thinking",
     "worked out": "worked_out_share",
+    "reflection words": "reflection_share",
     "truncated": "truncated_share",
     "unscorable": "unscorable_share",
 }
 """Name → where it is in a result."""
+_WHERE_THERE = ("thinking, mean",)
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:

@@ -4,8 +4,9 @@ What decides a score is said with it, in the title and in `summary.json`."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(rows, "--source", f"hub name, folder, or jsonl or parquet file of the rows ({read})")
     splits = "gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
     add(rows, "--split", f"default: test. {splits}{made}: {', '.join(SPLITS)}")
-    add(rows, "--template", f"prompt template: {', '.join(TEMPLATES)} (default: chat)")
+    add(rows, "--template", f"prompt templates: {', '.join(TEMPLATES)} (default: chat)", nargs="+")
     add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
@@ -66,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--n-samples", "sampled completions a problem, besides greedy (default: 0)", type=int)
     add(how, "--temperature", "of the samples (default: 1.0)", type=float)
     add(how, "--seed", "of the samples (default: 0); the rows' is --data.seed", type=int)
+    add(how, "--thinking", "what the chat template is told, `enable_thinking`", nargs="+", choices=["on", "off"])
+    add(how, "--thinking-budget", "tokens of thinking, or none", nargs="+", metavar="TOKENS")
+    add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
+    measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"
+    add(how, "--measure", measure, action="append", metavar="NAME=REWARD")
+    add(how, "--log-probs", "of the answers, for calibration", action="store_true")
+    add(how, "--vllm", "vLLM in the place of transformers", action="store_true", dest="use_vllm")
+    add(how, "--against", "a second model, on the same problems: paired test", metavar="MODEL", default=None)
     add(how, "--tokenizer", "another tokenizer's folder (default: the model's own)", default=None)
     output = "new folder for per-problem outputs (parquet, jsonl) and summary.json"
     parser.add_argument("--output", type=Path, help=output)
@@ -74,24 +83,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. The exit code: 75 after SIGTERM or SIGUSR1, the answers kept."""
+    from grpo_lab.evaluation.sweep import AGAINST
+    from grpo_lab.stages.evaluate import conditions_in
+
     plan = plan_of(known)
-    with nullcontext() if known.output is None else claim_output(known.output, known.overwrite):
-        if note := _unlike_its_run(known, plan.section.data):
+    main = int(os.environ.get("RANK", "0")) == 0
+    ours = [AGAINST, *conditions_in(plan.section)]
+    with claim_output(known.output, known.overwrite, ours) if main and known.output else nullcontext():
+        if main and (note := _unlike_its_run(known, plan.section.data)):
             print(visible(f"note: {note}"))
-        return _evaluate(known, plan)
+        return _evaluate(known, plan, main)
 
 
-def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
+def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
+    from grpo_lab.evaluation.sweep import print_sweep
     from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser, as_ctrl_c
-    from grpo_lab.stages.evaluate import evaluate_saved_model
+    from grpo_lab.stages.evaluate import measure_conditions
 
     limits: Any = {"max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "tokenizer": known.tokenizer}
-    kept = ""
+    limits["against"] = known.against
+    kept, found = "", []
     with as_ctrl_c() as asked:
         try:
             try:
-                result = evaluate_saved_model(known.model, plan.section, known.output, use_cpu=False, **limits)
+                found = measure_conditions(known.model, plan.section, known.output, use_cpu=False, **limits)
+                result = found[0].result
             except EvaluationStopped as stop:
                 result = stop.result
                 if not result.outcomes:
@@ -99,6 +116,10 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut) -> int:
                 place = "above (--output FOLDER keeps the answers themselves)"
                 place = place if known.output is None else f"in {known.output}"
                 kept = f"the {len(result.outcomes):,} answers that were there: {place}"
+            if not main:
+                return 0
+            if len(found) > 1:
+                print_sweep(found)
             terminal_summary(None, result, title=title(known.model, plan))
             if known.output is not None:
                 print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
@@ -117,7 +138,8 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
     or both of `--data` and `--like`, an argument that the loader does not take, a bad value."""
     said = dict(vars(known))
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
-    rows |= {name: said[name] for name in ("split", "source", "template", "limit") if name in said}
+    rows |= {name: said[name] for name in ("split", "source", "limit") if name in said}
+    rows |= {"template": said["template"][0]} if "template" in said else {}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like "
@@ -138,8 +160,12 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         if said["data"] in MADE:
             written["n"] = said.get("limit", 500)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
-    given = ("batch_size", "n_samples", "temperature", "max_new_tokens")
-    section = replace(section, **{name: said[name] for name in given if name in said})
+    given = ("batch_size", "n_samples", "temperature", "max_new_tokens", "thinking_budget", "budget_text", "log_probs")
+    more: dict[str, Any] = {name: said[name] for name in (*given, "use_vllm") if name in said}
+    more |= {"templates": said["template"]} if "template" in said else {}
+    more |= {"thinking": [mode == "on" for mode in said["thinking"]]} if "thinking" in said else {}
+    more |= {"measures": {**section.measures, **_measures(said["measure"])}} if "measure" in said else {}
+    section = replace(section, **more)
     if "mode" in said:
         if section.reward.name != "accuracy":
             raise ValueError(
@@ -172,12 +198,14 @@ def title(model: str, plan: HeldOut) -> str:
     return f"{model} on {told(replace(data, arguments=shown))}, {told(plan.section.reward)}, {limits}"
 
 
-def claim_output(folder: Path, overwrite: bool) -> ExitStack:
+def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:
     """The output folder, made and this process's now, so that nothing is computed in vain. ValueError: it cannot be
     made, is in use, or holds a whole evaluation (without ``overwrite``) or something else."""
     from grpo_lab.evaluation import EvaluationResult
+    from grpo_lab.evaluation.sweep import SWEEP
 
-    ours = ("summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK)
+    ours = ["summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK, SWEEP, *conditions]
+    ours += [file.name for file in folder.glob("answers.*.jsonl")]
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     if strangers := sorted(name for name in names if name.removesuffix(".part") not in ours):
         raise ValueError(
@@ -215,6 +243,14 @@ def _value(name: str, text: str) -> Any:
     """An option's text as YAML; `1,3` is a list, as `[1, 3]` is."""
     listed = name in ("data.steps", "data.families") and not text.startswith("[")
     return next(iter(parse_overrides([f"--{name}={f'[{text}]' if listed else text}"]).values()))
+
+
+def _measures(said: list[str]) -> dict[str, RewardSection]:
+    written = {name: reward for one in said for name, _, reward in [one.partition("=")]}
+    return {
+        name: read(RewardSection, _value(f"measure {name}", text), f"--measure {name}")
+        for name, text in written.items()
+    }
 
 
 def _at_least_one(text: str) -> int:
@@ -263,9 +299,14 @@ def _as_written(section: Any) -> Any:
     """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
     if not isinstance(section, Mapping):
         return section
-    flat = {name: value for name, value in section.items() if value is not None}
-    for name in ("data", "reward"):
-        part = flat.get(name)
-        if isinstance(part, Mapping) and isinstance(part.get("arguments"), Mapping):
-            flat[name] = {**{key: value for key, value in part.items() if key != "arguments"}, **part["arguments"]}
+    flat = {name: _flat(value) for name, value in section.items() if value is not None}
+    if isinstance(flat.get("measures"), Mapping):
+        flat["measures"] = {name: _flat(value) for name, value in flat["measures"].items()}
     return flat
+
+
+def _flat(part: Any) -> Any:
+    """A part of a section with its arguments among its keys."""
+    if not (isinstance(part, Mapping) and isinstance(part.get("arguments"), Mapping)):
+        return part
+    return {**{key: value for key, value in part.items() if key != "arguments"}, **part["arguments"]}

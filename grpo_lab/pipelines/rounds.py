@@ -271,7 +271,8 @@ class RoundStages:
         """`evaluation/`: the model that the round leaves on the held-out rows."""
         assert self.recipe.evaluation is not None
         sampling, section = self.recipe.sampling, self.recipe.evaluation
-        return Evaluate(at.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length).run(at)
+        kind = Evaluate(at.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        return kind.measured(at.folder / EVALUATION)
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:

@@ -13,20 +13,24 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.sections import Recipe, RewardSection
+from grpo_lab.recipe.sections import EvaluationSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.runs.stage import At, Stage, carry_out, console
 from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
-from grpo_lab.stages.evaluate import evaluate_saved_model
+from grpo_lab.stages.evaluate import HeldOutRows, about, conditions_in, evaluate_saved_model, share_of_rank
+from grpo_lab.stages.sample import Writer
+from grpo_lab.trainer.generation.in_step import PolicySampler
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.whole import broken_weights
 
 REINFORCEMENT = "reinforcement"
@@ -114,7 +118,7 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
 def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resume: bool) -> list[Stage]:
     """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run that ``record``
     is of. They leave no marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
-    main, folder, cold = PartialState().is_main_process, job.folder, job.cold_start is not None
+    folder, cold = job.folder, job.cold_start is not None
     trained, place = record.get("trained"), folder / "cold_start"
     checkpoint = going_on(folder, job.config.max_steps, record, console) if resume and not trained else None
     made = cold or job.model.path is None or job.model.tokenizer is not None
@@ -123,13 +127,13 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
     left = []
     if made and not (resume and start_is_whole(folder)):
         left.append(Stage("cold_start" if cold else "start", lambda at: _make_start(job, place), **here))
-    if main and job.evaluation is not None and job.evaluation.before and not _is_measured(job, resume):
+    if job.evaluation is not None and job.evaluation.before and not gather_object([_is_measured(job, resume)])[0]:
         left.append(Stage("evaluation_before", lambda at: _evaluate(job, start, "before"), **here))
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
         left.append(Stage(REINFORCEMENT, lambda at: _reinforce(job, start, checkpoint, seconds), **here))
-    if main and job.evaluation is not None:
+    if job.evaluation is not None:
         left.append(Stage("evaluation_after", lambda at: _evaluate(job, str(folder), "after"), **here))
     return left
 
@@ -153,7 +157,6 @@ def _make_start(job: Job, start: Path) -> None:
 
 def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> None:
     """Train, save the model, and say so in ``run.json``."""
-    from grpo_lab.trainer.ranks import at
     from grpo_lab.trainer.resume.checkpoint import save_final
     from grpo_lab.trainer.resume.going_on import WasRead
     from grpo_lab.trainer.trl_bridge import policy_parameters
@@ -169,7 +172,9 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         processing_class=None if job.model.tokenizer is None else load_tokenizer(job.model),
         **{**given, "callbacks": [*given["callbacks"], MetricsFile(folder / "metrics.jsonl")]},
     )
-    with at("start: the main process measures the start model alone, the others wait"):
+    if job.evaluation is not None and job.evaluation.every is not None:
+        trainer.add_callback(EvaluationOnTheWay(trainer, job.evaluation, folder))
+    with at("start: all processes begin together"):
         trainer.accelerator.wait_for_everyone()
     record = {
         **job.facts,
@@ -231,6 +236,28 @@ def _evaluate(job: Job, model: str, which: str) -> None:
     assert job.evaluation is not None
     folder, config = job.folder / "evaluation" / which, job.config
     evaluate_saved_model(model, job.evaluation, folder, use_cpu=config.use_cpu, seed=config.seed)
+
+
+class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
+    """Greedy held-out answers of the policy every so many steps, by all ranks and the engine of the rollouts."""
+
+    def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
+        self.policy, self.folder, self.section = PolicySampler(trainer), folder, replace(section, n_samples=0)
+        self.held_out = HeldOutRows.of(self.section, None, 0)
+        self.writer = Writer(self.policy, self.policy.tokenizer, self.policy.context, self.policy.stops)
+        self.way = next(iter(conditions_in(section).values()))
+        self.sampler = self.held_out.sampler(self.writer, self.way, PartialState().num_processes > 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step = state.global_step
+        if step % self.section.every or step >= state.max_steps:  # the last model is measured when it is saved
+            return
+        said = {**about(f"step {step}", self.section, self.way), "step": step}
+        with at(f"evaluation on the way, step {step}"):
+            share = share_of_rank(self.section.batch_size, in_step=True)
+            found = self.held_out.measured(self.writer, self.way, self.sampler, said, share)
+        if state.is_world_process_zero:
+            found.write(self.folder / "evaluation" / f"step_{step}")
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:

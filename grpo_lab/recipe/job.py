@@ -83,11 +83,11 @@ class Job:
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
-            parts.build_reward(evaluation.reward, "evaluation.reward")
+            for name, one in {"reward": evaluation.reward, **evaluation.measures}.items():
+                parts.build_reward(one, f"evaluation.{name}")
         model = tokenizer_and_config(recipe.model, here_only)
-        cold_rows = None
-        if recipe.cold_start is not None and cold_start:
-            cold_rows = checks.cold_start_rows(recipe.cold_start, model, here_only)
+        made = recipe.cold_start if cold_start else None
+        cold_rows = None if made is None else checks.cold_start_rows(made, model, here_only)
         room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,10 +201,27 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
             raise ValueError(said) from error
     with loading(words):
         loaded_tokenizer = AutoTokenizer.from_pretrained(words)
-    with loading(model):
+    with loading(model), whole_on_each_rank():
         kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
     return loaded.to(device).eval(), loaded_tokenizer
+
+
+@contextmanager
+def whole_on_each_rank() -> Iterator[None]:
+    """Every process loads all weights. Under a launch for FSDP2 only the first of a machine would (the others have
+    zeros, and no error), under one for ZeRO-3 each a shard."""
+    from transformers.integrations import deepspeed
+
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    said, sharded = os.environ.get(name), deepspeed._hf_deepspeed_config_weak_ref
+    os.environ[name], deepspeed._hf_deepspeed_config_weak_ref = "False", None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = sharded
+        os.environ.pop(name)
+        os.environ.update({} if said is None else {name: said})
 
 
 def _base_of_adapter(model: str) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.recipe.yaml import read_yaml
@@ -112,14 +112,25 @@ class ColdStartSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+LISTED = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else () if value is None else (value,))
+NONE = BeforeValidator(lambda value: None if value == "none" else value)
+
+
 @settings()
 class EvaluationSection:
     """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
 
     Args:
         reward: how answers are judged, as in ``rewards`` (default: strict accuracy).
-        max_new_tokens, batch_size, n_samples: tokens; rows; completions a problem.
-        before: also evaluate the model that RL starts from.
+        measures: name → a further reward, reported as a mean (``format``, ``language``, …).
+        max_new_tokens, n_samples: tokens a completion; completions a problem.
+        batch_size: completions at once; answers are kept, and shared by ranks, by as many.
+        before, every: also evaluate the model that RL starts from; and on the way, greedily, every so many steps.
+        templates, thinking, thinking_budget: one or several each; all combinations are asked. ``thinking``: what the
+            chat template is told (``enable_thinking``); a budget of ``none`` is no limit.
+        budget_text: what closes the thinking at the budget (default: as ``rollout.budget_text``).
+        log_probs: the model's log-probs of its answers, for calibration.
+        use_vllm, engine: vLLM in the place of transformers, and its options; not on the way.
     """
 
     data: DataSection
@@ -129,6 +140,20 @@ class EvaluationSection:
     n_samples: Count = 0
     temperature: Temperature = 1.0
     before: OnlySwitch = True
+    every: Positive | None = None
+    measures: Mapping[str, RewardSection] = field(default_factory=dict)
+    templates: Annotated[tuple[str, ...], LISTED] = ()
+    thinking: Annotated[tuple[Switch, ...], LISTED] = ()
+    thinking_budget: Annotated[tuple[Annotated[Count | None, NONE], ...], LISTED] = ()
+    budget_text: str | None = None
+    log_probs: Switch = False
+    use_vllm: Switch = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        refuse_engine_alone(self)
+        if self.budget_text is not None and all(budget is None for budget in self.thinking_budget):
+            raise ValueError("`evaluation.budget_text` has an effect only with `evaluation.thinking_budget`")
 
 
 Parts = Annotated[tuple[PartSection, ...], NULL_IS_DEFAULT]
@@ -229,5 +254,10 @@ class SamplingSettings:
     use_cpu: Switch = False
 
     def __post_init__(self) -> None:
-        if self.engine and not self.use_vllm:
-            raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")
+        refuse_engine_alone(self)
+
+
+def refuse_engine_alone(asked: Any) -> None:
+    """ValueError for options of an engine that is not asked for."""
+    if asked.engine and not asked.use_vllm:
+        raise ValueError("`engine` has an effect only with `use_vllm: true`; leave it out")

@@ -113,6 +113,16 @@ def _parsed_reasoning(completion: Any) -> str | None:
     return None
 
 
+REFLECTION = ("wait", "mistake", "however", "but", "retry", "error", "verify", "wrong", "evaluate", "check")
+_REFLECTION = re.compile(rf"\b(?:{'|'.join(REFLECTION)})\b", re.IGNORECASE)
+
+
+def reflects(text: str) -> bool:
+    """Whether ``text`` has one of the words of reflection whose growth DeepSeek-R1 (arXiv 2501.12948v2) counts. A base
+    model writes them, too (arXiv 2503.20783): what says something is the change."""
+    return _REFLECTION.search(text) is not None
+
+
 def program_text(completion: str) -> str:
     """The last block fenced as Python, else without a language, else any; else the last ``<answer>``; else all.
 

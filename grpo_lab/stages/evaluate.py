@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from grpo_lab.engines.sampler import Sampler, render_prompt
+from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
+from grpo_lab.evaluation.blocks import Share, digest_of
 from grpo_lab.evaluation.result import effort
+from grpo_lab.evaluation.sweep import AGAINST, Condition, Measured, conditions_of, paired, write_sweep
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import questions
-from grpo_lab.recipe.models import load_saved_model, load_tokenizer
+from grpo_lab.recipe.models import load_tokenizer, model_files
 from grpo_lab.recipe.rows import every_argument, load_rows
 from grpo_lab.recipe.sections import EvaluationSection, ModelSection
 from grpo_lab.runs.console import count_of, told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Positive, Switch, Whole, settings
+from grpo_lab.stages.sample import Writer, load_writer
 
 EVALUATION = "evaluation"
 """Folder of the answers."""
@@ -29,6 +35,7 @@ class Evaluate:
     Args:
         effort_by: a column of the rows that says how hard they are (`steps`, `level`): adds the mean tokens of thinking
             at each of its values.
+        against: a second model, on the same problems, with the paired test.
     """
 
     leaves: ClassVar[Mapping[str, str]] = {}
@@ -38,22 +45,36 @@ class Evaluate:
     seed: Whole = 0
     use_cpu: Switch = False
     max_completion_length: Positive = 512
+    against: str | None = None
     effort_by: str | None = None
 
     def plan(self) -> str:
         found = questions(self.section.data, self.section.reward, here_only=True)
         if found.rows is not None:
             self._difficulty(found.rows)
-        return f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
+        names = ", ".join(filter(None, conditions_in(self.section)))
+        on = f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
+        return f"{on}; {names}" if names else on
 
     def run(self, at: At) -> Facts:
-        return self.measured(at.folder / EVALUATION)
+        """Numbers of the evaluation's own condition under plain names, of the others as ``accuracy.<condition>``;
+        ``thinking``, ``no_thinking``: the accuracy in each mode that was asked for."""
+        found = self._measured(at.folder / EVALUATION)
+        facts = flat_facts(found[0].result)
+        for one in found:
+            if one.condition.thinking is not None and one.result.accuracy is not None:
+                facts.setdefault("thinking" if one.condition.thinking else "no_thinking", one.result.accuracy.value)
+        for one in found[1:]:
+            facts |= {f"{name}.{one.place}": value for name, value in flat_facts(one.result).items()}
+        for name, test in paired(found).items():
+            if test.difference is not None:
+                of = "" if name == found[0].name else f".{name}"
+                facts |= {f"difference{of}": test.difference.value, f"p_value{of}": test.p_value}
+        return facts | self._effort(found[0].result)
 
     def measured(self, target: Path) -> Facts:
         """The answers in ``target``, without their seconds, which no two runs share."""
-        how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
-        result = evaluate_saved_model(self.model, self.section, None, **how)
-        replace(result, seconds=None).write(target)
+        result = self._measured(target)[0].result
         return {
             "accuracy": result.accuracy.to_dict() if result.accuracy else None,
             "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
@@ -61,7 +82,6 @@ class Evaluate:
             "mean_length_correct": result.mean_length_correct,
             "worked_out_share": result.worked_out_share,
             **{f"pass_at_{k}": found.value for k, found in result.pass_at.items() if k > 1},
-            **self._effort(result),
         }
 
     def _effort(self, result: EvaluationResult) -> Facts:
@@ -78,8 +98,106 @@ class Evaluate:
             raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
         return [] if self.effort_by is None else list(rows[self.effort_by])
 
+    def _measured(self, target: Path) -> list[Measured]:
+        how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
+        return measure_conditions(self.model, self.section, target, against=self.against, timed=False, **how)
 
-def evaluate_saved_model(
+
+def flat_facts(result: EvaluationResult) -> Facts:
+    """A result as numbers, under the names that stages share; what was not measured is left out."""
+    accuracy, sampled = result.accuracy, result.sampled_accuracy
+    facts = {
+        "accuracy": accuracy.value if accuracy else None,
+        "accuracy_low": accuracy.low if accuracy else None,
+        "accuracy_high": accuracy.high if accuracy else None,
+        "sampled_accuracy": sampled.value if sampled else None,
+        **{f"pass_at_{k}": one.value for k, one in result.pass_at.items() if k > 1},
+        **result.measures,
+        "length": result.mean_length,
+        "thinking_length": result.mean_thinking,
+        "reflection": result.reflection_share,
+        **{f"ece_{name}": one.ece.value for name, one in result.calibration.items()},
+        "rows": result.n_problems,
+        "tokens": sum(one.tokens for one in result.outcomes),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | None, **how: Any) -> EvaluationResult:
+    """What `measure_conditions` finds in the evaluation's own condition."""
+    return measure_conditions(model, section, target, **how)[0].result
+
+
+def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
+    """Name → condition of a recipe's ``evaluation``."""
+    templates = section.templates or (section.data.template,)
+    return conditions_of(templates, section.thinking or (None,), section.thinking_budget or (None,))
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """A recipe's ``evaluation``, loaded: rows by template, rewards; how it is asked."""
+
+    section: EvaluationSection
+    rows: Mapping[str, Any]
+    reward: Any
+    measures: Mapping[str, Any]
+    asked: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, section: EvaluationSection, max_new_tokens: int | None, seed: int) -> HeldOutRows:
+        """ValueError: what cannot be loaded or built."""
+        templates = {one.template for one in conditions_in(section).values()}
+        rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
+        reward = parts.build_reward(section.reward, "evaluation.reward")
+        measures = {
+            name: parts.build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()
+        }
+        asked = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
+        asked |= {"max_new_tokens": section.max_new_tokens or max_new_tokens, "seed": seed}
+        return cls(section, rows, reward, measures, asked)
+
+    def sampler(self, writer: Writer, way: Condition, in_step: bool = False) -> Sampler:
+        """Completions in this condition. ValueError: a mode that the prompts do not know, a budget without room."""
+        if way.thinking is not None:
+            prompt = self.rows[way.template][0]["prompt"]
+            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": mode}).text for mode in (True, False)}
+            if len(both) == 1:
+                raise ValueError(
+                    f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
+                    "both modes. It takes messages, and a chat template that knows `enable_thinking`"
+                )
+        if (budget := way.budget) is None:
+            return writer.sampler
+        named: Any = {"eos_ids": writer.stops, "text": self.section.budget_text}
+
+        def limits(most: int) -> ThinkingBudget:
+            return ThinkingBudget.for_tokenizer(writer.tokenizer, budget, max_completion_length=most, **named)
+
+        limits(self.asked["max_new_tokens"])
+        return BudgetedSampler(writer.sampler, limits, in_step)
+
+    def measured(self, writer: Writer, way: Condition, sampler: Sampler, said: Facts, share: Share) -> EvaluationResult:
+        """The result with what it depends on. EvaluationStopped: Ctrl-C."""
+        mode = {} if way.thinking is None else {"enable_thinking": way.thinking}
+        how: Any = {
+            **self.asked,
+            "generate": sampler,
+            "context": writer.context,
+            "share": share,
+            "measures": self.measures,
+        }
+        try:
+            found = evaluate(
+                None, writer.tokenizer, self.rows[way.template], reward=self.reward, chat_template_kwargs=mode, **how
+            )
+        except EvaluationStopped as stop:
+            result = stop.result
+            raise EvaluationStopped(replace(result, settings={**said, **result.settings})) from None
+        return replace(found, settings={**said, **found.settings})
+
+
+def measure_conditions(
     model: str,
     section: EvaluationSection,
     target: Path | None,
@@ -88,36 +206,72 @@ def evaluate_saved_model(
     seed: int,
     max_new_tokens: int | None = None,
     tokenizer: str | None = None,
-) -> EvaluationResult:
-    """Held-out accuracy by a recipe's ``evaluation``, written to ``target`` (None: not written); ``max_new_tokens``:
-    where the section does not say. EvaluationStopped on Ctrl-C, with what was answered until then written as well."""
-    rows = load_rows(section.data, "evaluation.data")
-    reward = parts.build_reward(section.reward, "evaluation.reward")
-    loaded, words = load_saved_model(model, use_cpu, tokenizer)
-    how: Any = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
-    how |= {"max_new_tokens": section.max_new_tokens or max_new_tokens, "seed": seed}
-    stopped = False
-    try:
-        result = evaluate(loaded, words, rows, reward=reward, **how)
-    except EvaluationStopped as stop:
-        result, stopped = stop.result, True
-    result = replace(result, settings={**about(model, section), **result.settings})
-    if target is not None and result.outcomes:
-        result.write(target)
-    if stopped:
-        raise EvaluationStopped(result)
-    return result
+    against: str | None = None,
+    timed: bool = True,
+) -> list[Measured]:
+    """Held-out accuracy by a recipe's ``evaluation`` in all its conditions, of one model or two. Every rank calls it.
+
+    Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
+    ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
+    main, found, shares = int(os.environ.get("RANK", "0")) == 0, list[Measured](), list[Share]()
+    if against == model:
+        raise ValueError(f"--against names the model itself, {model!r}; name another, or leave it out")
+    held_out, ways = HeldOutRows.of(section, max_new_tokens, seed), conditions_in(section)
+    for one in [model] if against is None else [model, against]:
+        own: Any = {name: getattr(section, name) for name in ("batch_size", "use_vllm", "engine")}
+        own |= {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
+        writer, files = load_writer(one, **own), model_files(one)
+        samplers = {name: held_out.sampler(writer, way) for name, way in ways.items()}
+        for name, way in ways.items():
+            place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
+            folder, said = None if target is None else target / place, about(one, section, way)
+            share = share_of_rank(section.batch_size, folder, digest_of(files, said, tokenizer))
+            try:
+                result = held_out.measured(writer, way, samplers[name], said, share)
+            except EvaluationStopped as stop:
+                if folder is not None and stop.result.outcomes and main:
+                    stop.result.write(folder)
+                raise
+            result = result if timed else replace(result, seconds=None)
+            found.append(Measured(name, place, one, way, result))
+            shares.append(share)
+            if folder is not None and main:
+                result.write(folder)
+    if target is not None and main:
+        write_sweep(found, target)
+        for share in shares:
+            share.forget()
+    return found
 
 
-def about(model: str, section: EvaluationSection) -> dict[str, Any]:
+def share_of_rank(block: int, folder: Path | None = None, identity: str = "", in_step: bool = False) -> Share:
+    """Blocks for this rank, as the launcher has numbered it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Share(block, folder, identity)
+    from accelerate import PartialState
+
+    state = PartialState()
+    return Share(block, folder, identity, state.process_index, state.num_processes, in_step)
+
+
+def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
     """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
     mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
+    asked = way or Condition(section.data.template)
+    more = {
+        "thinking": None if asked.thinking is None else "on" if asked.thinking else "off",
+        "thinking_budget": asked.budget,
+        "budget_text": None if asked.budget is None else section.budget_text,
+        "engine": {"vllm": dict(section.engine)} if section.use_vllm else None,
+        "log_probs": section.log_probs,
+    }
     return {
         "model": model,
         "data": {"loader": section.data.loader, **every_argument(section.data)},
-        "template": section.data.template,
+        "template": asked.template,
         "limit": section.data.limit,
         "mode": mode,
         "judge": judge,
+        **{name: value for name, value in more.items() if value is not None and value is not False},
     }

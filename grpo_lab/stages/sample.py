@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from grpo_lab.engines.sampler import (
 from grpo_lab.io import check_place, no_link, write_json_lines
 from grpo_lab.recipe.checks import no_room
 from grpo_lab.recipe.job import check_model, questions
-from grpo_lab.recipe.models import load_saved_model, loading, model_files, refuse_no_tokenizer
+from grpo_lab.recipe.models import load_saved_model, load_tokenizer, loading, model_files
 from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, SamplingSettings
 from grpo_lab.runs.console import count_of, model_of, told
 from grpo_lab.runs.folder import problems_in
@@ -63,6 +63,50 @@ class Sample:
         return sample_facts(lines, len(rows))
 
 
+@dataclass(frozen=True)
+class Writer:
+    """A loaded model that writes: its sampler, tokenizer, context, and the tokens that end a completion."""
+
+    sampler: Sampler
+    tokenizer: Any
+    context: int | None
+    stops: list[int]
+
+
+def load_writer(
+    model: str,
+    *,
+    batch_size: int,
+    use_cpu: bool,
+    use_vllm: bool,
+    engine: Mapping[str, Any],
+    seed: int,
+    tokenizer: str | None = None,
+    logprobs: bool = False,
+) -> Writer:
+    """A saved model (folder or hub name) by transformers or vLLM."""
+    if not use_vllm:
+        loaded, words = load_saved_model(model, use_cpu, tokenizer)
+        sampler = TransformersSampler(loaded, words, batch_size, progress=False, logprobs=logprobs)
+        return Writer(sampler, words, context_of(loaded), stop_token_ids(loaded.generation_config, words))
+    from transformers import AutoConfig, GenerationConfig
+
+    from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
+
+    words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
+    with loading(model):
+        config: Any = AutoConfig.from_pretrained(model)
+    start = engine_factory(EngineOptions.from_mapping(engine), trainer_dtype=getattr(config, "dtype", None))
+    started = start(model=model, seed=seed)
+    try:
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
+    except OSError:  # the folder has none
+        generation = None
+    stops = stop_token_ids(generation, words)
+    context = started.llm.llm_engine.model_config.max_model_len
+    return Writer(VllmSampler(started, stops, logprobs), words, context, stops)
+
+
 class ModelSampler:
     """`sampler(prompts, n)` → n completions a prompt by a saved model (folder or hub name), in the form of the prompt
     (text or message list); transformers or vLLM. ``made``: completions by this process."""
@@ -71,31 +115,9 @@ class ModelSampler:
         check_place(model)
         self.settings, self.name = settings, model
         self.made = 0
-        if settings.use_vllm:
-            self._start_vllm(model)
-        else:
-            loaded, self.tokenizer = load_saved_model(model, settings.use_cpu)
-            self.context = context_of(loaded)
-            self.sampler: Sampler = TransformersSampler(loaded, self.tokenizer, settings.batch_size, progress=False)
-
-    def _start_vllm(self, model: str) -> None:
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-
-        from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
-
-        refuse_no_tokenizer(model)
-        with loading(model):
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
-            config: Any = AutoConfig.from_pretrained(model)
-        options = EngineOptions.from_mapping(self.settings.engine)
-        start = engine_factory(options, trainer_dtype=getattr(config, "dtype", None))
-        engine = start(model=model, seed=self.settings.seed)
-        self.context = engine.llm.llm_engine.model_config.max_model_len
-        try:
-            generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
-        except OSError:  # the folder has none
-            generation = None
-        self.sampler = VllmSampler(engine, stop_token_ids(generation, self.tokenizer))
+        how: Any = {name: getattr(settings, name) for name in ("batch_size", "use_cpu", "use_vllm", "engine", "seed")}
+        loaded = load_writer(model, **how)
+        self.sampler, self.tokenizer, self.context = loaded.sampler, loaded.tokenizer, loaded.context
 
     def __call__(self, prompts: Sequence[Any], n: int, **how: Any) -> list[list[Any]]:
         return [[one.completion for one in group] for group in self.written(prompts, n, **how)]

@@ -17,6 +17,9 @@ import torch
 import yaml
 
 from distributed.launch import HERE, RECIPES, ROOT, accelerate_launch
+from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.stages.evaluate import evaluate_saved_model
 from grpo_lab.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -28,9 +31,11 @@ RECIPE: dict[str, Any] = {
         {"name": "distributed.team_rewards:shortest_of_the_odd"},
     ],
     "evaluation": {
-        "data": {"loader": "word_problems", "split": "test", "n": 8, "seed": 0, "template": "chat"},
+        "data": {"loader": "word_problems", "split": "test", "n": 5, "seed": 0, "template": "chat"},
         "reward": {"name": "accuracy", "mode": "strict"},
         "before": False,
+        "batch_size": 2,  # three blocks: a rank has one, and generates in vain with the other
+        "every": 2,
     },
     "objective": "dr_grpo",
     "num_generations": 4,
@@ -92,6 +97,13 @@ def check(out: Path, start: Path) -> None:
         assert row["rewards/shortest_of_the_odd/mean"] > 0.0
     assert moved(out, start) > 1e-3
     assert (out / "run" / "report.html").is_file()
+    section = recipe_from({**RECIPE, "model": {"path": str(start)}}).evaluation
+    assert section is not None
+    for when, model in (("step_2", out / "run" / "checkpoint-2"), ("after", out / "run")):
+        shared = EvaluationResult.read(out / "run" / "evaluation" / when)
+        alone = evaluate_saved_model(str(model), section, None, use_cpu=True, seed=0, max_new_tokens=24)
+        assert [one.completion for one in shared.greedy] == [one.completion for one in alone.greedy]
+        assert len(shared.greedy) == 5
     assert {path.name for path in (out / "run").glob("checkpoint-*")} >= {"checkpoint-2", "checkpoint-4"}
 
 

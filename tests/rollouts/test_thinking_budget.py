@@ -14,6 +14,7 @@ from grpo_lab.engines.thinking_budget import (
     BudgetedCompletion,
     ThinkingBudget,
     budgeted_generate,
+    tokens_of_thinking,
 )
 from rollouts.thinking_oracle import inserted_mask
 
@@ -196,3 +197,26 @@ def test_real_tokenizer_round_trip() -> None:
     assert tokenizer.decode(list(limits.stop_ids)) == QWEN3_STOP_TEXT
     assert limits.thinks(tokenizer("Tom has 3 apples.\n<think>\n")["input_ids"])
     assert not limits.thinks(tokenizer("<think>\n\n</think>\n\n")["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written", "tokens"),
+    [
+        ("q<think>", "abc</think>42$", 3),
+        ("q<think>", "abc", 3),  # never closed: all of it
+        ("q", "<think>ab</think>4", 9),  # the opening tag counts, as it does for the budget
+        ("q", "abc</think>4", 3),
+        ("q<think>", "</think>4", 0),
+        ("q<think>\n\n</think>\n\n", "42$", None),
+        ("q<think>\n\n</think>\n\n", "4</think>2$", None),
+        ("<think>a</think> q", "42$", None),
+        ("q", "42$", None),
+    ],
+)
+def test_tokens_of_thinking_by_hand(prompt: str, written: str, tokens: int | None) -> None:
+    assert tokens_of_thinking(prompt, Completion(encode(written), ended=True), decode) == tokens
+
+
+def test_tokens_of_thinking_of_a_cut_one_are_the_budget() -> None:
+    done, _ = run("abcdefgh" * 10, budget=8)
+    assert tokens_of_thinking("q<think>", Completion(done.ids, True, mask=done.mask), decode) == 8

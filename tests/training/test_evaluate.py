@@ -12,11 +12,15 @@ import pytest
 import yaml
 
 from grpo_lab.cli import main
-from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.evaluation import EvaluationResult, measure
+from grpo_lab.evaluation.sweep import read_sweep
 from grpo_lab.pipelines.evaluate import held_out_like
 from grpo_lab.recipe.models import load_saved_model
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.stages.evaluate import evaluate_saved_model
+from grpo_lab.runs.stage import At
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.settings import read
+from grpo_lab.stages.evaluate import Evaluate, evaluate_saved_model
 
 ROWS = {
     "loader": "word_problems",
@@ -42,6 +46,7 @@ def run(tiny_folder: Path, tmp_path: Path) -> Path:
         "evaluation": {
             "data": ROWS,
             "reward": {"name": "accuracy", "mode": "lenient"},
+            "measures": {"language": {"name": "language_consistency", "target": "de"}},
             "batch_size": 3,
             "n_samples": 2,
         },
@@ -226,3 +231,158 @@ def test_like_a_run_without_a_limit(tmp_path: Path) -> None:
         held_out_like(tmp_path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**written, "evaluation": {**section, "max_new_tokens": 9}}))
     assert (held_out_like(tmp_path).max_new_tokens, held_out_like(tmp_path).seed) == (9, 42)
+
+
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>"
+    "{% if enable_thinking is defined and not enable_thinking %}\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.fixture
+def thinker(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A model whose chat template opens the thinking, or closes it where it is told to."""
+    folder = tmp_path / "thinker"
+    shutil.copytree(tiny_folder, folder)
+    _, tokenizer = load_saved_model(str(folder), use_cpu=True)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_budgets_modes_and_a_second_model_in_one_call(
+    thinker: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, out, closing = tmp_path / "other", tmp_path / "out", "\nso\n</think>\n"
+    shutil.copytree(thinker, other)
+    rows = ["--data", "word_problems", "--n", "3", "--max-new-tokens", "40"]
+    ways = ["--thinking", "on", "off", "--thinking-budget", "0", "8", "none", "--budget-text", closing]
+    also = ["--measure", "format={name: think_format, form: think, think_opened: prompt}", "--log-probs"]
+    words = ["evaluate", str(thinker), *rows, *ways, *also, "--n-samples", "2", "--against", str(other)]
+    assert main([*words, "--output", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("against") == 4
+    assert "+0.0 [" in printed and "p 1 (0 gained, 0 lost)" in printed  # noqa: PT018 (one line of the terminal)
+    found = {(one.model, one.name): one for one in read_sweep(out)}
+    names = ["thinking-budget-none", "thinking-budget-8", "thinking-budget-0", "no-thinking"]
+    assert [*found] == [(str(model), name) for model in (thinker, other) for name in names]
+    for name, limit in (("thinking-budget-8", 8), ("thinking-budget-0", 0)):
+        result = found[str(thinker), name].result
+        assert all(one.cut and one.thinking == limit for one in result.outcomes)  # the tiny model never closes it
+        assert all(one.completion.count(closing) == 1 and one.tokens <= 40 for one in result.outcomes)
+        assert result.measures == {"format": pytest.approx(float(limit > 0), abs=1.0)}
+        assert result.settings["thinking_budget"] == limit
+    own = EvaluationResult.read(out)
+    assert own.outcomes == found[str(thinker), "thinking-budget-none"].result.outcomes
+    assert (own.settings["thinking"], own.calibration.keys()) == (
+        "on",
+        {"log_prob", "agreement"} & own.calibration.keys(),
+    )
+    assert "log_prob" in own.calibration
+    silent = found[str(thinker), "no-thinking"].result
+    assert all(one.thinking is None and not one.cut for one in silent.outcomes)
+    assert silent.greedy[0].prompt.endswith("</think>\n\n")
+    page = (out / "report.html").read_text()
+    assert "Accuracy over the thinking budget" in page
+    assert "Reliability by log-prob" in page
+    assert (
+        main(["evaluate", str(thinker), *rows, "--log-probs", "--n-samples", "2", "--output", str(tmp_path / "p")]) == 0
+    )
+    plain = EvaluationResult.read(tmp_path / "p")
+    assert [o.completion for o in plain.outcomes] == [o.completion for o in own.outcomes]
+    assert not (tmp_path / "p" / "sweep.json").exists()
+    assert main([*words, "--output", str(out)]) == 2  # it is there
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--thinking", "off", "--template", "none"], "the prompt is the same in both modes"),
+        (["--thinking-budget", "39"], "leave no room for an answer in max_completion_length 40"),
+        (["--thinking-budget", "-1"], "`thinking_budget.0` is '-1'; it must be a whole number of at least 0"),
+        (["--against", "THINKER"], "--against names the model itself"),
+        (["--thinking-budget", "8", "--budget-text", "end"], "budget_text must contain '</think>'"),
+        (["--budget-text", "</think>"], "has an effect only with `evaluation.thinking_budget`"),
+        (["--measure", "format=thinkformat"], "did you mean 'think_format'?"),
+        (["--measure", "think_format"], "--measure"),
+    ],
+)
+def test_conditions_that_cannot_be(
+    thinker: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    words = [word.replace("THINKER", str(thinker)) for word in words]
+    given = ["evaluate", str(thinker), "--data", "word_problems", "--n", "2", "--max-new-tokens", "40", *words]
+    assert main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_killed_evaluation_goes_on_with_its_blocks(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began anew; now what is on the disk is not asked again, and the answers are those of a run that was not
+    killed, samples included."""
+    section = recipe_from(
+        {
+            "model": {"path": str(tiny_folder)},
+            "data": ROWS,
+            "rewards": ["accuracy"],
+            "evaluation": {"data": ROWS, "batch_size": 4, "n_samples": 2},
+        }
+    ).evaluation
+    assert section is not None
+    how: Any = {"use_cpu": True, "max_new_tokens": 6, "seed": 1}
+    whole = evaluate_saved_model(str(tiny_folder), section, tmp_path / "whole", **how)
+    assert not list((tmp_path / "whole").glob("answers.*"))
+    grade, graded, target = measure._grade, [], tmp_path / "killed"
+
+    def killed(kind: Any, *rest: Any) -> Any:
+        if len(graded) == 3:
+            raise RuntimeError("killed")
+        graded.append(kind)
+        return grade(kind, *rest)
+
+    monkeypatch.setattr(measure, "_grade", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluate_saved_model(str(tiny_folder), section, target, **how)
+    with (target / "answers.0.jsonl").open("a") as file:
+        file.write('{"of": "half a li')
+    first, graded[:] = list(graded), [None] * 4
+    again = evaluate_saved_model(str(tiny_folder), section, target, **how)
+    assert (first, graded[4:]) == (["greedy", "greedy", "sampled"], ["sampled", "sampled"])
+    assert again.outcomes == whole.outcomes
+    other = evaluate_saved_model(str(tiny_folder), section, target, **{**how, "seed": 2})
+    assert other.sampled != whole.sampled  # nothing was left to be taken for its own
+
+
+def test_facts_of_the_stage_are_flat_numbers(thinker: Path, tmp_path: Path) -> None:
+    shutil.copytree(thinker, tmp_path / "other")
+    written = {
+        "model": str(thinker),
+        "against": str(tmp_path / "other"),
+        "data": {**ROWS, "template": "chat"},
+        "measures": {"format": "think_format", "language": {"name": "language_consistency", "target": "en"}},
+        "thinking": [True, False],
+        "thinking_budget": [4, "none"],
+        "budget_text": "</think>",
+        "n_samples": 2,
+        "max_completion_length": 16,
+        "use_cpu": True,
+    }
+    stage = read(Evaluate, written)
+    assert "budget-4" in stage.plan()
+    facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+    assert all(type(value) in (int, float) for value in facts.values())
+    assert {
+        "accuracy",
+        "format",
+        "language",
+        "length",
+        "thinking",
+        "rows",
+        "tokens",
+        "accuracy.thinking-budget-4",
+    } <= facts.keys()
+    assert (facts["difference"], facts["p_value.thinking-budget-4"]) == (0.0, 1.0)
+    assert 3 <= facts["thinking_length.thinking-budget-4"] <= 4 < facts["thinking_length"]
+    assert (facts["thinking"], facts["no_thinking"]) == (facts["accuracy"], facts["accuracy.no-thinking"])

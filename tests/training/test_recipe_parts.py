@@ -7,6 +7,7 @@ Each as a real run of two steps, by the module of a team in the working folder.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.stages.evaluate import evaluate_saved_model
 from grpo_lab.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -126,6 +129,31 @@ def test_rows_to_evaluate_on_during_training() -> None:
     """`eval_strategy: steps` could be written, and no recipe could satisfy it."""
     lines = run(eval_dataset={"loader": "word_problems", "split": "test", "n": 4}, eval_strategy="steps", eval_steps=1)
     assert [line["step"] for line in lines if "eval_reward" in line] == [1, 2]
+
+
+def test_held_out_answers_on_the_way_change_nothing_and_are_the_policy_s() -> None:
+    """`evaluation/step_<n>` was read by reports and written by nothing."""
+    section = {"data": {"loader": "word_problems", "split": "test", "n": 3}, "batch_size": 2, "before": False}
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "learning_rate": 0.05}
+
+    def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: one for name, one in line.items() if "time" not in name} for line in lines]
+
+    plain = timeless(run(evaluation=section, **saved))
+    shutil.rmtree("out")
+    assert timeless(run(evaluation={**section, "every": 1}, **saved)) == plain
+    assert not Path("out/evaluation/step_3").exists()  # that is `after`
+    held_out = recipe_from({**GOOD, "evaluation": section}).evaluation
+    assert held_out is not None
+    texts = []
+    for step in (1, 2):
+        on_the_way = EvaluationResult.read(f"out/evaluation/step_{step}")
+        how: Any = {"use_cpu": True, "seed": 0, "max_new_tokens": 6}
+        alone = evaluate_saved_model(f"out/checkpoint-{step}", held_out, None, **how)
+        assert on_the_way.outcomes == alone.outcomes
+        texts.append([one.completion for one in on_the_way.greedy])
+    assert texts[0] != texts[1]
+    assert "step 2" in Path("out/report.html").read_text()  # a point of the curve
 
 
 def test_a_reward_model_beside_a_function() -> None:

@@ -306,7 +306,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
         time.sleep(600)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("grpo_lab.stages.evaluate.evaluate_saved_model", measured)
+    monkeypatch.setattr("grpo_lab.stages.evaluate.measure_conditions", measured)
     assert main(["evaluate", "m", "--data", "word_problems"]) == 75
     assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -128,6 +128,17 @@ def test_the_models_own_generation_config_bends_nothing(model_and_tokenizer):
     assert plain[1] != [[row[0]] * 3 for row in plain[0]]
 
 
+def test_log_probs_are_the_model_s_own_at_temperature_1(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    sampler = TransformersSampler(model, tokenizer, batch_size=3, progress=False, logprobs=True)
+    for heat in (0.0, 0.5):
+        for prompt, [one] in zip(ids, sampler(ids, n=1, temperature=heat, max_new_tokens=7, seed=0), strict=True):
+            with torch.no_grad():
+                scores = model(torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            assert one.logprobs == pytest.approx(scores[range(len(one.ids)), one.ids].tolist(), abs=1e-5)
+
+
 def test_training_mode_comes_back_even_after_an_error(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     model.train()

@@ -16,7 +16,7 @@ import torch
 
 from grpo_lab.engines.sampler import Completion
 from grpo_lab.engines.thinking_budget import Continue, ThinkingBudget, budgeted_generate
-from grpo_lab.trainer.trl_bridge import replaced
+from grpo_lab.trainer.generation.in_step import generate_in_step
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -70,37 +70,12 @@ class ThinkingRollout:
         }
 
     def _generating(self, trainer: GRPOTrainer, batch: list[list[int]]) -> Continue:
-        """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation.
-
-        The thinking of a ``batch`` is asked for in groups (a server gets one request with ``n = G``); rows that go on
-        differ within a group and are asked for one by one. A rank without such rows completes the batch's first
-        prompt in vain, so that ranks stay in step.
-        """
+        """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation. The thinking of a ``batch`` is asked for in
+        groups (a server gets one request with ``n = G``); rows that go on differ within a group, and are asked for one
+        by one."""
 
         def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-            rows = prompt_ids + [list(batch[0])] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
-            if not rows:
-                return []
             group = trainer._group_size() if self.budget.budget > 0 and prompt_ids == batch else 1
-            engine = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
-            with replaced(engine, "max_completion_length" if trainer.use_vllm else "max_new_tokens", max_new_tokens):
-                ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
-            ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
-            scored = [None] * len(ids) if logprobs is None else logprobs
-            made = [
-                Completion(row, row[-1:] != [] and row[-1] in ends, own, version)
-                for row, own in zip(ids, scored, strict=True)
-            ]
-            return made[: len(prompt_ids)]
+            return generate_in_step(trainer, prompt_ids, batch[:1], group, max_new_tokens)
 
         return generate
-
-
-def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """How many rows this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
-    server); else one where others have any, since sharded weights are gathered by all ranks together."""
-    if trainer.accelerator.num_processes == 1:
-        return rows
-    most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
-    shared = trainer.use_vllm and (trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
-    return most if shared else max(rows, min(most, 1))

@@ -1,0 +1,112 @@
+"""Calibration: how sure a model was against how often it was right. Pure: pairs (confidence, correct) in, numbers out.
+
+    ECE = Σ_b (n_b / N) · |mean correct in b − mean confidence in b|       Naeini, Cooper, Hauskrecht, AAAI 2015
+    Brier = mean (confidence − correct)²                                   Brier 1950
+
+ECE depends on the bins: of equal width, and of equal mass (as many answers in each), which does not rest on empty bins.
+It is biased upwards where bins are small (a calibrated model has an ECE above 0), which its interval shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from grpo_lab.evaluation.statistics import Interval, Vote, majority_vote
+
+BINS = 10
+DRAWS = 1000
+"""Bootstrap draws of the problems; the interval is their 2.5% and 97.5% quantile."""
+Pairs = Sequence[tuple[float, float]]
+"""(confidence, correct), both in [0, 1]; correct is a fraction where a vote was tied."""
+Array = NDArray[np.float64]
+
+
+class ConfidenceBin(NamedTuple):
+    """Answers of about one confidence: its mean, the share that is right, their number."""
+
+    confidence: float
+    correct: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """ECE by bins of equal width and of equal mass, Brier score, the mean confidence and correctness; the bins."""
+
+    ece: Interval
+    ece_equal_mass: Interval
+    brier: Interval
+    confidence: float
+    correct: float
+    bins: tuple[ConfidenceBin, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for `summary.json`."""
+        return {**asdict(self), "bins": [one._asdict() for one in self.bins]}
+
+
+def calibrated(pairs: Pairs, bins: int = BINS, draws: int = DRAWS, seed: int = 0) -> Calibration:
+    """What ``pairs`` say of the model's confidence, with 95% bootstrap intervals over them. ValueError: none, or one
+    outside [0, 1]."""
+    if not pairs:
+        raise ValueError("calibration needs at least one pair (confidence, correct), got none")
+    both = np.array(pairs, dtype=np.float64)
+    if not ((both >= 0) & (both <= 1)).all():  # also of NaN
+        outside = next(pair for pair in pairs if not all(0 <= one <= 1 for one in pair))
+        raise ValueError(f"confidence and correct must lie in [0, 1], got {outside}")
+    sure, right = both[:, 0], both[:, 1]
+    drawn = np.random.default_rng(seed).integers(len(both), size=(draws, len(both)))
+
+    def interval(estimate: Any) -> Interval:
+        found = [estimate(sure[rows], right[rows]) for rows in drawn]
+        low, high = np.quantile(found, [0.025, 0.975]) if found else (float("nan"),) * 2
+        return Interval(float(estimate(sure, right)), float(low), float(high), len(both))
+
+    return Calibration(
+        interval(lambda p, y: ece(p, y, equal_width(p, bins))),
+        interval(lambda p, y: ece(p, y, equal_mass(p, bins))),
+        interval(lambda p, y: float(((p - y) ** 2).mean())),
+        float(sure.mean()),
+        float(right.mean()),
+        tuple(reliability(sure, right, equal_width(sure, bins))),
+    )
+
+
+def equal_width(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
+    """The bin of each answer: (b/B, (b+1)/B], 0 in the first."""
+    return np.clip(np.ceil((confidence * bins).round(9)).astype(np.int64) - 1, 0, bins - 1)
+
+
+def equal_mass(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
+    """The bin of each answer: those of rising confidence cut into as many alike; equal confidences share a bin."""
+    ordered = np.sort(confidence)
+    return np.searchsorted(ordered, confidence, side="left") * bins // len(confidence)
+
+
+def reliability(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> list[ConfidenceBin]:
+    """The bins that hold answers, by rising confidence."""
+    n = np.bincount(bins)
+    sums = (np.bincount(bins, weights=values) for values in (confidence, correct))
+    found = zip(*sums, n, strict=True)
+    return [ConfidenceBin(float(p / count), float(y / count), int(count)) for p, y, count in found if count]
+
+
+def ece(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> float:
+    """Expected calibration error over the bins."""
+    return float(np.abs(np.bincount(bins, weights=correct - confidence)).sum() / len(confidence))
+
+
+def agreement(votes: Sequence[Sequence[Vote]]) -> list[tuple[float, float]]:
+    """Per problem: the share of its samples that give the most frequent answer, and whether that is right (a tie is
+    broken at random, so it can be a fraction). Samples without an answer agree with nothing."""
+    found = []
+    for of_problem in votes:
+        names = [answer for answer, _ in of_problem if answer is not None]
+        most = max((names.count(name) for name in set(names)), default=0)
+        found.append((most / len(of_problem), majority_vote(of_problem)))
+    return found
