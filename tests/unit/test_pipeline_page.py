@@ -116,6 +116,7 @@ def test_a_damaged_file_is_said_and_the_rest_is_shown(tmp_path: Path, written: s
     page = page_of(tmp_path)
     assert_self_contained(page)
     assert said in page.text
+    assert " of 2 " not in page.text  # stages done: the same stage twice is one
     assert ("Notices" in page.text) == bool(said)
 
 
