@@ -30,7 +30,7 @@ from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.build import Build
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.fusion import Fusion
-from grpo_lab.stages.sample import Sample
+from grpo_lab.stages.sample import Sample, read_lines
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
 from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
@@ -79,7 +79,8 @@ def _of_evaluation(found: Any) -> Facts:
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    return _of_evaluation(done.after)
+    steps = [line["step"] for line in read_lines(done.folder / "metrics.jsonl") if "step" in line]
+    return {"steps": max(steps, default=0), **_of_evaluation(done.after)}
 
 
 def _of_curation(done: Curated) -> Facts:

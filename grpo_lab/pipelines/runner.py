@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.evaluation import write_report
 from grpo_lab.io import write_json, write_whole_text
 from grpo_lab.pipelines.kinds import kind_of
 from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe, StageSection, plain_recipe
@@ -121,6 +122,7 @@ def run_pipeline(
         for entry in entries:
             at.facts[entry.name] = _carry_out(entry, recipe, entries, at)
         print_stages(write_stages(recipe, entries), console)
+        console.print(f"report: {write_report(folder)}", soft_wrap=True)
         return at.facts
 
 
