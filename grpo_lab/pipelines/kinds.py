@@ -79,8 +79,9 @@ def _of_evaluation(found: Any) -> Facts:
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    steps = [line["step"] for line in read_lines(done.folder / "metrics.jsonl") if "step" in line]
-    return {"steps": max(steps, default=0), **_of_evaluation(done.after)}
+    log = done.folder / "metrics.jsonl"
+    steps = [line["step"] for line in read_lines(log) if "step" in line] if log.is_file() else []
+    return {**({"steps": max(steps)} if steps else {}), **_of_evaluation(done.after)}
 
 
 def _of_curation(done: Curated) -> Facts:

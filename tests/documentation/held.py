@@ -28,7 +28,6 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make docs-serve": ("minutes", "serves until it is stopped"),
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
     "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
-    "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
@@ -54,8 +53,6 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab rounds *": (
         f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte"
     ),
-    "grpo-lab harness *": "tests/training/test_harness.py::test_the_harness_gives_the_same_scores_and_its_defaults_do_not",
-    "grpo-lab evaluate * --template *": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --template *": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
