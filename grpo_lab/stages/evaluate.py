@@ -40,6 +40,7 @@ class Evaluate:
 
     leaves: ClassVar[Mapping[str, str]] = {}
     whole: ClassVar[bool] = True
+    ranks: ClassVar[bool] = True
     model: str
     section: EvaluationSection
     seed: Whole = 0
