@@ -48,22 +48,27 @@ class Train:
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
         known by, besides its rows; default: model and settings."""
+        return self.learn(self.read(), at, reference, made_from)
+
+    def read(self) -> list[dict[str, Any]]:
+        columns = ("prompt", "completion") if self.method == "sft" else ("prompt", "chosen", "rejected")
+        return [{name: row[name] for name in columns} for row in read_lines(Path(self.rows))]
+
+    def learn(self, rows: list[dict[str, Any]], at: At, reference: Any, made_from: Any) -> Facts:
         from datasets import Dataset
 
-        model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        pairs = self.method in ("dpo", "simpo")
-        read = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
-        rows = [{name: row[name] for name in read} for row in read_lines(Path(self.rows))]
+        of = ModelSection(path=self.model)
+        model, tokenizer = (self.model, load_tokenizer(of)) if self.method == "reward" else load_model(of, self.seed)
         data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
         with trained(at, tokenizer, rows, made_from or [self.model, arguments]) as (folder, training, counted):
-            if pairs:
-                from grpo_lab.trainer.supervised.preference import prefer
-
-                prefer(self.method, model, tokenizer, data, folder, arguments, [counted], reference, training)
-            else:
+            if self.method == "sft":
                 from grpo_lab.trainer.supervised.cold_start import supervised
 
                 supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
+            else:
+                from grpo_lab.trainer.supervised.preference import prefer
+
+                prefer(self.method, model, tokenizer, data, folder, arguments, [counted], reference, training)
         return counted.facts()
 
 
@@ -91,23 +96,16 @@ class RewardModel(Train):
     held_out: Number = 0.2
 
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
-        from datasets import Dataset
+        from grpo_lab.rewards.preference import PreferenceReward, holds_out
 
-        from grpo_lab.rewards.preference import PAIR, PreferenceReward, holds_out
-        from grpo_lab.trainer.supervised.preference import prefer
-
-        tokenizer = load_tokenizer(ModelSection(path=self.model))
-        rows = [{name: row[name] for name in PAIR} for row in read_lines(Path(self.rows))]
-        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
+        rows = self.read()
         held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
+        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
         if not learned:
-            raise ValueError(f"of {len(rows)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
-        arguments = {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, learned, made_from or [self.model, arguments]) as (folder, training, counted):
-            data = Dataset.from_list(learned)
-            prefer("reward", self.model, tokenizer, data, folder, arguments, [counted], train=training)
+            raise ValueError(f"of {len(held)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        facts = self.learn(learned, at, reference, made_from)
         right = PreferenceReward(str(at.folder / MODEL)).pair_accuracy(held)
-        return counted.facts() | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
+        return facts | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
 
 
 @settings(rest="training")

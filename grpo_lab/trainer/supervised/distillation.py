@@ -50,9 +50,7 @@ def check_distillation(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """As ``checked``; ValueError for a β that names no divergence, too."""
     found = checked(DistillationConfig, arguments, "training")
     if not 0 <= found.get("beta", 1) <= 1:
-        raise ValueError(
-            f"`training.beta` is {found['beta']}; it is a number from 0 (KL of the student from the teacher) to 1"
-        )
+        raise ValueError(f"`training.beta` is {found['beta']}; it is a number from 0, KL(teacher ‖ student), to 1")
     return found
 
 
@@ -66,15 +64,12 @@ def distill(
     callbacks: list[Any] | None = None,
     train: Callable[[Any], None] | None = None,
 ) -> None:
-    """Train ``student`` on its own answers to ``prompts``; saved to ``output_dir`` (all processes join in).
+    """Train ``student`` on its own answers to the column ``prompt``, text or messages; saved to ``output_dir`` (all
+    processes join in).
 
     Args:
-        student: a model; trained.
-        teacher: a model over the same vocabulary; as it is.
-        tokenizer: of both.
-        prompts: with a column ``prompt``, text or messages; others are not read.
+        teacher: a model over the same vocabulary and ``tokenizer``; as it is.
         arguments: fields of ``trl.DistillationConfig``.
-        callbacks: of transformers' trainer.
         train: what trains the trainer; None: its ``train()``.
 
     Raises:
