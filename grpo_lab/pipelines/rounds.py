@@ -40,7 +40,7 @@ from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
 from grpo_lab.stages.train import MODEL, ColdStart, Dpo, Simpo, Train
 from grpo_lab.trainer.supervised.cold_start import check_cold_start
-from grpo_lab.trainer.supervised.preference import check_training
+from grpo_lab.trainer.supervised.methods import check_training
 
 ROUNDS = "rounds"
 Line = dict[str, Any]

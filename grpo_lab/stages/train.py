@@ -40,7 +40,7 @@ class Train:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.preference import check_training
+        from grpo_lab.trainer.supervised.methods import check_training
 
         check_training(self.method, self.training)
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
@@ -51,24 +51,21 @@ class Train:
         return self.learn(self.read(), at, reference, made_from)
 
     def read(self) -> list[dict[str, Any]]:
-        columns = ("prompt", "completion") if self.method == "sft" else ("prompt", "chosen", "rejected")
-        return [{name: row[name] for name in columns} for row in read_lines(Path(self.rows))]
+        from grpo_lab.trainer.supervised.methods import COLUMNS
+
+        return [{name: row[name] for name in COLUMNS[self.method]} for row in read_lines(Path(self.rows))]
 
     def learn(self, rows: list[dict[str, Any]], at: At, reference: Any, made_from: Any) -> Facts:
         from datasets import Dataset
 
+        from grpo_lab.trainer.supervised.methods import train_by
+
         of = ModelSection(path=self.model)
         model, tokenizer = (self.model, load_tokenizer(of)) if self.method == "reward" else load_model(of, self.seed)
         data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
+        more = {} if reference is None else {"ref_model": reference}
         with trained(at, tokenizer, rows, made_from or [self.model, arguments]) as (folder, training, counted):
-            if self.method == "sft":
-                from grpo_lab.trainer.supervised.cold_start import supervised
-
-                supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
-            else:
-                from grpo_lab.trainer.supervised.preference import prefer
-
-                prefer(self.method, model, tokenizer, data, folder, arguments, [counted], reference, training)
+            train_by(self.method, model, tokenizer, data, folder, arguments, [counted], training, **more)
         return counted.facts()
 
 
@@ -157,14 +154,15 @@ class Distill:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.distillation import check_distillation
+        from grpo_lab.trainer.supervised.methods import check_training
 
-        check_distillation(self.training)
+        check_training("distill", self.training)
         words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
         return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
 
     def run(self, at: At) -> Facts:
-        from grpo_lab.trainer.supervised.distillation import TokenBudget, distill
+        from grpo_lab.trainer.supervised.distillation import TokenBudget
+        from grpo_lab.trainer.supervised.methods import train_by
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
@@ -177,7 +175,8 @@ class Distill:
         arguments = {"seed": self.seed, **self.training}
         made_from = [self.model, self.teacher, self.tokens, arguments]
         with trained(at, tokenizer, rows.to_list(), made_from) as (folder, training, counted):
-            distill(student, teacher, tokenizer, rows, folder, arguments, [counted, budget], training)
+            parts: Any = {"callbacks": [counted, budget], "train": training, "teacher_model": teacher.eval()}
+            train_by("distill", student, tokenizer, rows, folder, arguments, **parts)
         return {**counted.facts(), "tokens": budget.generated}
 
 
