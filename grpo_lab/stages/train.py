@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -20,7 +19,6 @@ from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import read_lines
-from grpo_lab.trainer.supervised.stoppable import StoppableTraining
 
 MODEL, STOPPED = "model", "stopped"
 """Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
@@ -47,26 +45,15 @@ class Train:
 
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
-        known by, besides its rows; default: model and settings."""
-        return self.learn(self.read(), at, reference, made_from)
+        known by, besides its rows; default: all settings."""
+        model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
+        more = {} if reference is None else {"ref_model": reference}
+        return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
         from grpo_lab.trainer.supervised.methods import COLUMNS
 
         return [{name: row[name] for name in COLUMNS[self.method]} for row in read_lines(Path(self.rows))]
-
-    def learn(self, rows: list[dict[str, Any]], at: At, reference: Any, made_from: Any) -> Facts:
-        from datasets import Dataset
-
-        from grpo_lab.trainer.supervised.methods import train_by
-
-        of = ModelSection(path=self.model)
-        model, tokenizer = (self.model, load_tokenizer(of)) if self.method == "reward" else load_model(of, self.seed)
-        data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
-        more = {} if reference is None else {"ref_model": reference}
-        with trained(at, tokenizer, rows, made_from or [self.model, arguments]) as (folder, training, counted):
-            train_by(self.method, model, tokenizer, data, folder, arguments, [counted], training, **more)
-        return counted.facts()
 
 
 @settings(rest="training")
@@ -100,7 +87,8 @@ class RewardModel(Train):
         learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
         if not learned:
             raise ValueError(f"of {len(held)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
-        facts = self.learn(learned, at, reference, made_from)
+        tokenizer = load_tokenizer(ModelSection(path=self.model))
+        facts = learn(self, at, "reward", self.model, tokenizer, learned, made_from)
         right = PreferenceReward(str(at.folder / MODEL)).pair_accuracy(held)
         return facts | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
 
@@ -117,15 +105,15 @@ class ColdStart:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.cold_start import check_cold_start
+        from grpo_lab.trainer.supervised.methods import check_training
 
-        check_cold_start(self.training)
+        check_training("sft", self.training, "cold_start")
         rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
     def run(self, at: At, rows: Any = None) -> Facts:
         """``rows``: of ``data``, where they are loaded already."""
-        from grpo_lab.trainer.supervised.cold_start import cold_start
+        from grpo_lab.trainer.supervised.methods import worked_pairs
 
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
@@ -134,10 +122,7 @@ class ColdStart:
                 tokenizer.save_pretrained(folder)
             return {"steps": 0, "loss": None}
         rows = load_rows(self.data, "data") if rows is None else rows
-        arguments = {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, rows.to_list(), arguments) as (folder, training, counted):
-            cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
-        return counted.facts()
+        return learn(self, at, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
 
 
 @settings(rest="training")
@@ -162,7 +147,6 @@ class Distill:
 
     def run(self, at: At) -> Facts:
         from grpo_lab.trainer.supervised.distillation import TokenBudget
-        from grpo_lab.trainer.supervised.methods import train_by
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
@@ -171,13 +155,10 @@ class Distill:
                 f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
                 "says of a token is about another one. Take a teacher of the same family, or `sft` on its samples"
             )
-        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]), TokenBudget(self.tokens)
-        arguments = {"seed": self.seed, **self.training}
-        made_from = [self.model, self.teacher, self.tokens, arguments]
-        with trained(at, tokenizer, rows.to_list(), made_from) as (folder, training, counted):
-            parts: Any = {"callbacks": [counted, budget], "train": training, "teacher_model": teacher.eval()}
-            train_by("distill", student, tokenizer, rows, folder, arguments, **parts)
-        return {**counted.facts(), "tokens": budget.generated}
+        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]).to_list(), TokenBudget(self.tokens)
+        parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
+        facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
+        return {**facts, "tokens": budget.generated}
 
 
 @settings()
@@ -198,20 +179,34 @@ class Merge:
         return {}
 
 
-@contextmanager
-def trained(
-    at: At, tokenizer: Any, rows: Any, made_from: Any
-) -> Iterator[tuple[Path, StoppableTraining, TrainingFacts]]:
-    """Where the model of a training goes (`model/`), what trains it, and what is counted of it; one that was stopped is
-    gone on with from `stopped/`, where it is of the same ``rows`` and ``made_from``."""
+def learn(
+    stage: Train | ColdStart | Distill,
+    at: At,
+    method: str,
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, Any]],
+    made_from: Any = None,
+    callbacks: Sequence[Any] = (),
+    **more: Any,
+) -> Facts:
+    """`model/`, by `train_by` with ``more``, and its facts. A training that was stopped is gone on with from
+    `stopped/`, where it is of the same ``rows`` and ``made_from`` (default: the stage's settings)."""
+    from datasets import Dataset
+
+    from grpo_lab.trainer.supervised.methods import train_by
+
     counted = TrainingFacts(at.folder / "metrics.jsonl")
-    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
+    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or asdict(stage))) as training:
         counted.begin(training.step)
         with whole_folder(at.folder / MODEL) as place:
-            yield place, training, counted
+            more |= {"callbacks": [counted, *callbacks], "train": training}
+            arguments = {"seed": stage.seed, **stage.training}
+            train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)
             (place / "training_args.bin").unlink(missing_ok=True)  # pickled, and it names this machine
     training.done()
+    return counted.facts()
 
 
 class TrainingFacts(MetricsFile):

@@ -1,5 +1,5 @@
-"""Training by TRL's trainers that are not RL's: on rows (SFT), on pairs (DPO, SimPO, reward models), by a teacher. The
-losses are TRL's, untouched.
+"""Training by TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward models), by
+a teacher. The losses are TRL's, untouched.
 
 The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from grpo_lab.engines.sampler import in_form_of
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
@@ -65,6 +66,23 @@ def train_by(
     trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
+
+
+def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any) -> None:
+    """`train_by` SFT on ``prompt`` → ``worked_solution``."""
+    train_by("sft", model, tokenizer, Dataset.from_list(worked_pairs(rows)), output_dir, *how, where="cold_start")
+
+
+def worked_pairs(rows: Dataset) -> list[dict[str, Any]]:
+    """Rows of SFT out of problems. ``ValueError`` where they have no ``worked_solution``."""
+    check_rows(rows)
+    return [{"prompt": row["prompt"], "completion": in_form_of(row["prompt"], row["worked_solution"])} for row in rows]
+
+
+def check_rows(rows: Dataset) -> None:
+    """``ValueError`` for rows that have no ``worked_solution``."""
+    if "worked_solution" not in rows.column_names:
+        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
 
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
