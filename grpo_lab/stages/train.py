@@ -19,6 +19,7 @@ from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import read_lines
+from grpo_lab.trainer.supervised.methods import COLUMNS, check_training, train_by, worked_pairs
 
 MODEL, STOPPED = "model", "stopped"
 """Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
@@ -38,8 +39,6 @@ class Train:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.methods import check_training
-
         check_training(self.method, self.training)
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
@@ -51,8 +50,6 @@ class Train:
         return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
-        from grpo_lab.trainer.supervised.methods import COLUMNS
-
         return [{name: row[name] for name in COLUMNS[self.method]} for row in read_lines(Path(self.rows))]
 
 
@@ -105,16 +102,12 @@ class ColdStart:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.methods import check_training
-
         check_training("sft", self.training, "cold_start")
         rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
     def run(self, at: At, rows: Any = None) -> Facts:
         """``rows``: of ``data``, where they are loaded already."""
-        from grpo_lab.trainer.supervised.methods import worked_pairs
-
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
             with whole_folder(at.folder / MODEL) as folder:
@@ -139,8 +132,6 @@ class Distill:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.methods import check_training
-
         check_training("distill", self.training)
         words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
         return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
@@ -193,8 +184,6 @@ def learn(
     """`model/`, by `train_by` with ``more``, and its facts. A training that was stopped is gone on with from
     `stopped/`, where it is of the same ``rows`` and ``made_from`` (default: the stage's settings)."""
     from datasets import Dataset
-
-    from grpo_lab.trainer.supervised.methods import train_by
 
     counted = TrainingFacts(at.folder / "metrics.jsonl")
     with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or asdict(stage))) as training:

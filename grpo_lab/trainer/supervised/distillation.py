@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import TrainerCallback
-from trl import DistillationConfig as DistillationConfig
 from trl import DistillationTrainer
 
 from grpo_lab.trainer.resume.going_on import InOrder

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
+from trl import DistillationConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from grpo_lab.engines.sampler import in_form_of
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
+from grpo_lab.trainer.supervised.distillation import Distillation
 from grpo_lab.trainer.supervised.preference import weighted_cpo, weighted_dpo
 
 PAIR = ("prompt", "chosen", "rejected")
@@ -104,16 +105,7 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
 @cache
 def trl_of(method: str) -> tuple[Any, Any]:
     """The configuration and the trainer of a method."""
-    if method == "dpo":
-        return weighted_dpo()
-    if method == "simpo":
-        return weighted_cpo()
-    if method == "reward":
-        from trl import RewardConfig, RewardTrainer
-
-        return RewardConfig, RewardTrainer
-    if method == "distill":
-        from grpo_lab.trainer.supervised.distillation import Distillation, DistillationConfig
-
-        return DistillationConfig, Distillation
-    return SFTConfig, SFTTrainer
+    if method in ("dpo", "simpo"):
+        return weighted_dpo() if method == "dpo" else weighted_cpo()
+    others = {"reward": (RewardConfig, RewardTrainer), "distill": (DistillationConfig, Distillation)}
+    return others.get(method, (SFTConfig, SFTTrainer))
