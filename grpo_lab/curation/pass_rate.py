@@ -274,17 +274,16 @@ def guess_rates(
     score: Score,
     tries: int = 8,
     *,
-    request: str = ANSWER_ONLY,
     settings: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> list[PassRate]:
-    """Pass rates of the problems with `request` added to every prompt; ``how``: as in `pass_rates`.
+    """Pass rates of the problems with `ANSWER_ONLY` added to every prompt; ``how``: as in `pass_rates`.
 
     `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
     template's thinking has to be off.
     """
-    asked = [{**problem, "prompt": answer_only(problem["prompt"], request)} for problem in problems]
-    made_with = {**(settings or {}), "request": request}
+    asked = [{**problem, "prompt": answer_only(problem["prompt"])} for problem in problems]
+    made_with = {**(settings or {}), "request": ANSWER_ONLY}
     return pass_rates(asked, generate, score, tries, settings=made_with, label="guesses", **how)
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from trl import DistillationConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DistillationConfig, DPOConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from grpo_lab.engines.sampler import in_form_of
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
-from grpo_lab.trainer.supervised.preference import weighted_cpo, weighted_dpo
+from grpo_lab.trainer.supervised.preference import WeightedDPOTrainer, weighted_cpo
 
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
@@ -105,7 +105,7 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
 @cache
 def trl_of(method: str) -> tuple[Any, Any]:
     """The configuration and the trainer of a method."""
-    if method in ("dpo", "simpo"):
-        return weighted_dpo() if method == "dpo" else weighted_cpo()
-    others = {"reward": (RewardConfig, RewardTrainer), "distill": (DistillationConfig, Distillation)}
-    return others.get(method, (SFTConfig, SFTTrainer))
+    if method == "simpo":
+        return weighted_cpo()
+    of = {"dpo": (DPOConfig, WeightedDPOTrainer), "reward": (RewardConfig, RewardTrainer)}
+    return {**of, "distill": (DistillationConfig, Distillation)}.get(method, (SFTConfig, SFTTrainer))

@@ -19,6 +19,7 @@ import os
 from typing import Any
 
 import torch
+from trl import DPOTrainer
 
 WEIGHT = "rewards/weight"
 
@@ -31,6 +32,38 @@ def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float 
         margin: SimPO's γ.
     """
     return torch.sigmoid(rejected - chosen + margin)
+
+
+class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
+    """For the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the rewards before it
+    logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the models' way
+    out."""
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        seen: list[torch.Tensor] = []
+
+        def note(_module: Any, _inputs: Any, out: Any) -> None:
+            if (found := getattr(out, "log_probs", None)) is not None:
+                seen.append(found.detach())
+
+        models = [one for one in (self.model, self.ref_model) if one is not None]
+        hooks = [self.accelerator.unwrap_model(one).register_forward_hook(note) for one in models]
+        mode = "train" if self.model.training else "eval"
+        try:
+            loss = super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
+            length = inputs["completion_mask"].shape[1] - 1
+            # the two halves of TRL's batch: chosen and rejected
+            policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
+            saved = self.precompute_ref_logps
+            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+            rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
+            weights = self.accelerator.gather(implicit_weight(*rewards))
+            self._metrics[mode][WEIGHT].append(weights.mean().item())
+        return loss
 
 
 def weighted_cpo() -> tuple[Any, Any]:
@@ -50,41 +83,3 @@ def weighted_cpo() -> tuple[Any, Any]:
             return found
 
     return CPOConfig, WeightedCPOTrainer
-
-
-def weighted_dpo() -> tuple[Any, Any]:
-    """Configuration and trainer."""
-    from trl import DPOConfig, DPOTrainer
-
-    class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
-        """For the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the rewards before it
-        logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the models' way
-        out."""
-
-        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
-            seen: list[torch.Tensor] = []
-
-            def note(_module: Any, _inputs: Any, out: Any) -> None:
-                if (found := getattr(out, "log_probs", None)) is not None:
-                    seen.append(found.detach())
-
-            models = [one for one in (self.model, self.ref_model) if one is not None]
-            hooks = [self.accelerator.unwrap_model(one).register_forward_hook(note) for one in models]
-            mode = "train" if self.model.training else "eval"
-            try:
-                loss = super()._compute_loss(model, inputs, return_outputs)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
-                length = inputs["completion_mask"].shape[1] - 1
-                # the two halves of TRL's batch: chosen and rejected
-                policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
-                saved = self.precompute_ref_logps
-                reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
-                rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
-                weights = self.accelerator.gather(implicit_weight(*rewards))
-                self._metrics[mode][WEIGHT].append(weights.mean().item())
-            return loss
-
-    return DPOConfig, WeightedDPOTrainer
