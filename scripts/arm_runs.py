@@ -29,7 +29,7 @@ Point = dict[str, float]
 
 def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
     """The model after the recipe's cold start, which all arms begin from; made once (the tokenizer is written last)."""
-    from grpo_lab.trainer.supervised.cold_start import cold_start
+    from grpo_lab.trainer.supervised.methods import cold_start
 
     if not (start / "tokenizer_config.json").is_file():
         if recipe.cold_start is None:

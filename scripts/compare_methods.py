@@ -165,7 +165,7 @@ def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point
 
 def by_solutions(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """TRL's SFT on the problems' own worked solutions: a teacher's, nothing is generated."""
-    from grpo_lab.trainer.supervised.cold_start import cold_start
+    from grpo_lab.trainer.supervised.methods import cold_start
 
     recipe = read_recipe(ROOT / arm.recipe, {**changes_asked(options), "data.seed": seed})
     model, tokenizer = load_model(

@@ -48,7 +48,7 @@ def make_long_winded(model: str, folder: Path, seed: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_lab.data import word_problems
-    from grpo_lab.trainer.supervised.cold_start import cold_start
+    from grpo_lab.trainer.supervised.methods import cold_start
 
     rows = word_problems(6000, seed=seed, split="cold_start", steps=(1, 3), largest=20, template="chat")
     rng = random.Random(seed)

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {"steps": (1, 3), "largest": 20, "template": "chat", 
 
 def teach(folder: Path) -> None:
     from grpo_lab.testing import tiny_model
-    from grpo_lab.trainer.supervised.cold_start import cold_start
+    from grpo_lab.trainer.supervised.methods import cold_start
 
     model, tokenizer = tiny_model(
         architecture="qwen2",

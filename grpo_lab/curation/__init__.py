@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_lab.curation.domains import question_domain
 from grpo_lab.curation.duplicates import Contamination, Deduplicated, contaminated, deduplicate, find_contamination
 from grpo_lab.curation.kinds import question_kind
-from grpo_lab.curation.pass_rate import (
-    PassRate,
-    Written,
-    answer_only,
-    fail_best_of,
-    guess_rates,
-    guessable,
-    keep_band,
-    pass_rates,
-)
+from grpo_lab.curation.pass_rate import PassRate, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 from grpo_lab.curation.rejection import (
     Sampled,
     contrast_pairs,
@@ -61,7 +52,6 @@ __all__ = [
     "contaminated",
     "contrast_pairs",
     "deduplicate",
-    "fail_best_of",
     "find_contamination",
     "guess_rates",
     "guessable",

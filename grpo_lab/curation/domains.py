@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-_READ_AT_MOST: Final = 20_000  # characters
-_DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)
+from grpo_lab.curation.kinds import DRAWING, READ_AT_MOST
+
 _UNKNOWN = re.compile(r"\$[^$]{0,60}\b[a-z]\b|\\\[|\b[fgx]\(")
 
 _WORDS: Final[dict[str, dict[int, str]]] = {
@@ -89,8 +89,8 @@ def question_domain(text: str) -> str:
     """The subject of a question of mathematics, from its text alone; one of `DOMAINS`."""
     if not isinstance(text, str):
         raise ValueError(f"question_domain reads one question as a str; got {type(text).__name__}")
-    read = text[:_READ_AT_MOST]
-    said = _DRAWING.sub(" ", read)
+    read = text[:READ_AT_MOST]
+    said = DRAWING.sub(" ", read)
     weights: dict[str, int] = dict.fromkeys(DOMAINS, 0)
     for domain, weight, rule in _RULES:
         weights[domain] += weight * min(2, len({found.casefold() for found in rule.findall(said)}))

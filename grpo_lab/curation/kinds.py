@@ -26,9 +26,9 @@ from typing import Final, Literal
 QuestionKind = Literal["open", "multiple_choice", "true_false", "proof"]
 KINDS: Final[tuple[QuestionKind, ...]] = ("open", "multiple_choice", "true_false", "proof")
 
-_READ_AT_MOST: Final = 20_000  # characters kept from each end of a longer text
+READ_AT_MOST: Final = 20_000  # characters kept from each end of a longer text
 
-_DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)  # a program, whose labels look like options
+DRAWING = re.compile(r"\[asy\].*?(?:\[/asy\]|\Z)", re.DOTALL)  # a program, whose labels look like options
 _WRAPPED = r"\\(?:textbf|text|mathrm|mathbf|textrm|textit|bf|rm)\s?\{\s?"
 # (A)   \textbf{(A)}   （A）   and not P(A) or f(A): nothing that could name a function directly before it
 _PARENTHESES = re.compile(rf"(?:{_WRAPPED}|(?<![\w}}\])'\\^]))[(（]\s?([A-Z])\s?[)）]")
@@ -128,9 +128,9 @@ def question_kind(text: str) -> QuestionKind:
     """
     if not isinstance(text, str):
         raise ValueError(f"question_kind reads one question as a str; got {type(text).__name__}")
-    if len(text) > 2 * _READ_AT_MOST:
-        text = text[:_READ_AT_MOST] + "\n" + text[-_READ_AT_MOST:]
-    text = _DRAWING.sub(" ", text).strip()
+    if len(text) > 2 * READ_AT_MOST:
+        text = text[:READ_AT_MOST] + "\n" + text[-READ_AT_MOST:]
+    text = DRAWING.sub(" ", text).strip()
     options = _options(text)
     if options:
         return "true_false" if _two_valued(options) else "multiple_choice"

@@ -139,15 +139,18 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
         )
     cuts = [sum(one.cut for one in group) if isinstance(group[0], Written) else None for group in groups]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
-    names = dict.fromkeys(name for problem in problems for name in problem if name != "prompt")
-    given = score(
-        prompts=[prompt for prompt in prompts for _ in range(n)],
-        completions=[completion for group in groups for completion in group],
-        **{name: [problem.get(name) for problem in problems for _ in range(n)] for name in names},
-    )
-    scores = checked_scores(given, n * len(prompts), "`score`", nan=False)
+    each = [(problem, completion) for problem, group in zip(problems, groups) for completion in group]
+    scores = scores_of(each, score)
     places = range(0, len(scores), n)
     return [PassRate(tuple(scores[at : at + n]), tuple(group), cut) for at, group, cut in zip(places, groups, cuts)]
+
+
+def scores_of(answers: Sequence[tuple[Problem, Any]], score: Score) -> list[float | None]:
+    """What a reward says of (problem, completion) pairs; every column of the problems goes to it."""
+    names = dict.fromkeys(name for problem, _ in answers for name in problem if name != "prompt")
+    columns = {name: [problem.get(name) for problem, _ in answers] for name in names}
+    given = score(prompts=[one["prompt"] for one, _ in answers], completions=[one for _, one in answers], **columns)
+    return checked_scores(given, len(answers), "`score`", nan=False)
 
 
 @contextmanager
@@ -262,13 +265,6 @@ def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0
     return [rate is not None and low < rate < high for rate in rates]
 
 
-def fail_best_of(rates: Sequence[PassRate], n: int) -> list[bool]:
-    """Which problems fail best-of-n: none of their first n samples is right, and each of these was scored."""
-    if short := [len(rate.scores) for rate in rates if len(rate.scores) < n]:
-        raise ValueError(f"fail_best_of={n}, and a problem has {short[0]} samples; at least {n} are needed")
-    return [all(score is not None and score < CORRECT_FROM for score in rate.scores[:n]) for rate in rates]
-
-
 ANSWER_ONLY = "Give only the final answer. No explanation, no working, no other words.\nAnswer:"
 
 
@@ -278,17 +274,16 @@ def guess_rates(
     score: Score,
     tries: int = 8,
     *,
-    request: str = ANSWER_ONLY,
     settings: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> list[PassRate]:
-    """Pass rates of the problems with `request` added to every prompt; ``how``: as in `pass_rates`.
+    """Pass rates of the problems with `ANSWER_ONLY` added to every prompt; ``how``: as in `pass_rates`.
 
     `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
     template's thinking has to be off.
     """
-    asked = [{**problem, "prompt": answer_only(problem["prompt"], request)} for problem in problems]
-    made_with = {**(settings or {}), "request": request}
+    asked = [{**problem, "prompt": answer_only(problem["prompt"])} for problem in problems]
+    made_with = {**(settings or {}), "request": ANSWER_ONLY}
     return pass_rates(asked, generate, score, tries, settings=made_with, label="guesses", **how)
 
 

@@ -13,6 +13,7 @@ Two answers are the same way of solving if ``same`` maps their texts to the same
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +147,7 @@ def right_answers(
     """
     _check_limit(per_problem)
     built: Rows = []
-    unsound = solved = ways = 0
+    found = Counter[str]()
     for row in rows:
         good = [text_of(row.completions[place]) for place in row.right]
         passed = [text for text in good if sound is None or sound(text)]
@@ -155,14 +156,12 @@ def right_answers(
             if row.columns.get(gold) is None:
                 raise ValueError(f"a problem has no {gold!r}, asked for as gold; its columns: {sorted(row.columns)}")
             reference = str(row.columns[gold])
-            built.append(_answer(row, reference, "gold"))
         own = _ways(passed, same, reference)
-        unsound += len(good) - len(passed)
-        solved += bool(passed)
-        ways += len(own)
-        built += [_answer(row, text, "own") for text in own[:per_problem]]
-    golds = sum(one["source"] == "gold" for one in built)
-    return built, _counts(rows, solved, unsound, ways, len(built), golds)
+        found.update(solved=bool(passed), unsound=len(good) - len(passed), ways=len(own), gold=reference is not None)
+        for source, texts in (("gold", [] if reference is None else [reference]), ("own", own[:per_problem])):
+            said = [{"completion": in_form_of(row.prompt, text), "source": source} for text in texts]
+            built += [{**row.columns, "prompt": row.prompt, **one} for one in said]
+    return built, _counts(rows, found, len(built))
 
 
 def contrast_pairs(
@@ -176,19 +175,14 @@ def contrast_pairs(
     """
     _check_limit(per_problem)
     built: Rows = []
-    solved = ways = 0
+    found = Counter[str]()
     for row in rows:
         chosen, rejected = (_firsts(row, places, same) for places in (row.right, row.wrong))
-        solved, ways = solved + bool(chosen), ways + len(chosen)
+        found.update(solved=bool(chosen), ways=len(chosen))
         count = max(len(chosen), len(rejected)) if chosen and rejected else 0
         for number in range(count)[:per_problem]:
             built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
-    return built, _counts(rows, solved, 0, ways, len(built), 0)
-
-
-def _answer(row: Sampled, text: str, source: str) -> dict[str, Any]:
-    said = {"prompt": row.prompt, "completion": in_form_of(row.prompt, text), "source": source}
-    return {**row.columns, **said}
+    return built, _counts(rows, found, len(built))
 
 
 def text_of(completion: Any) -> str:
@@ -239,17 +233,17 @@ def _pair(row: Sampled, chosen: int, rejected: int) -> dict[str, Any]:
     }
 
 
-def _counts(rows: Sequence[Sampled], solved: int, unsound: int, ways: int, kept: int, gold: int) -> dict[str, int]:
+def _counts(rows: Sequence[Sampled], found: Counter[str], kept: int) -> dict[str, int]:
     return {
         "problems": len(rows),
-        "solved": solved,
+        "solved": found["solved"],
         "samples": sum(len(row.completions) for row in rows),
         "scored": sum(score is not None for row in rows for score in row.scores),
         "right": sum(len(row.right) for row in rows),
-        "unsound": unsound,
-        "ways": ways,
+        "unsound": found["unsound"],
+        "ways": found["ways"],
         "kept": kept,
-        "gold": gold,
+        "gold": found["gold"],
     }
 
 

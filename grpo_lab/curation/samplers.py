@@ -142,19 +142,11 @@ class CurriculumSampler(RoundSampler):
 
     Where N is no multiple of `batch_size`, random rows are left out of an epoch, or the hardest would never be seen.
 
-    Args: pass_rates: one a row, in [0, 1]; the others as in `RoundSampler`.
+    Args: pass_rates: one a row, in [0, 1]; shape: as in `RoundSampler`.
     """
 
-    def __init__(
-        self,
-        data_source: Sized,
-        pass_rates: Sequence[float],
-        mini_repeat_count: int,
-        batch_size: int = 1,
-        repeat_count: int = 1,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+    def __init__(self, data_source: Sized, pass_rates: Sequence[float], *shape: int, **more: int) -> None:
+        super().__init__(data_source, *shape, **more)
         self._rates = checked_rates(pass_rates, self.num_samples)
 
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
@@ -180,26 +172,23 @@ class UniformThenHardSampler(RoundSampler):
         self,
         data_source: Sized,
         pass_rates: Sequence[float],
-        mini_repeat_count: int,
-        batch_size: int = 1,
-        repeat_count: int = 1,
-        seed: int = 0,
-        *,
+        *shape: int,
         uniform_rounds: int,
         hard_below: float = 0.5,
         floor: float = 0.0,
+        **more: int,
     ) -> None:
-        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+        super().__init__(data_source, *shape, **more)
         if uniform_rounds < 0:
             raise ValueError(f"uniform_rounds={uniform_rounds} is negative")
         if not 0 <= floor <= 1:
             raise ValueError(f"floor={floor} is not in [0, 1]")
         self.uniform_rounds, self.floor = uniform_rounds, floor
         self._hard = torch.nonzero(checked_rates(pass_rates, self.num_samples) < hard_below).flatten()
-        if len(self._hard) < batch_size:
+        if len(self._hard) < self.batch_size:
             raise ValueError(
                 f"{len(self._hard)} problems have a pass rate below hard_below={hard_below}; "
-                f"a round needs batch_size={batch_size}"
+                f"a round needs batch_size={self.batch_size}"
             )
         self._weights = torch.full((self.num_samples,), floor, dtype=torch.float64)
         self._weights[self._hard] = 1.0
@@ -240,16 +229,13 @@ class PrioritizedSampler(RoundSampler):
     def __init__(
         self,
         data_source: Sized,
-        mini_repeat_count: int,
-        batch_size: int = 1,
-        repeat_count: int = 1,
-        seed: int = 0,
-        *,
+        *shape: int,
         initial: float | Sequence[float] = 0.0,
         floor: float = 0.05,
         decay: float = 0.8,
+        **more: int,
     ) -> None:
-        super().__init__(data_source, mini_repeat_count, batch_size, repeat_count, seed)
+        super().__init__(data_source, *shape, **more)
         if not 0 < floor <= 1:
             raise ValueError(f"floor={floor} is not in (0, 1]; without a floor a solved problem would starve")
         if not 0 <= decay <= 1:

@@ -73,11 +73,9 @@ class CurationRecipe:
         measure = [name for name in ("band", "guessable", "hardest") if getattr(self.filters, name) is not None]
         if self.model is None and measure:
             raise ValueError(f"`filters.{measure[0]}` needs a `model` to measure with; add one")
-        best_of = self.filters.band and self.filters.band.fail_best_of
-        if best_of and best_of > self.sampling.n_samples:
-            raise ValueError(
-                f"`filters.band.fail_best_of` is {best_of} and `n_samples` {self.sampling.n_samples}; it needs as many"
-            )
+        best_of, n = self.filters.band and self.filters.band.fail_best_of, self.sampling.n_samples
+        if best_of and best_of > n:
+            raise ValueError(f"`filters.band.fail_best_of` is {best_of} and `n_samples` {n}; it needs as many")
         if self.model is not None and self.model.path is None:
             raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
 
@@ -165,7 +163,7 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
     if recipe.model is not None:
         room = partial(leave_room, model=str(recipe.model.path))
         found.append(Stage("room", room, lambda: samples or {}, remembered=False, whole=True))
-        found.append(stage("band", partial(measure_pass_rates, band=filters.band), filters.band, False, ("room",)))
+        found.append(stage("band", partial(measure_pass_rates, filters=filters), filters.band, False, ("room",)))
         if filters.guessable is not None:
             found.append(stage("guessable", filters.guessable.apply, filters.guessable, False, ("room",)))
     last = [(name, rules) for name in ("balance", "hardest") if (rules := getattr(filters, name)) is not None]
@@ -176,7 +174,7 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
     rows, samples, file = resolve(recipe, overwrite, here_only=True)[0].rows, None, recipe.output_dir / PASS_RATES
     columns = [] if rows is None else rows.column_names
-    if recipe.model is not None and to_be_measured(columns, recipe.filters.band):
+    if recipe.model is not None and to_be_measured(columns, recipe.filters):
         samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
     plan = plan_of(stages_of(recipe, samples))
     return {"rows": count_of(rows, recipe.data), **plan, "output folder": str(recipe.output_dir)}

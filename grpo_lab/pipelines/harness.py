@@ -10,10 +10,12 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.curation.pass_rate import scores_of
 from grpo_lab.engines.sampler import context_of_config, in_form_of, render_prompt, too_long
 from grpo_lab.evaluation.result import as_text
 from grpo_lab.io import write_json_lines, write_whole_text
@@ -23,12 +25,13 @@ from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ModelSection, RewardSection
 from grpo_lab.settings import read
-from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
+from grpo_lab.stages.sample import read_lines
+from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 ROWS = "rows.jsonl"
 _SAID = {"model", "tokenizer", "data", "like", "source", "split", "template", "limit", "mode", "max_new_tokens"}
-_SAID |= {"output", "overwrite", "command", "traceback", "verbose"}
+_SAID |= {"output", "command", "traceback", "verbose"}
 _TASK = """\
 # {about}
 # Written by `grpo-lab harness`; run by
@@ -75,73 +78,63 @@ def run(known: argparse.Namespace) -> int:
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a task of the harness; leave it out")
     if known.output is None:
         raise ValueError("--output is missing: name a new folder for the task")
-    print(write_task(known.model, plan_of(known), known.output, known.tokenizer, known.overwrite))
+    print(write_task(known.model, plan_of(known), known.output, known.tokenizer))
     return 0
 
 
-def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None, overwrite: bool = False) -> str:
-    """The task folder; returns the command that runs it. ValueError: the folder holds something else, a prompt cannot
-    be rendered, none leaves room for a completion."""
+def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None) -> str:
+    """The task folder; returns the command that runs it. ValueError: the folder is not empty, a prompt cannot be
+    rendered, none leaves room for a completion."""
     name = re.sub(r"\W", "_", folder.name)
-    ours = {f"{name}.yaml", f"{name}.py", ROWS, "__pycache__"}
-    there = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if there and not (overwrite and there <= ours):
-        said = "something else" if there - ours else "a task already: choose another, or give --overwrite"
-        raise ValueError(f"--output {str(folder)!r} holds {said}")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"--output {str(folder)!r} is not empty; name a new folder for the task")
     found = tokenizer_and_config(ModelSection(path=model, tokenizer=tokenizer), here_only=False)
     if found is None:
         raise ValueError(f"{model!r} is an adapter, of which there is no chat template or context here; merge it first")
-    words, config = found
-    build_reward(plan.section.reward, "evaluation.reward")
-    lines, left_out, bos = _lines(plan, words, context_of_config(config))
+    words, context = found[0], context_of_config(found[1])
+    reward = {"name": plan.section.reward.name, **plan.section.reward.arguments}
+    _judge(json.dumps(reward))
+    rows = load_rows(plan.section.data, "evaluation.data").to_list()
+    prompts = [render_prompt(row["prompt"], words) for row in rows]
+    fits = [context is None or len(one.ids) + plan.max_new_tokens <= context for one in prompts]
+    if context is not None and not any(fits):
+        raise ValueError(too_long("shortest", min(len(one.ids) for one in prompts), plan.max_new_tokens, context))
+    lines = [
+        {"prompt": one.text, "solution": as_text(row.get("solution")) or "", "row": json.dumps(encodable(row))}
+        for row, one in compress(zip(rows, prompts, strict=True), fits)
+    ]
+    # whether text is tokenized with the tokenizer's own first token
+    bos = all(list(words(one.text)["input_ids"]) == one.ids for one in compress(prompts, fits))
     arguments = f"pretrained={model}" + ("" if tokenizer is None else f",tokenizer={tokenizer}")
     arguments += "" if bos else ",add_bos_token=False"
     command = f"lm_eval --model hf --model_args {arguments} --include_path {folder} --tasks {name} --log_samples"
+    left_out = len(rows) - len(lines)
     about = f"{len(lines):,} rows of {plan.section.data.loader}; {left_out:,} more have prompts too long for the model"
     folder.mkdir(parents=True, exist_ok=True)
     write_json_lines(folder / ROWS, lines)
-    reward = {"name": plan.section.reward.name, **plan.section.reward.arguments}
     write_whole_text(folder / f"{name}.py", _FUNCTIONS.format(name=name, reward=reward))
     task = _TASK.format(about=about, command=command, name=name, tokens=plan.max_new_tokens)
     write_whole_text(folder / f"{name}.yaml", task)  # the last: a task is whole, or none
     return f"{about}\n{command} --output_path {folder.parent / f'{name}-results'}"
 
 
-def _lines(plan: HeldOut, words: Any, context: int | None) -> tuple[list[dict[str, Any]], int, bool]:
-    """Rows of the task, how many have no room, and whether text is tokenized with the tokenizer's own first token."""
-    kept, lengths, bos = [], [], True
-    for row in load_rows(plan.section.data, "evaluation.data"):
-        prompt = render_prompt(row["prompt"], words)
-        lengths.append(len(prompt.ids))
-        if context is None or lengths[-1] + plan.max_new_tokens <= context:
-            bos = bos and list(words(prompt.text)["input_ids"]) == prompt.ids
-            gold = as_text(row.get("solution")) or ""
-            kept.append({"prompt": prompt.text, "solution": gold, "row": json.dumps(encodable(dict(row)))})
-    if context is not None and not kept:
-        raise ValueError(too_long("shortest", min(lengths), plan.max_new_tokens, context))
-    return kept, len(lengths) - len(kept), bos
-
-
 def task_rows(beside: str) -> dict[str, Any]:
     """The harness's data set: the rows beside a task's file."""
     from datasets import Dataset
 
-    lines = (Path(beside).parent / ROWS).read_text(encoding="utf-8").split("\n")
-    return {"test": Dataset.from_list([json.loads(line) for line in lines if line])}
+    return {"test": Dataset.from_list(read_lines(Path(beside).parent / ROWS))}
 
 
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:
     """The metrics of one completion: `accuracy` where the reward can score it, and `unscorable`."""
-    judge = _judge(json.dumps(reward, sort_keys=True))
-    columns = {name: [value] for name, value in json.loads(row["row"]).items() if name != "completion"}
-    prompts = columns.pop("prompt")
-    given = judge(prompts=prompts, completions=[in_form_of(prompts[0], text)], **columns)
-    score = checked_scores(given, 1, f"the reward {reward['name']!r}", nan=False)[0]
+    columns = {name: value for name, value in json.loads(row["row"]).items() if name != "completion"}
+    answer = in_form_of(columns["prompt"], text)
+    score = scores_of([(columns, answer)], _judge(json.dumps(reward)))[0]
     if score is None:
         return {"unscorable": 1.0}
     return {"accuracy": float(score >= CORRECT_FROM), "unscorable": 0.0}
 
 
-@lru_cache(maxsize=8)
+@cache
 def _judge(reward: str) -> Any:
     return build_reward(read(RewardSection, json.loads(reward), "REWARD"), "evaluation.reward")

@@ -44,7 +44,7 @@ from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
 from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train
-from grpo_lab.trainer.supervised.preference import check_training
+from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"
 

@@ -39,8 +39,7 @@ from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
 from grpo_lab.stages.train import MODEL, ColdStart, Dpo, Simpo, Train
-from grpo_lab.trainer.supervised.cold_start import check_cold_start
-from grpo_lab.trainer.supervised.preference import check_training
+from grpo_lab.trainer.supervised.methods import check_training
 
 ROUNDS = "rounds"
 Line = dict[str, Any]
@@ -131,7 +130,7 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
     settings = check_training(recipe.method, recipe.training)
     check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
-        check_cold_start(recipe.cold_start.arguments)
+        check_training("sft", recipe.cold_start.arguments, "cold_start")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
     found = check_folder(recipe, overwrite)

@@ -143,7 +143,7 @@ def _make_start(job: Job, start: Path) -> None:
     config = job.config
     model, tokenizer = load_model(job.model, config.seed)
     if job.cold_start is not None:
-        from grpo_lab.trainer.supervised.cold_start import cold_start
+        from grpo_lab.trainer.supervised.methods import cold_start
 
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}

@@ -15,7 +15,7 @@ from grpo_lab.recipe.rows import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
-from grpo_lab.trainer.supervised.cold_start import check_cold_start, check_rows
+from grpo_lab.trainer.supervised.methods import check_rows, check_training
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -194,7 +194,7 @@ def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, he
 
     A dry run (``here_only``) makes few of them, where more would show nothing else.
     """
-    settings = check_cold_start(section.arguments)
+    settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")
     if here_only:
         count, data = section.data.arguments.get("n"), section.data

@@ -140,15 +140,8 @@ class TokenClassificationSteps(SplitStepReward):
         """p(good) at every token, a list a row."""
         import torch
 
-        width, pad = max(map(len, batch)), getattr(self.model_tokenizer, "pad_token_id", None) or 0
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in batch])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in batch])
         if self._model is None:
-            from transformers import AutoModelForTokenClassification as Kind
-
-            self._model, loading = Kind.from_pretrained(self.source, output_loading_info=True)
-            if lacking := sorted(loading["missing_keys"]):
-                raise ValueError(f"the weights of {self.source!r} lack {lacking}: its scores would be random")
+            self._model = saved_weights(self.source, "TokenClassification")
         if self.device is None:
             from accelerate import PartialState
 
@@ -157,8 +150,10 @@ class TokenClassificationSteps(SplitStepReward):
             device = torch.device(self.device)
         if self._model.training or next(self._model.parameters()).device != device:
             self._model = self._model.to(device).eval()
+        padded = padded_ids(batch, getattr(self.model_tokenizer, "pad_token_id", None) or 0, device)
+        width = padded["input_ids"].size(1)
         with torch.inference_mode():
-            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+            logits = self._model(**padded).logits
         if logits.dim() != 3 or logits.size(1) != width or logits.size(2) <= self.good:
             raise ValueError(f"{self.source} gave logits {tuple(logits.shape)}, not [{len(batch)}, {width}, labels]")
         good = logits.float().softmax(-1)[..., self.good].cpu()
@@ -183,6 +178,27 @@ def saved_config(source: str, head: str, instead: str = "") -> Any:
             f"head for it (`AutoModelFor{head}`){instead}"
         )
     return config
+
+
+def saved_weights(source: str, head: str) -> Any:
+    """The saved model with such a head, whole."""
+    import transformers
+
+    kind = getattr(transformers, f"AutoModelFor{head}")
+    model, loading = kind.from_pretrained(source, output_loading_info=True)
+    if lacking := sorted(loading["missing_keys"]):
+        raise ValueError(f"the weights of {source!r} lack {lacking}: its scores would be random")
+    return model
+
+
+def padded_ids(rows: Sequence[list[int]], pad: int, device: Any) -> dict[str, Any]:
+    """What a model is called with for rows of ids, filled up on the right."""
+    import torch
+
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def saved_tokenizer(source: str) -> Any:

@@ -16,7 +16,7 @@ from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
-from grpo_lab.settings import Count, Number, Positive, Whole, settings
+from grpo_lab.settings import Count, Number, Whole, settings
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.stages.select import GOLD, ROWS
 from grpo_lab.visible import encodable
@@ -31,7 +31,7 @@ class Source:
     Args:
         file: JSON lines with ``prompt`` and ``completion``, as stages leave them.
         data: in place of a file, rows of a loader with a ``worked_solution``.
-        weight: its share of the mix, against the other sources' weights.
+        weight: its share of the mix, against the other sources' weights; the mix is the largest that repeats no row.
     """
 
     file: str | None = None
@@ -45,72 +45,59 @@ class Source:
 
     def rows(self, name: str) -> Rows:
         if self.data is None:
-            found, learned = read_lines(Path(str(self.file))), "completion"
+            found = read_lines(Path(str(self.file)))
         else:
-            found, learned = load_rows(self.data, f"rows.{name}.data").to_list(), GOLD
-        if any("prompt" not in row or row.get(learned) is None for row in found):
-            raise ValueError(f"`rows.{name}`: {self.file or told(self.data)} has a row without `{learned}` or `prompt`")
-        if self.data is None:
-            return [{**row, "source": name} for row in found]
-        return [
-            {"prompt": row["prompt"], "completion": in_form_of(row["prompt"], row[GOLD]), "row": number}
-            | {"problem": row, "source": name}
-            for number, row in enumerate(encodable(found))
-        ]
+            loaded = enumerate(encodable(load_rows(self.data, f"rows.{name}.data").to_list()))
+            found = [
+                {"prompt": row["prompt"], "completion": row.get(GOLD) and in_form_of(row["prompt"], row[GOLD])}
+                | {"row": number, "problem": row}
+                for number, row in loaded
+            ]
+        if any(row.get("prompt") is None or row.get("completion") is None for row in found):
+            lacks = "`prompt` or `completion`" if self.data is None else f"`{GOLD}`"
+            raise ValueError(f"`rows.{name}`: {self.file or told(self.data)} has a row without {lacks}")
+        return [{**row, "source": name} for row in found]
 
 
 @settings()
 class Build:
-    """``build``: row files mixed, drawn and shuffled by ``seed``; ``size``: rows of a mix by weights (default: the most
-    that repeats none)."""
+    """``build``: row files mixed, drawn and shuffled by ``seed``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     rows: Annotated[Mapping[str, Source], Field(min_length=1)]
-    size: Positive | None = None
     seed: Whole = 0
 
     def __post_init__(self) -> None:
         weighed = [name for name, source in self.rows.items() if source.weight is not None]
         if weighed and (others := [name for name in self.rows if name not in weighed]):
             raise ValueError(f"`rows.{weighed[0]}` has a `weight` and `rows.{others[0]}` has none; weigh all or none")
-        if self.size is not None and not weighed:
-            raise ValueError(f"`size` is {self.size}, and has an effect only where `rows` have weights; leave it out")
 
     def plan(self) -> str:
         return "; ".join(f"{name}: {told(source)}" for name, source in self.rows.items())
 
     def run(self, at: At) -> Facts:
-        found, asked, seen = dict[str, Rows](), 0, set[str]()
-        for name, source in self.rows.items():
-            found[name] = []
-            for row in source.rows(name):
-                key, asked = json.dumps([row["prompt"], text_of(row["completion"]).split()]), asked + 1
-                if key not in seen:  # the same prompt with the same words of an answer stays where it stands first
-                    found[name].append(row)
-                    seen.add(key)
+        asked, different = [row for name, source in self.rows.items() for row in source.rows(name)], dict[str, Any]()
+        for row in asked:  # the same prompt with the same words of an answer stays where it stands first
+            different.setdefault(json.dumps([row["prompt"], text_of(row["completion"]).split()]), row)
+        found = {name: [row for row in different.values() if row["source"] == name] for name in self.rows}
         counts, draw = self.counts({name: len(rows) for name, rows in found.items()}), random.Random(self.seed)
         chosen = [row for name, rows in found.items() for row in draw.sample(rows, counts[name])]
         draw.shuffle(chosen)
         if not chosen:
-            raise ValueError(f"`rows` come to none: there were {asked}, and {counts} are asked for")
+            raise ValueError(f"`rows` come to none: there were {len(asked)}, and {counts} are asked for")
         write_json_lines(at.folder / ROWS, chosen)
-        dropped = {"the same row": asked - len(seen), "not drawn": len(seen) - len(chosen)}
+        dropped = {"the same row": len(asked) - len(different), "not drawn": len(different) - len(chosen)}
         return {"rows": len(chosen), "kept": len(chosen), "sources": counts, "dropped": dropped}
 
     def counts(self, there: Mapping[str, int]) -> dict[str, int]:
         """Rows to draw of each source. ValueError for more than there are."""
         weights = {name: float(source.weight) for name, source in self.rows.items() if source.weight is not None}
-        if weights:
-            share = {name: weight / sum(weights.values()) for name, weight in weights.items()}
-            size = self.size or min(there[name] / share[name] for name in share)
-            # without a `size` rounding asks for no row that is not there
-            wanted = {name: int(size * share[name] + (0.5 if self.size else 1e-9)) for name in share}
-        else:
-            wanted = {name: there[name] if one.count is None else one.count for name, one in self.rows.items()}
+        unit = min((there[name] / weight for name, weight in weights.items()), default=0.0)
+        wanted = {name: there[name] if one.count is None else one.count for name, one in self.rows.items()}
+        wanted |= {name: int(unit * weight + 1e-9) for name, weight in weights.items()}
         if short := [name for name in wanted if wanted[name] > there[name]]:
-            setting = "size" if weights else f"rows.{short[0]}.count"
             raise ValueError(
-                f"`{setting}` asks for {wanted[short[0]]:,} rows of {short[0]!r}, which has {there[short[0]]:,} "
-                "different ones; ask for fewer, or bring more"
+                f"`rows.{short[0]}.count` asks for {wanted[short[0]]:,} rows of {short[0]!r}, which has "
+                f"{there[short[0]]:,} different ones; ask for fewer, or bring more"
             )
         return wanted

@@ -3,7 +3,6 @@ is its settings and `apply(at)`, which scores rows and keeps some in ``at.select
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from grpo_lab.curation import (
     Selection,
     balance,
     deduplicate,
-    fail_best_of,
     find_contamination,
     guess_rates,
     keep_band,
@@ -141,36 +139,34 @@ class BandFilter:
     Args:
         rule: ``learnable``, 0 < p < 1; ``hard``, 0 < p < 0.3 (where "low" ends no source says). Both ends are out.
         low, high: other ends than the rule's (`keep_band`).
-        fail_best_of: in place of a rule: none of the first so many samples is right (`fail_best_of`).
+        fail_best_of: in place of a rule: all of the first so many samples are scored, and none is right.
     """
 
-    rule: Literal["learnable", "hard"] | None = None
+    rule: Literal["learnable", "hard"] = "learnable"
     low: Number | None = None
     high: Number | None = None
     fail_best_of: Positive | None = None
 
     def __post_init__(self) -> None:
-        if self.fail_best_of is not None:
-            if (self.rule, self.low, self.high) != (None, None, None):
-                raise ValueError("`filters.band` has `fail_best_of`, which is a rule of its own; leave the others out")
-            return
-        for name, end in zip(("low", "high"), BANDS[self.rule or "learnable"], strict=True):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, end)  # said wherever the settings are
-        if self.low is None or self.high is None or not self.low < self.high:
-            raise ValueError(
-                f"`filters.band` is low={self.low!r}, high={self.high!r}; two numbers with low < high are needed"
-            )
+        if self.fail_best_of is not None and (self.rule, self.low, self.high) != ("learnable", None, None):
+            raise ValueError("`filters.band` has `fail_best_of`, which is a rule of its own; leave the others out")
+        low, high = self.ends
+        if not low < high:
+            raise ValueError(f"`filters.band` is low={low!r}, high={high!r}; two numbers with low < high are needed")
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        low, high = BANDS[self.rule]
+        return low if self.low is None else self.low, high if self.high is None else self.high
 
     def apply(self, at: Filtering, found: Mapping[int, PassRate]) -> None:
-        rates, n = [*found.values()], f"{at.sampling.n_samples} samples"
-        if self.low is not None and self.high is not None:
-            inside = keep_band([rate.rate for rate in rates], self.low, self.high)
-            rule = f"{self.low:g} < p < {self.high:g}, {n}"
+        (low, high), first, n = self.ends, self.fail_best_of, f"{at.sampling.n_samples} samples"
+        if first is None:
+            inside = keep_band([rate.rate for rate in found.values()], low, high)
+            rule = f"{low:g} < p < {high:g}, {n}"
         else:
-            assert self.fail_best_of is not None
-            inside = fail_best_of(rates, self.fail_best_of)
-            rule = f"never right in the first {self.fail_best_of} of {n}"
+            wrong = [[score is not None and score < CORRECT_FROM for score in rate.scores] for rate in found.values()]
+            inside, rule = [all(one[:first]) for one in wrong], f"never right in the first {first} of {n}"
         at.keep(
             "pass rate",
             dict(zip(found, inside, strict=True)),
@@ -197,11 +193,9 @@ class GuessFilter:
         how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
         how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
         how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
-        first: dict[Any, int] = {}
-        asked = {i: first.setdefault(_problem_of(i, at.rows[i]), i) for i in at.left}
-        rates = guess_rates([at.rows[i] for i in first.values()], briefly, at.reward, self.tries, **how)
-        found = dict(zip(first.values(), rates, strict=True))
-        right = {i: found[one].successes for i, one in asked.items()}
+        problems = [_problem_of(at.rows[i]) for i in at.left]
+        rates = guess_rates(problems, briefly, at.reward, self.tries, **how)
+        right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
         at.score("guesses_right", right)
         at.keep(
             "guessable",
@@ -211,11 +205,10 @@ class GuessFilter:
         )
 
 
-def _problem_of(row: int, columns: Mapping[str, Any]) -> Any:
-    """What rows about one problem have in common; a row without a ``completion`` is a problem of its own."""
-    if "completion" not in columns:
-        return row
-    return json.dumps([columns["prompt"], columns.get("solution")], sort_keys=True, default=str)
+def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What rows to imitate have in common where they are about one problem: equal problems are sampled once."""
+    of_answer = ("completion", "source", "length") if "completion" in row else ()
+    return {name: value for name, value in row.items() if name not in of_answer}
 
 
 @settings()
@@ -255,14 +248,14 @@ class HardestFilter:
     n: Positive
 
     def apply(self, at: Filtering) -> None:
-        rates = dict(enumerate(at.selection.scored_rows()))
-        measured = [i for i in at.left if rates[i]["pass_rate"] is not None]
+        rates = [row["pass_rate"] for row in at.selection.scored_rows()]
+        measured = [i for i in at.left if rates[i] is not None]
         random.Random(at.sampling.seed).shuffle(measured)
-        chosen = set(sorted(measured, key=lambda i: rates[i]["pass_rate"])[: self.n])
+        chosen = set(sorted(measured, key=rates.__getitem__)[: self.n])
         if len(chosen) < self.n:
             at.notes.append(f"Only {len(chosen):,} problems with a pass rate are left of the {self.n:,} asked for.")
-        reasons = {i: f"p = {rates[i]['pass_rate']}" for i in at.left}
-        at.keep("hardest", {i: i in chosen for i in at.left}, f"the {self.n:,} of the lowest pass rate", reasons)
+        rule, reasons = f"the {self.n:,} of the lowest pass rate", {i: f"p = {rates[i]}" for i in at.left}
+        at.keep("hardest", {i: i in chosen for i in at.left}, rule, reasons)
 
 
 @settings()
@@ -301,9 +294,9 @@ def leave_room(at: Filtering, model: str) -> None:
         )
 
 
-def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
+def measure_pass_rates(at: Filtering, filters: Filters) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
-    if not to_be_measured(at.rows[0] if at.rows else (), band):
+    if not to_be_measured(at.rows[0] if at.rows else (), filters):
         return
     sampler, left = at.sampler, at.left
     problems, said = [at.rows[i] for i in left], {"reward": at.judge}
@@ -334,13 +327,13 @@ def measure_pass_rates(at: Filtering, band: BandFilter | None) -> None:
             f"samples at temperature {at.sampling.temperature:g}); never right: {sum(p == 0 for p in known):,}, always "
             f"right: {sum(p == 1 for p in known):,}."
         )
-    if band is not None:
-        band.apply(at, found)
+    if filters.band is not None:
+        filters.band.apply(at, found)
 
 
-def to_be_measured(columns: Collection[str], band: BandFilter | None) -> bool:
-    """Rows to imitate are answers to problems that were sampled before: only a ``band`` asks for their pass rates."""
-    return band is not None or "completion" not in columns
+def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
+    """Rows to imitate are answers to problems that were sampled before: measured where a filter needs it."""
+    return (filters.band or filters.hardest) is not None or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:

@@ -1,22 +1,22 @@
-"""Traces: a model's judged samples become rows to learn from. Filters, each counted, take what is wrong, mixes
-languages, cannot be read, is too long or repeats itself; what is left is refined into one form.
+"""Traces: a model's judged samples become rows to learn from: filtered, each filter counted, and refined into one form.
 
-Source: DeepSeek-R1 (arXiv 2501.12948). Section 2.3.1, cold start: R1-Zero's outputs in a readable form, "a readable
-pattern that includes a summary at the end of each response", refined by human annotators; what is not reader-friendly
-is left out. Section 2.3.3, rejection sampling: right answers only, without "mixed languages, long paragraphs, and code
-blocks". The paper gives no thresholds: those here are ours. Our refinement is a rule (`Refine`) in place of people.
+Source: DeepSeek-R1 (arXiv 2501.12948). Section 2.3.1, cold start: R1-Zero's outputs in "a readable pattern that
+includes a summary at the end of each response", refined by people; what is not reader-friendly is left out. Section
+2.3.3, rejection sampling: right answers only, without "mixed languages, long paragraphs, and code blocks". The paper
+gives no thresholds: those here are ours. Our refinement is a rule (`Refine`) in place of people.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from itertools import groupby, islice
+from collections.abc import Iterator, Mapping
+from itertools import compress, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from grpo_lab.curation.duplicates import words_of
+from grpo_lab.curation.pass_rate import scores_of
 from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.io import write_json_lines
 from grpo_lab.recipe.parts import build_reward
@@ -31,8 +31,8 @@ from grpo_lab.stages.sample import read_lines
 from grpo_lab.stages.select import ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-Trace = Mapping[str, Any]
-"""``prompt``, ``text``, ``score``, ``length`` in tokens, and the ``row`` and ``problem`` that it is of."""
+Trace = dict[str, Any]
+"""``text``, ``score``, ``length`` in tokens, and the ``row`` and ``problem`` that it is of."""
 
 
 @settings(bare="target")
@@ -43,7 +43,8 @@ class OneLanguage:
     share: Number = 0.95
 
     def keeps(self, trace: Trace) -> bool:
-        found = LanguageConsistencyReward(self.target)(prompts=[trace["prompt"]], completions=[trace["text"]])[0]
+        judge = LanguageConsistencyReward(self.target)
+        found = judge(prompts=[trace["problem"]["prompt"]], completions=[trace["text"]])[0]
         return found is not None and found >= self.share
 
 
@@ -88,7 +89,7 @@ class Refine:
 
     Args:
         form: its ``{reasoning}`` is the inside of the think tags, or all before the answer, without empty lines at its
-            ends, runs of them and lines that are said twice in a row; its ``{answer}`` is the trace's own, alone.
+            ends and lines that are said twice in a row; its ``{answer}`` is the trace's own, alone.
     """
 
     form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
@@ -97,21 +98,22 @@ class Refine:
         if "{reasoning}" not in self.form or "{answer}" not in self.form:
             raise ValueError(f"`refine.form` is {self.form!r}; both {{reasoning}} and {{answer}} must stand in it")
 
-    def refined(self, trace: Trace) -> Trace | None:
-        """None where there is no answer to sum up, or no reasoning."""
+    def refined(self, trace: Trace) -> list[Trace]:
+        """None of them where there is no answer to sum up, or no reasoning."""
         text, answer = trace["text"], extract_answer(trace["text"])
         if answer is None:
-            return None
+            return []
         tagged = THINK in text or END_OF_THINK in text
-        lines = [line.rstrip() for line in (reasoning_of(text) if tagged else text[: answer.start]).split("\n")]
-        kept = "\n".join(line for place, line in enumerate(lines) if place == 0 or line != lines[place - 1]).strip()
+        lines = (reasoning_of(text) if tagged else text[: answer.start]).split("\n")
+        kept = "\n".join(line for line, _ in groupby(map(str.rstrip, lines))).strip()
         written = self.form.replace("{reasoning}", kept).replace("{answer}", answer.text)
-        return {**trace, "text": written} if kept else None
+        return [{**trace, "text": written}] if kept else []
 
 
 @settings()
 class FilterTraces:
-    """``filter``: rows out of samples, by what is set of these, in this order; a trace is counted where it falls.
+    """``filter``: rows out of samples, by what is set of these; a trace is counted where it falls: in the order
+    ``right``, ``not_too_long``, ``one_language``, ``readable``, ``not_repeating``, ``refine``, ``per_problem``.
 
     Args:
         samples: what a stage ``sample`` leaves.
@@ -136,51 +138,41 @@ class FilterTraces:
         return told(self)
 
     def run(self, at: At) -> Facts:
-        traces: list[Trace] = [
-            {"prompt": line["problem"]["prompt"], "text": text_of(completion), "score": score, "length": length}
-            | {"row": line["row"], "problem": line["problem"]}
+        left = traces = [
+            {"text": text_of(completion), "score": score, "length": length, "row": line["row"]}
+            | {"problem": line["problem"]}
             for line in read_lines(Path(self.samples))
             for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
         ]
-        left, dropped = self.filtered(traces)
+        dropped = dict[str, int]()
+        for name, kept in self._filtered(traces):
+            dropped[name], left = len(left) - len(kept), kept
         if not left:
             raise ValueError(f"none of {len(traces):,} traces is left to learn from; what fell where: {dropped}")
-        kept = ("prompt", "row", "problem")
-        forms = [in_form_of(trace["prompt"], trace["text"]) for trace in left]
+        prompts = [trace["problem"]["prompt"] for trace in left]
         rows = [
-            {name: one[name] for name in kept} | {"completion": form} for one, form in zip(left, forms, strict=True)
+            {"prompt": prompt, "row": trace["row"], "problem": trace["problem"]}
+            | {"completion": in_form_of(prompt, trace["text"])}
+            for prompt, trace in zip(prompts, left, strict=True)
         ]
         write_json_lines(at.folder / ROWS, rows)
         solved = len({trace["row"] for trace in left})
         return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left), "dropped": dropped}
 
-    def filtered(self, traces: list[Trace]) -> tuple[list[Trace], dict[str, int]]:
-        """Those that are left, and how many fell where."""
-        left, dropped, limit = traces, dict[str, int](), self.not_too_long
-
-        def keep(name: str, kept: list[Trace]) -> None:
-            nonlocal left
-            dropped[name], left = len(left) - len(kept), kept
-
+    def _filtered(self, left: list[Trace]) -> Iterator[tuple[str, list[Trace]]]:
+        """What is left after each filter that is set."""
         if self.right:
-            keep("right", [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
-        if limit is not None:
-            keep("not_too_long", [trace for trace in left if trace["length"] <= limit])
+            yield "right", (left := [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
+        if self.not_too_long is not None:
+            yield "not_too_long", (left := [trace for trace in left if trace["length"] <= self.not_too_long])
         for name in ("one_language", "readable", "not_repeating"):
-            if (one := getattr(self, name)) is not None:
-                keep(name, [trace for trace in left if one.keeps(trace)])
+            if (rule := getattr(self, name)) is not None:
+                yield name, (left := [trace for trace in left if rule.keeps(trace)])
         if self.refine is not None:
-            keep("refine", self._judged(self.refine.refined(trace) for trace in left))
+            done = [one for trace in left for one in self.refine.refined(trace)]
+            answers = [(one["problem"], one["text"]) for one in done]
+            scores = scores_of(answers, build_reward(self.reward, "reward")) if done else []
+            yield "refine", (left := [*compress(done, [(score or 0) >= CORRECT_FROM for score in scores])])
         if self.per_problem is not None:
             groups = groupby(left, key=itemgetter("row"))
-            keep("per_problem", [trace for _, group in groups for trace in islice(group, self.per_problem)])
-        return left, dropped
-
-    def _judged(self, refined: Iterable[Trace | None]) -> list[Trace]:
-        """Those that are right as they are now."""
-        done = [trace for trace in refined if trace is not None]
-        names = [name for name in (done[0]["problem"] if done else ()) if name != "prompt"]
-        columns: Any = {name: [trace["problem"][name] for trace in done] for name in names}
-        asked = {"prompts": [one["prompt"] for one in done], "completions": [one["text"] for one in done]}
-        scores = build_reward(self.reward, "reward")(**asked, **columns) if done else []
-        return [trace for trace, score in zip(done, scores, strict=True) if (score or 0) >= CORRECT_FROM]
+            yield "per_problem", [trace for _, group in groups for trace in islice(group, self.per_problem)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -20,7 +19,7 @@ from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import read_lines
-from grpo_lab.trainer.supervised.stoppable import StoppableTraining
+from grpo_lab.trainer.supervised.methods import COLUMNS, check_training, train_by, worked_pairs
 
 MODEL, STOPPED = "model", "stopped"
 """Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
@@ -40,31 +39,18 @@ class Train:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.preference import check_training
-
         check_training(self.method, self.training)
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
-        known by, besides its rows; default: model and settings."""
-        from datasets import Dataset
-
+        known by, besides its rows; default: all settings."""
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        pairs = self.method in ("dpo", "simpo")
-        read = ("prompt", "chosen", "rejected") if pairs else ("prompt", "completion")
-        rows = [{name: row[name] for name in read} for row in read_lines(Path(self.rows))]
-        data, arguments = Dataset.from_list(rows), {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, rows, made_from or [self.model, arguments]) as (folder, training, counted):
-            if pairs:
-                from grpo_lab.trainer.supervised.preference import prefer
+        more = {} if reference is None else {"ref_model": reference}
+        return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
-                prefer(self.method, model, tokenizer, data, folder, arguments, [counted], reference, training)
-            else:
-                from grpo_lab.trainer.supervised.cold_start import supervised
-
-                supervised(model, tokenizer, data, folder, arguments, [counted], train=training)
-        return counted.facts()
+    def read(self) -> list[dict[str, Any]]:
+        return [{name: row[name] for name in COLUMNS[self.method]} for row in read_lines(Path(self.rows))]
 
 
 @settings(rest="training")
@@ -91,23 +77,17 @@ class RewardModel(Train):
     held_out: Number = 0.2
 
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
-        from datasets import Dataset
+        from grpo_lab.rewards.preference import PreferenceReward, holds_out
 
-        from grpo_lab.rewards.preference import PAIR, PreferenceReward, holds_out
-        from grpo_lab.trainer.supervised.preference import prefer
-
-        tokenizer = load_tokenizer(ModelSection(path=self.model))
-        rows = [{name: row[name] for name in PAIR} for row in read_lines(Path(self.rows))]
-        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
+        rows = self.read()
         held = [row for row in rows if holds_out(row["prompt"], self.held_out)]
+        learned = [row for row in rows if not holds_out(row["prompt"], self.held_out)]
         if not learned:
-            raise ValueError(f"of {len(rows)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
-        arguments = {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, learned, made_from or [self.model, arguments]) as (folder, training, counted):
-            data = Dataset.from_list(learned)
-            prefer("reward", self.model, tokenizer, data, folder, arguments, [counted], train=training)
+            raise ValueError(f"of {len(held)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
+        tokenizer = load_tokenizer(ModelSection(path=self.model))
+        facts = learn(self, at, "reward", self.model, tokenizer, learned, made_from)
         right = PreferenceReward(str(at.folder / MODEL)).pair_accuracy(held)
-        return counted.facts() | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
+        return facts | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
 
 
 @settings(rest="training")
@@ -122,16 +102,12 @@ class ColdStart:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.cold_start import check_cold_start
-
-        check_cold_start(self.training)
+        check_training("sft", self.training, "cold_start")
         rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
     def run(self, at: At, rows: Any = None) -> Facts:
         """``rows``: of ``data``, where they are loaded already."""
-        from grpo_lab.trainer.supervised.cold_start import cold_start
-
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
             with whole_folder(at.folder / MODEL) as folder:
@@ -139,10 +115,7 @@ class ColdStart:
                 tokenizer.save_pretrained(folder)
             return {"steps": 0, "loss": None}
         rows = load_rows(self.data, "data") if rows is None else rows
-        arguments = {"seed": self.seed, **self.training}
-        with trained(at, tokenizer, rows.to_list(), arguments) as (folder, training, counted):
-            cold_start(model, tokenizer, rows, folder, arguments, [counted], training)
-        return counted.facts()
+        return learn(self, at, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
 
 
 @settings(rest="training")
@@ -159,14 +132,12 @@ class Distill:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        from grpo_lab.trainer.supervised.distillation import check_distillation
-
-        check_distillation(self.training)
+        check_training("distill", self.training)
         words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
         return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
 
     def run(self, at: At) -> Facts:
-        from grpo_lab.trainer.supervised.distillation import TokenBudget, distill
+        from grpo_lab.trainer.supervised.distillation import TokenBudget
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
@@ -175,12 +146,10 @@ class Distill:
                 f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
                 "says of a token is about another one. Take a teacher of the same family, or `sft` on its samples"
             )
-        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]), TokenBudget(self.tokens)
-        arguments = {"seed": self.seed, **self.training}
-        made_from = [self.model, self.teacher, self.tokens, arguments]
-        with trained(at, tokenizer, rows.to_list(), made_from) as (folder, training, counted):
-            distill(student, teacher, tokenizer, rows, folder, arguments, [counted, budget], training)
-        return {**counted.facts(), "tokens": budget.generated}
+        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]).to_list(), TokenBudget(self.tokens)
+        parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
+        facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
+        return {**facts, "tokens": budget.generated}
 
 
 @settings()
@@ -201,20 +170,32 @@ class Merge:
         return {}
 
 
-@contextmanager
-def trained(
-    at: At, tokenizer: Any, rows: Any, made_from: Any
-) -> Iterator[tuple[Path, StoppableTraining, TrainingFacts]]:
-    """Where the model of a training goes (`model/`), what trains it, and what is counted of it; one that was stopped is
-    gone on with from `stopped/`, where it is of the same ``rows`` and ``made_from``."""
+def learn(
+    stage: Train | ColdStart | Distill,
+    at: At,
+    method: str,
+    model: Any,
+    tokenizer: Any,
+    rows: list[dict[str, Any]],
+    made_from: Any = None,
+    callbacks: Sequence[Any] = (),
+    **more: Any,
+) -> Facts:
+    """`model/`, by `train_by` with ``more``, and its facts. A training that was stopped is gone on with from
+    `stopped/`, where it is of the same ``rows`` and ``made_from`` (default: the stage's settings)."""
+    from datasets import Dataset
+
     counted = TrainingFacts(at.folder / "metrics.jsonl")
-    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from)) as training:
+    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or asdict(stage))) as training:
         counted.begin(training.step)
         with whole_folder(at.folder / MODEL) as place:
-            yield place, training, counted
+            more |= {"callbacks": [counted, *callbacks], "train": training}
+            arguments = {"seed": stage.seed, **stage.training}
+            train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)
             (place / "training_args.bin").unlink(missing_ok=True)  # pickled, and it names this machine
     training.done()
+    return counted.facts()
 
 
 class TrainingFacts(MetricsFile):

@@ -327,3 +327,6 @@ def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path
     assert all(row["guesses_right"] == 0 and row["completion"].startswith(row["prompt"]) for row in done.rows)
     assert (done.folder / "guesses.jsonl").read_bytes().count(b"\n") == 1 + 3
     assert not (done.folder / "pass_rates.jsonl").exists(), "their problems were sampled before"
+    filters = {"hardest": {"n": 3}}  # which are measured where a filter needs it
+    done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters, output_dir=str(tmp_path / "hardest")))
+    assert [row["solution"] for row in done.rows] == ["11"] * 3

@@ -28,9 +28,7 @@ from grpo_lab.settings import read
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.train import Distill, Dpo
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.supervised.cold_start import supervised
-from grpo_lab.trainer.supervised.distillation import distill
-from grpo_lab.trainer.supervised.preference import prefer
+from grpo_lab.trainer.supervised.methods import train_by
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped
 from tolerance import log_prob_gap, unit_roundoff
 
@@ -137,14 +135,14 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
         training = None if asked is None else StoppableTraining(folder / "stopped", identity, asked)
         if method == "shortest_sft":
             rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
-            supervised(model, tokenizer, rows, folder, arguments, [logs], train=training)
+            train_by("sft", model, tokenizer, rows, folder, arguments, [logs], train=training)
         elif method == "distill":
             mine = {name: value for name, value in arguments.items() if name != "max_length"}
             mine |= {"max_completion_length": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
-            teacher, rows = tiny_model(seed=1)[0], Dataset.from_list(PAIRS)
-            distill(model, teacher, tokenizer, rows, folder, mine, [logs], train=training)
+            rows, teacher = Dataset.from_list(PAIRS), tiny_model(seed=1)[0].eval()
+            train_by("distill", model, tokenizer, rows, folder, mine, [logs], train=training, teacher_model=teacher)
         else:
-            prefer(method, model, tokenizer, Dataset.from_list(PAIRS), folder, arguments, [logs], train=training)
+            train_by(method, model, tokenizer, Dataset.from_list(PAIRS), folder, arguments, [logs], train=training)
         return folder, logs.rows, training
 
     whole, rows, _ = trained("whole")
@@ -218,9 +216,11 @@ def test_nan_is_no_trained_model_and_no_checkpoint(method: Any, tiny_folder: Pat
         arguments = {**TRAINING, "per_device_train_batch_size": 2, "use_cpu": True, "max_steps": steps}
         if method == "shortest_sft":
             rows = Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS])
-            supervised(model, tokenizer, rows, tmp_path, arguments, [Breaks()], train=training)
+            train_by("sft", model, tokenizer, rows, tmp_path, arguments, [Breaks()], train=training)
         else:
-            prefer(method, model, tokenizer, Dataset.from_list(PAIRS), tmp_path, arguments, [Breaks()], train=training)
+            train_by(
+                method, model, tokenizer, Dataset.from_list(PAIRS), tmp_path, arguments, [Breaks()], train=training
+            )
 
     with pytest.raises(NumbersError, match="the weights that the training has left hold NaN"):
         trained(2)
@@ -328,7 +328,7 @@ def test_the_first_loss_is_that_of_the_formula(tiny_folder: Path, tmp_path: Path
     seen = logs
     arguments = {**TRAINING, "max_steps": 1, "per_device_train_batch_size": 1, "logging_steps": 1, "use_cpu": True}
     arguments |= {"beta": beta} | ({"simpo_gamma": gamma} if method == "simpo" else {})
-    prefer(method, model, tokenizer, Dataset.from_list([pair]), tmp_path, arguments, [Keep()])
+    train_by(method, model, tokenizer, Dataset.from_list([pair]), tmp_path, arguments, [Keep()])
     # β times the difference of two mean log-probs of 7 nats; −log σ has a slope of at most 1
     assert logs[0]["loss"] == pytest.approx(expected.item(), abs=2 * beta * log_prob_gap(torch.float32, 7.0, width=32))
 

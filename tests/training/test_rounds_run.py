@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import forked
 from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.trainer.supervised.preference import implicit_weight, prefer
+from grpo_lab.trainer.supervised.methods import train_by
+from grpo_lab.trainer.supervised.preference import implicit_weight
 from tolerance import log_prob_gap
 from training.curation_rewards import brief
 
@@ -194,10 +195,8 @@ def test_the_logged_weight_is_that_of_the_formula(tiny_folder: Path, tmp_path: P
 
     arguments = {**TRAINING, "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "beta": beta}
     arguments |= {"simpo_gamma": gamma} if method == "simpo" else {}
-    prefer(
-        method, model, tokenizer, Dataset.from_list(pairs), tmp_path, arguments, [Keep()],
-        reference if method == "dpo" else None,
-    )  # fmt: skip
+    parts: dict[str, Any] = {"ref_model": reference} if method == "dpo" else {}
+    train_by(method, model, tokenizer, Dataset.from_list(pairs), tmp_path, arguments, [Keep()], **parts)
     # σ has a slope of at most ¼; four sums (DPO) of up to 20 log-probs of 7 nats each, or two means of them
     sums = 4 * 20 if method == "dpo" else 2
     assert seen[0]["rewards/weight"] == pytest.approx(
@@ -210,14 +209,3 @@ def test_the_weight_is_high_where_the_reward_is_wrong() -> None:
     # σ(0) = ½; σ(−3) = 0.0474; σ(3) = 0.9526
     torch.testing.assert_close(found, torch.tensor([0.5, 0.0474259, 0.9525741]))
     assert implicit_weight(torch.zeros(1), torch.zeros(1), 1.0).item() == pytest.approx(0.7310586, abs=1e-6)
-    with pytest.raises(ValueError, match="has no reference model"):
-        prefer(
-            "simpo",
-            None,
-            None,
-            Dataset.from_list([{"prompt": "", "chosen": "", "rejected": ""}]),
-            Path(),
-            {},
-            None,
-            object(),
-        )

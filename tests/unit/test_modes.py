@@ -264,13 +264,13 @@ def tokenized_for_training(rows: list[dict[str, Any]], words: Any) -> list[tuple
     """Prompt's and trained tokens of each row, out of the trainer's own data set."""
     from datasets import Dataset
 
-    from grpo_lab.trainer.supervised.cold_start import supervised
+    from grpo_lab.trainer.supervised.methods import train_by
 
     found: list[Any] = []
     model, _ = tiny_model(hidden_size=8, num_layers=1, num_heads=1, tokenizer=words)
     with TemporaryDirectory() as folder:
         arguments = {"use_cpu": True, "bf16": False}
-        supervised(model, words, Dataset.from_list(rows), Path(folder), arguments, train=found.append)
+        train_by("sft", model, words, Dataset.from_list(rows), Path(folder), arguments, train=found.append)
     read = words.convert_ids_to_tokens
     (trainer,) = found
     trained = [[label != -100 for label in row["labels"]] for row in trainer.train_dataset]

@@ -126,20 +126,19 @@ def lines(folder: Path, name: str, count: int, same: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("of", "more", "sources", "dropped"),
+    ("of", "sources", "dropped"),
     [
-        ({"a": {}, "b": {}}, {}, {"a": 8, "b": 4}, (2, 0)),
-        ({"a": {"count": 3}, "b": {}}, {}, {"a": 3, "b": 4}, (2, 5)),
-        ({"a": {"weight": 3}, "b": {"weight": 1}}, {}, {"a": 8, "b": 2}, (2, 2)),
-        ({"a": {"weight": 3}, "b": {"weight": 1}}, {"size": 8}, {"a": 6, "b": 2}, (2, 4)),
-        ({"a": {"weight": 0.5}, "b": {"weight": 0.5}}, {}, {"a": 4, "b": 4}, (2, 4)),
+        ({"a": {}, "b": {}}, {"a": 8, "b": 4}, (2, 0)),
+        ({"a": {"count": 3}, "b": {}}, {"a": 3, "b": 4}, (2, 5)),
+        ({"a": {"weight": 3}, "b": {"weight": 1}}, {"a": 8, "b": 2}, (2, 2)),
+        ({"a": {"weight": 0.5}, "b": {"weight": 0.5}}, {"a": 4, "b": 4}, (2, 4)),
     ],
 )
 def test_mixed_by_weights_or_counts(
-    of: dict[str, Any], more: dict[str, Any], sources: dict[str, int], dropped: tuple[int, int], tmp_path: Path
+    of: dict[str, Any], sources: dict[str, int], dropped: tuple[int, int], tmp_path: Path
 ) -> None:
     there = {"a": lines(tmp_path, "a", 10, same=2), "b": lines(tmp_path, "b", 4)}
-    written = {"rows": {name: {"file": there[name], **one} for name, one in of.items()}, **more}
+    written = {"rows": {name: {"file": there[name], **one} for name, one in of.items()}}
     facts, rows = done(Build, written, tmp_path)
     assert facts["sources"] == sources
     assert facts["rows"] == len(rows) == sum(sources.values())
@@ -165,7 +164,6 @@ def test_general_rows_of_a_loader_and_the_first_of_two_sources(tmp_path: Path) -
         ({"rows": {"a": {"file": "f", "weight": 1}, "b": "g"}}, r"`rows\.a` has a `weight` and `rows\.b` has none"),
         ({"rows": {"a": {"file": "f", "weight": 1, "count": 1}}}, "a `weight`, a `count` or neither"),
         ({"rows": {"a": {}}}, "is a `file` or `data`"),
-        ({"rows": {"a": "f"}, "size": 3}, "has an effect only where `rows` have weights"),
         ({"rows": {}}, "`rows` is"),
     ],
 )
@@ -178,10 +176,8 @@ def test_more_rows_than_there_are(tmp_path: Path) -> None:
     file = lines(tmp_path, "a", 3)
     with pytest.raises(ValueError, match=r"`rows\.a\.count` asks for 4 rows of 'a', which has 3 different ones"):
         done(Build, {"rows": {"a": {"file": file, "count": 4}}}, tmp_path)
-    with pytest.raises(ValueError, match=r"`size` asks for 4 rows of 'a'"):
-        done(Build, {"rows": {"a": {"file": file, "weight": 1}}, "size": 4}, tmp_path)
     (tmp_path / "b.jsonl").write_text('{"prompt": "p"}\n')
-    with pytest.raises(ValueError, match=r"`rows\.b`: .*b\.jsonl has a row without `completion` or `prompt`"):
+    with pytest.raises(ValueError, match=r"`rows\.b`: .*b\.jsonl has a row without `prompt` or `completion`"):
         done(Build, {"rows": {"b": str(tmp_path / "b.jsonl")}}, tmp_path)
 
 

@@ -9,16 +9,12 @@ vocabulary, so both models must share it. No reward is asked, and no answer has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import DistillationConfig, DistillationTrainer
+from trl import DistillationTrainer
 
 from grpo_lab.trainer.resume.going_on import InOrder
-from grpo_lab.trainer.supervised.cold_start import checked, train_and_save
 
 LENGTH = "completions/mean_length"
 
@@ -44,42 +40,3 @@ class TokenBudget(TrainerCallback):  # type: ignore[misc]
                 before = logged["step"]
         self.generated = round(total / getattr(args, "num_iterations", 1))
         control.should_training_stop |= self.tokens is not None and self.generated >= self.tokens
-
-
-def check_distillation(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``checked``; ValueError for a β that names no divergence, too."""
-    found = checked(DistillationConfig, arguments, "training")
-    if not 0 <= found.get("beta", 1) <= 1:
-        raise ValueError(
-            f"`training.beta` is {found['beta']}; it is a number from 0 (KL of the student from the teacher) to 1"
-        )
-    return found
-
-
-def distill(
-    student: Any,
-    teacher: Any,
-    tokenizer: Any,
-    prompts: Dataset,
-    output_dir: Path,
-    arguments: Mapping[str, Any],
-    callbacks: list[Any] | None = None,
-    train: Callable[[Any], None] | None = None,
-) -> None:
-    """Train ``student`` on its own answers to ``prompts``; saved to ``output_dir`` (all processes join in).
-
-    Args:
-        student: a model; trained.
-        teacher: a model over the same vocabulary; as it is.
-        tokenizer: of both.
-        prompts: with a column ``prompt``, text or messages; others are not read.
-        arguments: fields of ``trl.DistillationConfig``.
-        callbacks: of transformers' trainer.
-        train: what trains the trainer; None: its ``train()``.
-
-    Raises:
-        ValueError: an unknown setting, or a teacher with another number of tokens in its vocabulary.
-    """
-    settings, parts = check_distillation(arguments), {"callbacks": callbacks, "teacher_model": teacher.eval()}
-    rows = prompts.select_columns(["prompt"])
-    train_and_save(Distillation, DistillationConfig, settings, student, tokenizer, rows, output_dir, train, **parts)
