@@ -31,6 +31,7 @@ from grpo_lab.data.made import checked_range, checked_split, different, split_of
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
 from grpo_lab.data.word_problem_families import FAMILIES, NAMES, Family, Move
+from grpo_lab.settings import Share, settings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,24 +40,14 @@ _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
 _MOST_STEPS = 8
 
 
-@dataclass(frozen=True)
+@settings()
 class SolutionStyle:
-    """Args:
-    repeats: chance that a line is written a second time.
-    mixed: chance that a line is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
-    think: the lines stand between ``<think>`` and ``</think>``, the answer behind.
-    blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
-    """
+    """The habits of a writer, as `word_problems` describes them."""
 
-    repeats: float = 0.0
-    mixed: float = 0.0
+    repeats: Share = 0.0
+    mixed: Share = 0.0
     think: bool = False
-    blurted: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("repeats", "mixed", "blurted"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a share between 0 and 1 is needed")
+    blurted: Share = 0.0
 
     def write(self, worked_solution: str, rng: random.Random, hurry: random.Random) -> str:
         """The solution in this style. Lines without a calculation (the answer) stay.
@@ -105,9 +96,9 @@ def word_problems(
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice.
-        mixed: chance that it is written in Chinese.
-        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
-        blurted: chance that ``worked_solution`` is its last line alone, the answer.
+        mixed: chance that it is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
+        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``, the answer behind.
+        blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
         system_prompt: system turn, for template ``chat`` alone.
 
     Raises:

@@ -232,18 +232,12 @@ def answer_block(completion: str) -> str:
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
-_LAYOUTS: dict[str, tuple[list[str], list[bool | None]]] = {
-    "think_answer": (_TAGS, [False, True, False, True, False]),
-    "think": (_TAGS[:2], [False, True, True]),
-    "modes": (_TAGS[:2], [False, None, True]),
+_LAYOUTS = {
+    "think_answer": (_TAGS, [[False, True, False, True, False]]),
+    "think": (_TAGS[:2], [[False, True, True]]),
+    "modes": (_TAGS[:2], [[False, True, True], [False, False, True]]),
 }
-"""form → its tags in order, and which of the texts around them say something (None: it may)."""
-ThinkOpened = Literal["completion", "prompt"]
-
-
-def _check_opened(think_opened: str) -> None:
-    if think_opened not in ("completion", "prompt"):
-        raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
+"""form → its tags in order, and which of the texts around them may say something together."""
 
 
 class ThinkFormatReward(RowReward):
@@ -270,21 +264,18 @@ class ThinkFormatReward(RowReward):
         self,
         form: Literal["think_answer", "think", "modes"] = "think_answer",
         *,
-        think_opened: ThinkOpened = "completion",
+        think_opened: Literal["completion", "prompt"] = "completion",
     ) -> None:
         if form not in _LAYOUTS:
             raise ValueError(f"form must be one of {list(_LAYOUTS)}; got {form!r}")
-        _check_opened(think_opened)
+        if think_opened not in ("completion", "prompt"):
+            raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
         self.form, self.think_opened = form, think_opened
 
     def score(self, text: str, *row: Any) -> float:
         text = THINK + text if self.think_opened == "prompt" else text
         tags, filled = _LAYOUTS[self.form]
-        says = [bool(part.strip()) for part in _TAG.split(text)]
-        fits = _TAG.findall(text) == tags and all(
-            wanted in (None, said) for wanted, said in zip(filled, says, strict=True)
-        )
-        return float(fits)
+        return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] in filled)
 
 
 _FLAG = re.compile(r"(?<!\S)/(no_)?think(?![\w/])")
@@ -296,8 +287,7 @@ def asks_to_think(prompt: Any) -> bool:
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """
     turns = prompt if isinstance(prompt, str) else [turn for turn in prompt if turn.get("role") != "assistant"]
-    flags = _FLAG.findall(prompt_text(turns))
-    return not flags or flags[-1] == ""
+    return ["", *_FLAG.findall(prompt_text(turns))][-1] == ""
 
 
 class ModeFollowingReward:
@@ -306,33 +296,21 @@ class ModeFollowingReward:
     A completion thinks if its `<think>` block holds more than white space, closed or not; an empty block, or none,
     is no thinking. Whether the layout is right, `ThinkFormatReward("modes")` says. Source: Qwen3 (arXiv 2505.09388),
     sections 4.3 and 4.4. A chat template's `enable_thinking` leaves no flag in the prompt, and is not seen here.
-
-    Args:
-        think_opened: as in `ThinkFormatReward`.
     """
 
     __name__ = "mode_following_reward"
 
-    def __init__(self, *, think_opened: ThinkOpened = "completion") -> None:
-        _check_opened(think_opened)
-        self.think_opened = think_opened
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(think_opened={self.think_opened!r})"
+        return "ModeFollowingReward()"
 
-    def __call__(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
-    ) -> list[float]:
-        """Rewards in order. ``ValueError`` where prompts or completions are missing, or are not one to one."""
-        if prompts is None or completions is None or len(prompts) != len(completions):
-            counts = {"prompts": prompts and len(prompts), "completions": completions and len(completions)}
-            raise ValueError(f"ModeFollowingReward got {counts}; prompts and completions are needed, one to one")
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Rewards in order."""
         each = zip(prompts, completions, strict=True)
-        return [float(self._thinks(completion) == asks_to_think(prompt)) for prompt, completion in each]
+        return [float(_thinks(completion) == asks_to_think(prompt)) for prompt, completion in each]
 
-    def _thinks(self, completion: Any) -> bool:
-        reasoning = _parsed_reasoning(completion)
-        if reasoning is None:
-            text = (THINK if self.think_opened == "prompt" else "") + completion_text(completion)
-            reasoning = reasoning_of(text) if THINK in text or END_OF_THINK in text else ""
-        return bool(reasoning.strip())
+
+def _thinks(completion: Any) -> bool:
+    parsed, text = _parsed_reasoning(completion), completion_text(completion)
+    if parsed is None and THINK not in text and END_OF_THINK not in text:
+        return False
+    return bool(reasoning_in(completion).strip())
