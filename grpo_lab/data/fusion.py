@@ -10,10 +10,8 @@ from the model that reasons) and answers without:
 `/think` one but for the flag, so writing the empty block *is* the choice of the mode; a model for which it is masked
 never learns to make it. Only `enable_thinking=False`, a switch of the chat template's, writes it into the prompt.
 
-A flag stands in the user turn or in the system turn; of one in each, the user's holds. In a dialogue of several turns
-each may have one, and the last one holds; a turn without one goes on in the mode before it. Answers of earlier turns
-stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say:
-these shares are settings.
+A flag stands in the user turn or in the system turn, and the last one holds, in dialogues too; answers of earlier turns
+stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say.
 """
 
 from __future__ import annotations

@@ -96,9 +96,6 @@ def countdown(
         numbers: fewest and most numbers of a game, both included.
         largest: no given number is larger. All are whole and positive, as is every step of the known solution.
         largest_target: no target is larger.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.
     """
     form = find_template(template, system_prompt)
     if largest < 2 or largest_target < 2:
@@ -168,9 +165,6 @@ def sorting(
     Args:
         length: L, numbers of a prompt.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.
     """
     checked_split(split, SORTING_SPLITS)
     for name, value, least in (("length", length, 1), ("vocabulary", vocabulary, 2)):
@@ -257,9 +251,6 @@ def coding_tasks(
     Args:
         steps: fewest and most steps before the ``return``, both included.
         tests: assertions of each task.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different tasks under these settings.
     """
     form = find_template(template, system_prompt)
     if tests < 1:

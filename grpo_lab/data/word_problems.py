@@ -14,8 +14,7 @@ events for additive ones ("3 times as many" for "3 more", "shared among 4" for "
 Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
 something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-**Habits** (`SolutionStyle`). A worked solution can lack its lines, say them twice, in two languages, or between tags;
-the answer stays. A cold start on these makes a model that rewards can be tried on: accuracy, length, language.
+**Habits** (`SolutionStyle`): a cold start on them makes a model that rewards of length or language can be tried on.
 """
 
 from __future__ import annotations
@@ -100,9 +99,6 @@ def word_problems(
         think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``, the answer behind.
         blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
         system_prompt: system turn, for template ``chat`` alone.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different problems under these settings.
     """
     form = find_template(template, system_prompt)
     style = SolutionStyle(repeats, mixed, think, blurted)

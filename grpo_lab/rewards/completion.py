@@ -39,15 +39,14 @@ class RowReward(ABC):
         self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
         """Rewards in order. ``ValueError`` where completions or columns are missing, or are not one to one."""
-        given = [columns.get(name) for name in self.columns]
-        if completions is None or any(values is None for values in given):
+        lists: dict[str, Any] = {"completions": completions, **{name: columns.get(name) for name in self.columns}}
+        if any(values is None for values in lists.values()):
             needed = ["completions=[...]", *(f"the column {name!r}" for name in self.columns)]
             raise ValueError(f"{type(self).__name__} needs {' and '.join(needed)}")
-        lists = [completions, *(values for values in given if values is not None)]
-        if len({len(values) for values in lists}) > 1:
-            counts = dict(zip(("completions", *self.columns), map(len, lists), strict=True))
+        counts = {name: len(values) for name, values in lists.items()}
+        if len({*counts.values()}) > 1:
             raise ValueError(f"{type(self).__name__} got {counts}; they must be one to one")
-        return [self.score(completion_text(text), *row) for text, *row in zip(*lists, strict=True)]
+        return [self.score(completion_text(text), *row) for text, *row in zip(*lists.values(), strict=True)]
 
 
 def completion_text(completion: Any) -> str:
@@ -98,23 +97,18 @@ def reasoning_of(text: str) -> str:
     return "\n".join(after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:])
 
 
-def reasoning_in(completion: Any) -> str:
-    """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not."""
-    parsed = _parsed_reasoning(completion)
-    return reasoning_of(completion_text(completion)) if parsed is None else parsed
-
-
-def _parsed_reasoning(completion: Any) -> str | None:
-    """Where TRL's response parsing puts what stood between the tags."""
+def reasoning_in(completion: Any, untagged: bool = True) -> str:
+    """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not. ``untagged``: a
+    text without a tag is all reasoning; else it is none."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
-        for key in ("reasoning_content", "thinking"):
+        for key in ("reasoning_content", "thinking"):  # where TRL's response parsing puts what stood between the tags
             if isinstance(completion[-1].get(key), str):
                 return str(completion[-1][key])
-    return None
+    text = completion_text(completion)
+    return reasoning_of(text) if untagged or THINK in text or END_OF_THINK in text else ""
 
 
-REFLECTION = ("wait", "mistake", "however", "but", "retry", "error", "verify", "wrong", "evaluate", "check")
-_REFLECTION = re.compile(rf"\b(?:{'|'.join(REFLECTION)})\b", re.IGNORECASE)
+_REFLECTION = re.compile(r"\b(?:wait|mistake|however|but|retry|error|verify|wrong|evaluate|check)\b", re.IGNORECASE)
 
 
 def reflects(text: str) -> bool:
@@ -287,7 +281,8 @@ def asks_to_think(prompt: Any) -> bool:
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """
     turns = prompt if isinstance(prompt, str) else [turn for turn in prompt if turn.get("role") != "assistant"]
-    return ["", *_FLAG.findall(prompt_text(turns))][-1] == ""
+    flags: list[str] = ["", *_FLAG.findall(prompt_text(turns))]
+    return flags[-1] == ""
 
 
 class ModeFollowingReward:
@@ -305,12 +300,5 @@ class ModeFollowingReward:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         """Rewards in order."""
-        each = zip(prompts, completions, strict=True)
-        return [float(_thinks(completion) == asks_to_think(prompt)) for prompt, completion in each]
-
-
-def _thinks(completion: Any) -> bool:
-    parsed, text = _parsed_reasoning(completion), completion_text(completion)
-    if parsed is None and THINK not in text and END_OF_THINK not in text:
-        return False
-    return bool(reasoning_in(completion).strip())
+        thinks = [bool(reasoning_in(completion, untagged=False).strip()) for completion in completions]
+        return [float(did == asks_to_think(prompt)) for did, prompt in zip(thinks, prompts, strict=True)]

@@ -90,8 +90,7 @@ def check_rendering(rows: Sequence[Row], tokenizer: Any, model: str) -> Iterator
         turns = [*row["prompt"], *row["completion"]]
         whole = render_prompt(turns, tokenizer, {"continue_final_message": False})
         block = "<think>" if row["mode"] == "think" else EMPTY_BLOCK
-        fits = whole.text.startswith(asked.text + block) and whole.ids[: len(asked.ids)] == asked.ids
-        if not fits:
+        if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:
             said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]
             raise ValueError(
                 f"the chat template of {model!r} cannot switch modes: row {number} asks for `{row['mode']}`, and where "
