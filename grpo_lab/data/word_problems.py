@@ -101,7 +101,7 @@ def word_problems(
         system_prompt: system turn, for template ``chat`` alone.
     """
     form = find_template(template, system_prompt)
-    style = SolutionStyle(repeats, mixed, think, blurted)
+    style = SolutionStyle(repeats=repeats, mixed=mixed, think=think, blurted=blurted)
     writer, hurry = random.Random(f"{seed}/{split}/writer"), random.Random(f"{seed}/{split}/hurry")
     rows = iter_word_problems(seed, split, steps, families, largest=largest, misread=misread)
     limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}
