@@ -1,6 +1,6 @@
 """Which part of a completion is its answer.
 
-The five rules stand in docs/algorithms/accuracy_reward.md, "What is read". All scans are linear in the length of the completion.
+Five rules (docs/algorithms/accuracy_reward.md, "What is read"); all scans are linear in the length of the completion.
 """
 
 from __future__ import annotations
