@@ -40,9 +40,6 @@ def load_gsm8k(
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
         ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
-
-    Raises:
-        ValueError: what was seen, what is needed, and the setting that governs it.
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split, config="main" if str(source) in {"openai/gsm8k", "gsm8k"} else None)
@@ -78,9 +75,6 @@ def load_math(
         columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
         leading zeros stay), ``worked_solution`` where the file has one, and the rest (level, subject, …). The final
         answer is the column ``gold_answer`` or ``answer``; without one, the last ``\\boxed{…}`` of ``solution``.
-
-    Raises:
-        ValueError: what was seen, what is needed, and the setting that governs it.
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split, also=("math500",) if split == "test" else ())

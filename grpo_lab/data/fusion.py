@@ -10,10 +10,8 @@ from the model that reasons) and answers without:
 `/think` one but for the flag, so writing the empty block *is* the choice of the mode; a model for which it is masked
 never learns to make it. Only `enable_thinking=False`, a switch of the chat template's, writes it into the prompt.
 
-A flag stands in the user turn or in the system turn; of one in each, the user's holds. In a dialogue of several turns
-each may have one, and the last one holds; a turn without one goes on in the mode before it. Answers of earlier turns
-stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say:
-these shares are settings.
+A flag stands in the user turn or in the system turn, and the last one holds, in dialogues too; answers of earlier turns
+stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say.
 """
 
 from __future__ import annotations
@@ -21,17 +19,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from grpo_lab.data.prompts import FLAGS, FlagPlace, Message, with_flag
+from pydantic import Field
+
+from grpo_lab.data.prompts import MODES, FlagPlace, Message, with_flag
+from grpo_lab.settings import Share, must_be, settings
 
 Row = dict[str, Any]
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 _THINK, _END = "<think>", "</think>"
 
 
-@dataclass(frozen=True)
+@settings()
 class FusionShares:
     """Which rows of a fusion are of which kind; each a share between 0 and 1, drawn row by row.
 
@@ -43,34 +43,29 @@ class FusionShares:
         most_turns: most questions of a dialogue, its own included.
     """
 
-    unflagged: float = 0.2
-    in_system: float = 0.3
-    in_both: float = 0.2
-    dialogues: float = 0.2
-    most_turns: int = 3
+    unflagged: Share = 0.2
+    in_system: Share = 0.3
+    in_both: Share = 0.2
+    dialogues: Share = 0.2
+    most_turns: Annotated[int, Field(ge=2), must_be("a whole number of at least 2")] = 3
 
     def __post_init__(self) -> None:
-        for name in ("unflagged", "in_system", "in_both", "dialogues"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; a share between 0 and 1 is needed")
         if self.in_system + self.in_both > 1.0:
             raise ValueError(f"`in_system` and `in_both` are {self.in_system + self.in_both:g} together; at most 1")
-        if self.most_turns < 2:
-            raise ValueError(f"`most_turns` is {self.most_turns!r}; a dialogue has at least 2")
 
 
 def thought_through(text: str) -> bool:
     """Whether ``text`` is one closed block of reasoning that says something, and an answer behind it."""
-    before, opened, rest = text.partition(_THINK)
-    reasoning, closed, answer = rest.partition(_END)
+    before, _, rest = text.partition(_THINK)
+    reasoning, _, answer = rest.partition(_END)
     single = _THINK not in rest and _END not in answer
-    return bool(opened and closed and single and not before.strip() and reasoning.strip() and answer.strip())
+    return bool(single and not before.strip() and reasoning.strip() and answer.strip())
 
 
 def fusion_rows(
     thinking: Sequence[Mapping[str, Any]],
     plain: Sequence[Mapping[str, Any]],
-    shares: FusionShares = FusionShares(),
+    shares: FusionShares,
     seed: int = 0,
 ) -> tuple[list[Row], dict[str, int]]:
     """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
@@ -88,28 +83,30 @@ def fusion_rows(
     """
     every = [*(("think", row) for row in thinking), *(("no_think", row) for row in plain)]
     for number, (mode, row) in enumerate(every, start=1):
-        _check(mode, row, number)
-    built = []
+        if wrong := _misfit(mode, row["prompt"], row["answer"]):
+            raise ValueError(f"row {number} of the fusion: {wrong}")
+    built, flags = [], Counter(user=0, system=0, both=0, none=0, dialogue=0)
     for number, (mode, row) in enumerate(every):
         flag, prompt = _asked(mode, row["prompt"], every, shares, random.Random(f"{seed}/{number}"))
         content = row["answer"] if mode == "think" else EMPTY_BLOCK + row["answer"].strip()
         columns = {name: value for name, value in row.items() if name != "answer"}
         completion = [{"role": "assistant", "content": content}]
         built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
-    flags = Counter(row["flag"] for row in built)
-    return built, {name: flags[name] for name in ("user", "system", "both", "none", "dialogue")}
+        flags[flag] += 1
+    return built, dict(flags)
 
 
-def _check(mode: str, row: Mapping[str, Any], number: int) -> None:
-    prompt = row["prompt"]
+def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
+    """Why a row cannot be fused."""
     if isinstance(prompt, str) or not all(isinstance(turn.get("content"), str) for turn in prompt):
-        raise ValueError(f"row {number} of the fusion: its prompt is {prompt!r:.200}; messages with text are needed")
-    if any(word in FLAGS.values() for turn in prompt for word in turn["content"].split()):
-        raise ValueError(f"row {number} of the fusion: its prompt has a flag already; take rows of the template `chat`")
-    tagged = _THINK in row["answer"] or _END in row["answer"]
-    if (not thought_through(row["answer"])) if mode == "think" else (tagged or not row["answer"].strip()):
-        needed = "one closed block of reasoning before it" if mode == "think" else "no block of reasoning"
-        raise ValueError(f"row {number} of the fusion: its answer is {row['answer']!r:.200}; it needs {needed}")
+        return f"its prompt is {prompt!r:.200}; messages with text are needed"
+    if any(word in ("/think", "/no_think") for turn in prompt for word in turn["content"].split()):
+        return "its prompt has a flag already; take rows of the template `chat`"
+    if mode == "think" and not thought_through(answer):
+        return f"its answer is {answer!r:.200}; it needs one closed block of reasoning before it"
+    if mode == "no_think" and (_THINK in answer or _END in answer or not answer.strip()):
+        return f"its answer is {answer!r:.200}; it needs no block of reasoning"
+    return None
 
 
 def _asked(
@@ -121,24 +118,23 @@ def _asked(
         return "dialogue", _dialogue(mode, prompt, earlier, rng)
     if mode == "think" and rng.random() < shares.unflagged:
         return "none", with_flag(prompt, mode, "none")
-    weights = (shares.in_system, shares.in_both, 1.0 - shares.in_system - shares.in_both)
     places: tuple[FlagPlace, ...] = ("system", "both", "user")
-    flag = rng.choices(places, weights)[0]
+    flag = rng.choices(places, (shares.in_system, shares.in_both, 1.0 - shares.in_system - shares.in_both))[0]
     return flag, with_flag(prompt, mode, flag)
 
 
 def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: random.Random) -> list[Message]:
     """Earlier questions with their answers and flags, then ``prompt``'s: asking for ``mode`` itself, or without a flag
     after a turn that asked for it."""
-    system = [turn for turn in prompt if turn["role"] == "system"]
     carried = rng.random() < 0.5
-    turns: list[Message] = []
+    turns = [turn for turn in prompt if turn["role"] == "system"]
     for number, row in enumerate(earlier, start=1):
-        flag = rng.choice([None, *FLAGS])
-        if carried and number == len(earlier):
-            flag = mode
-        asked = [turn for turn in row["prompt"] if turn["role"] != "system"]
-        turns += asked if flag is None else with_flag(asked, flag, "user")
+        flag = rng.choice([None, *MODES])
+        turns += _question(row["prompt"], mode if carried and number == len(earlier) else flag)
         turns.append({"role": "assistant", "content": row["answer"].rpartition(_END)[2].strip()})
-    own = [turn for turn in prompt if turn["role"] != "system"]
-    return [*system, *turns, *(own if carried else with_flag(own, mode, "user"))]
+    return turns + _question(prompt, None if carried else mode)
+
+
+def _question(prompt: list[Message], flag: str | None) -> list[Message]:
+    asked = [turn for turn in prompt if turn["role"] != "system"]
+    return asked if flag is None else with_flag(asked, flag, "user")

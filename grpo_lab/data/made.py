@@ -96,9 +96,6 @@ def countdown(
         numbers: fewest and most numbers of a game, both included.
         largest: no given number is larger. All are whole and positive, as is every step of the known solution.
         largest_target: no target is larger.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different games under these settings.
     """
     form = find_template(template, system_prompt)
     if largest < 2 or largest_target < 2:
@@ -168,9 +165,6 @@ def sorting(
     Args:
         length: L, numbers of a prompt.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different prompts under these settings.
     """
     checked_split(split, SORTING_SPLITS)
     for name, value, least in (("length", length, 1), ("vocabulary", vocabulary, 2)):
@@ -203,49 +197,35 @@ def _spaced(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-Numbers = list[int]
-
-
 @dataclass(frozen=True)
 class Step:
-    """One step of a coding task: in words, as a line of Python, and as what it does. ``{k}`` is its number."""
+    """One step of a coding task: in words, and as a line of Python. ``{k}`` is its number."""
 
     words: str
     code: str
-    does: Callable[[Numbers, int], Any]
     numbers: tuple[int, ...] = (0,)
 
 
 MIDDLE = (
-    Step("Add {k} to each number.", "x = [n + {k} for n in x]", lambda x, k: [n + k for n in x], (1, 2, 3, 4, 5, 7)),
-    Step("Take {k} from each number.", "x = [n - {k} for n in x]", lambda x, k: [n - k for n in x], (1, 2, 3, 4, 5, 7)),
-    Step("Multiply each number by {k}.", "x = [n * {k} for n in x]", lambda x, k: [n * k for n in x], (2, 3, 4, 5)),
-    Step("Square each number.", "x = [n * n for n in x]", lambda x, k: [n * n for n in x]),
-    Step("Keep the even numbers.", "x = [n for n in x if n % 2 == 0]", lambda x, k: [n for n in x if n % 2 == 0]),
-    Step("Keep the odd numbers.", "x = [n for n in x if n % 2 == 1]", lambda x, k: [n for n in x if n % 2 == 1]),
-    Step(
-        "Keep the numbers above {k}.",
-        "x = [n for n in x if n > {k}]",
-        lambda x, k: [n for n in x if n > k],
-        (0, 2, 4, 6, 8),
-    ),
-    Step(
-        "Keep the numbers below {k}.",
-        "x = [n for n in x if n < {k}]",
-        lambda x, k: [n for n in x if n < k],
-        (4, 6, 8, 10),
-    ),
-    Step("Drop the first {k} numbers.", "x = x[{k}:]", lambda x, k: x[k:], (1, 2, 3)),
-    Step("Reverse the list.", "x = x[::-1]", lambda x, k: x[::-1]),
-    Step("Sort the list.", "x = sorted(x)", lambda x, k: sorted(x)),
-    Step("Drop repeated numbers.", "x = list(dict.fromkeys(x))", lambda x, k: list(dict.fromkeys(x))),
+    Step("Add {k} to each number.", "x = [n + {k} for n in x]", (1, 2, 3, 4, 5, 7)),
+    Step("Take {k} from each number.", "x = [n - {k} for n in x]", (1, 2, 3, 4, 5, 7)),
+    Step("Multiply each number by {k}.", "x = [n * {k} for n in x]", (2, 3, 4, 5)),
+    Step("Square each number.", "x = [n * n for n in x]"),
+    Step("Keep the even numbers.", "x = [n for n in x if n % 2 == 0]"),
+    Step("Keep the odd numbers.", "x = [n for n in x if n % 2 == 1]"),
+    Step("Keep the numbers above {k}.", "x = [n for n in x if n > {k}]", (0, 2, 4, 6, 8)),
+    Step("Keep the numbers below {k}.", "x = [n for n in x if n < {k}]", (4, 6, 8, 10)),
+    Step("Drop the first {k} numbers.", "x = x[{k}:]", (1, 2, 3)),
+    Step("Reverse the list.", "x = x[::-1]"),
+    Step("Sort the list.", "x = sorted(x)"),
+    Step("Drop repeated numbers.", "x = list(dict.fromkeys(x))"),
 )
 LAST = (
-    Step("Return their sum.", "return sum(x)", lambda x, k: sum(x)),
-    Step("Return how many there are.", "return len(x)", lambda x, k: len(x)),
-    Step("Return the list.", "return x", lambda x, k: x),
-    Step("Return the largest, or 0 if there is none.", "return max(x, default=0)", lambda x, k: max(x, default=0)),
-    Step("Return the smallest, or 0 if there is none.", "return min(x, default=0)", lambda x, k: min(x, default=0)),
+    Step("Return their sum.", "return sum(x)"),
+    Step("Return how many there are.", "return len(x)"),
+    Step("Return the list.", "return x"),
+    Step("Return the largest, or 0 if there is none.", "return max(x, default=0)"),
+    Step("Return the smallest, or 0 if there is none.", "return min(x, default=0)"),
 )
 
 
@@ -264,16 +244,13 @@ def coding_tasks(
         Write a Python function f(x). x is a list of whole numbers. Add 3 to each number. Keep the even numbers. Return
         their sum.
 
-    A task is a chain of steps. ``tests`` is a text of assertions on drawn lists, computed by running the steps here;
+    A task is a chain of steps. ``tests`` is a text of assertions on drawn lists, computed by running the program here;
     each step changes some test's answer. ``solution`` is the program that the task was made with, ``worked_solution``
     the same in a fenced block. ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
     Args:
         steps: fewest and most steps before the ``return``, both included.
         tests: assertions of each task.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different tasks under these settings.
     """
     form = find_template(template, system_prompt)
     if tests < 1:
@@ -289,17 +266,16 @@ def _task(rng: random.Random, steps: int, tests: int) -> tuple[str, Row] | None:
     chain = [(step, rng.choice(step.numbers)) for step in (*rng.sample(MIDDLE, steps), rng.choice(LAST))]
     lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
 
-    def answers(steps: Sequence[tuple[Step, int]]) -> list[Any]:
-        values: list[Any] = lists
-        for step, k in steps:
-            values = [step.does(value, k) for value in values]
-        return values
+    def answers(steps: Sequence[tuple[Step, int]]) -> tuple[str, list[Any]]:
+        program = "\n".join(["def f(x):", *(f"    {step.code.format(k=k)}" for step, k in steps)])
+        made: dict[str, Any] = {}
+        exec(program, made)  # lines of the tables above
+        return program, [made["f"](numbers) for numbers in lists]
 
-    right = answers(chain)
-    if any(answers(chain[:place] + chain[place + 1 :]) == right for place in range(steps)):
+    program, right = answers(chain)
+    if any(answers(chain[:place] + chain[place + 1 :])[1] == right for place in range(steps)):
         return None
     words = " ".join(step.words.format(k=k) for step, k in chain)
-    program = "\n".join(["def f(x):", *(f"    {step.code.format(k=k)}" for step, k in chain)])
     return program, {
         "question": f"Write a Python function f(x). x is a list of whole numbers. {words}",
         "tests": "\n".join(f"assert f({numbers}) == {answer}" for numbers, answer in zip(lists, right, strict=True)),

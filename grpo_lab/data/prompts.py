@@ -26,7 +26,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from grpo_lab.settings import one_of
 
@@ -60,45 +60,35 @@ class ChatTemplate:
         return [*turns, {"role": "user", "content": f"{self.before}{question}{self.after}"}]
 
 
-FLAGS = {"think": "/think", "no_think": "/no_think"}
-"""Mode → the flag that asks for it."""
+MODES = ("think", "no_think")
+"""What a prompt asks for with the flag of that name: ``/think``, ``/no_think``."""
 FlagPlace = Literal["user", "system", "both", "none"]
-PLACES: tuple[FlagPlace, ...] = ("user", "system", "both", "none")
 
 
 def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Message]:
     """``prompt`` asking for ``mode``: by a flag behind the last user turn's text, in the system turn (added where there
-    is none), by ``both`` (the other mode's in the system turn, this one's behind the question: the last one wins), or
-    by ``none``, which means thinking. ValueError for no flag and no thinking."""
-    if place == "none" and mode != "think":
-        raise ValueError("without a flag a prompt asks for thinking; `no_think` needs one")
-    other = next(flag for name, flag in FLAGS.items() if name != mode)
+    is none), in ``both`` (the other mode's in the system turn: the last one wins), or by ``none``, if to think."""
     turns = [dict(message) for message in prompt]
     if place in ("system", "both"):
         if turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": ""})
-        turns[0]["content"] = f"{turns[0]['content']} {FLAGS[mode] if place == 'system' else other}".strip()
+        flag = mode if place == "system" else MODES[mode == "think"]
+        turns[0]["content"] = f"{turns[0]['content']} /{flag}".strip()
     if place in ("user", "both"):
-        asked = next(turn for turn in reversed(turns) if turn["role"] == "user")
-        asked["content"] = f"{asked['content']} {FLAGS[mode]}"
+        [turn for turn in turns if turn["role"] == "user"][-1]["content"] += f" /{mode}"
     return turns
 
 
 @dataclass(frozen=True)
-class ModeTemplate(ChatTemplate):
-    """A chat prompt that asks for a mode of Qwen3's; ``mode`` None: for either, flagged at any place, both drawn from
-    the question's text."""
-
-    mode: str | None = None
+class ModesTemplate(ChatTemplate):
+    """A chat prompt that asks for either mode of Qwen3's, flagged at any place, both drawn from the question's text."""
 
     def prompt(self, question: str) -> Prompt:
-        turns = super().prompt(question)
-        assert isinstance(turns, list)
-        if self.mode is not None:
-            return with_flag(turns, self.mode, "user")
+        turns: Any = super().prompt(question)
         rng = random.Random(question)
-        mode = rng.choice(list(FLAGS))
-        return with_flag(turns, mode, rng.choice(PLACES if mode == "think" else PLACES[:-1]))
+        mode = rng.choice(MODES)
+        places = get_args(FlagPlace)
+        return with_flag(turns, mode, rng.choice(places if mode == "think" else places[:-1]))
 
 
 PromptTemplate = TextTemplate | ChatTemplate
@@ -137,9 +127,9 @@ TEMPLATES: dict[str, PromptTemplate] = {
         ),
         ChatTemplate("verl_gsm8k", after=' Let\'s think step by step and output the final answer after "####".'),
         ChatTemplate("tapeagents_boxed", after=f"\\n{_QWEN_MATH_INSTRUCTION}"),
-        ModeTemplate("think", mode="think"),
-        ModeTemplate("no_think", mode="no_think"),
-        ModeTemplate("modes"),
+        ChatTemplate("think", after=" /think"),
+        ChatTemplate("no_think", after=" /no_think"),
+        ModesTemplate("modes"),
     )
 }
 

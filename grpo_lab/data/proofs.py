@@ -57,9 +57,6 @@ def proofs(
 
     Args:
         steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different sequents under these settings.
     """
     form = find_template(template, system_prompt)
     sizes = checked_range("steps", steps, 1, 30)

@@ -14,8 +14,7 @@ events for additive ones ("3 times as many" for "3 more", "shared among 4" for "
 Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
 something for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-**Habits** (`SolutionStyle`). A worked solution can lack its lines, say them twice, in two languages, or between tags;
-the answer stays. A cold start on these makes a model that rewards can be tried on: accuracy, length, language.
+**Habits** (`SolutionStyle`): a cold start on them makes a model that rewards of length or language can be tried on.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from grpo_lab.data.made import checked_range, checked_split, different, split_of
 from grpo_lab.data.prompts import PromptTemplate, find_template
 from grpo_lab.data.rows import to_dataset
 from grpo_lab.data.word_problem_families import FAMILIES, NAMES, Family, Move
+from grpo_lab.settings import Share, settings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,24 +39,14 @@ _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
 _MOST_STEPS = 8
 
 
-@dataclass(frozen=True)
+@settings()
 class SolutionStyle:
-    """Args:
-    repeats: chance that a line is written a second time.
-    mixed: chance that a line is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
-    think: the lines stand between ``<think>`` and ``</think>``, the answer behind.
-    blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
-    """
+    """The habits of a writer, as `word_problems` describes them."""
 
-    repeats: float = 0.0
-    mixed: float = 0.0
+    repeats: Share = 0.0
+    mixed: Share = 0.0
     think: bool = False
-    blurted: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("repeats", "mixed", "blurted"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; a share between 0 and 1 is needed")
+    blurted: Share = 0.0
 
     def write(self, worked_solution: str, rng: random.Random, hurry: random.Random) -> str:
         """The solution in this style. Lines without a calculation (the answer) stay.
@@ -105,16 +95,13 @@ def word_problems(
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice.
-        mixed: chance that it is written in Chinese.
-        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``.
-        blurted: chance that ``worked_solution`` is its last line alone, the answer.
+        mixed: chance that it is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
+        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``, the answer behind.
+        blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
         system_prompt: system turn, for template ``chat`` alone.
-
-    Raises:
-        ValueError: a setting out of its range, or fewer than ``n`` different problems under these settings.
     """
     form = find_template(template, system_prompt)
-    style = SolutionStyle(repeats, mixed, think, blurted)
+    style = SolutionStyle(repeats=repeats, mixed=mixed, think=think, blurted=blurted)
     writer, hurry = random.Random(f"{seed}/{split}/writer"), random.Random(f"{seed}/{split}/hurry")
     rows = iter_word_problems(seed, split, steps, families, largest=largest, misread=misread)
     limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}

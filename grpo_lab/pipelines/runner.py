@@ -25,6 +25,7 @@ from grpo_lab.pipelines.kinds import kind_of
 from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe, StageSection, plain_recipe
 from grpo_lab.pipelines.stage_record import DONE, StageRecord, begin, made_from
 from grpo_lab.pipelines.status import RECIPE, STAGES, print_stages
+from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.yaml import written
 from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, versions
 from grpo_lab.runs.folder import one_writer, read_marker, write_run
@@ -234,7 +235,8 @@ def plan_of_pipeline(
     if only is not None:
         _refuse_alone(recipe, entries, overwrite, only)
     kept = [] if overwrite else [one.name for one in entries if one.record().status == DONE]
-    plan = {f"{one.number}. {one.name}": one.words() for one in entries if only in (None, one.name)}
+    with asking_the_hub_once():
+        plan = {f"{one.number}. {one.name}": one.words() for one in entries if only in (None, one.name)}
     return {**plan, "done already": ", ".join(kept) or "nothing", "output folder": str(recipe.output_dir)}
 
 

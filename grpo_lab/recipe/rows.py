@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -97,19 +99,37 @@ def every_argument(section: DataSection) -> dict[str, Any]:
     return {**defaults, **section.arguments}
 
 
+_ASKED_ONCE = ContextVar("_ASKED_ONCE", default=False)
+
+
+@contextmanager
+def asking_the_hub_once() -> Iterator[None]:
+    """Inside, a hub that is out of reach (23 s of retries) is not asked again: what `rows_here` reads is offline."""
+    from datasets import config
+
+    offline, place = config.HF_HUB_OFFLINE, _ASKED_ONCE.set(True)
+    try:
+        yield
+    finally:
+        _ASKED_ONCE.reset(place)
+        config.HF_HUB_OFFLINE = offline
+
+
 def rows_here(section: DataSection, where: str) -> Any:
     """The rows, for a dry run; None where they are on the hub and cannot be had from here."""
+    from datasets import config
+    from datasets.exceptions import DatasetsError
+
     try:
         return load_rows(section, where)
     except ValueError as error:
         source = section.arguments.get("source")
         local = source is not None and (is_local(source) or looks_local(str(source)))
-        if local or section.loader not in READ or not _unreachable(error):
+        if local or section.loader not in READ or not _caused_by(error, OSError, DatasetsError):
             raise
+        config.HF_HUB_OFFLINE |= _ASKED_ONCE.get() and _caused_by(error, ConnectionError)
         return None
 
 
-def _unreachable(error: BaseException | None) -> bool:
-    from datasets.exceptions import DatasetsError
-
-    return error is not None and (isinstance(error, OSError | DatasetsError) or _unreachable(error.__cause__))
+def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    return error is not None and (isinstance(error, kinds) or _caused_by(error.__cause__, *kinds))

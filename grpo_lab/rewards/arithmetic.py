@@ -3,9 +3,8 @@ r"""Written arithmetic judged by exact fractions: which equations a text states,
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-How people and models write arithmetic is first put into one plain form: LaTeX, Unicode, currency, percent, mixed
-numbers, remainders, units. What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it
-is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
+How people and models write arithmetic is first put into one plain form. What cannot be put so gets ``§`` beside it,
+tied by an operator, so that what is left of it is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
 
 A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
 What cannot be read as arithmetic on both sides (units, words, unknowns) is not judged: a checker that guesses would pay
@@ -25,7 +24,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_lab.rewards.completion import completion_text
-from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
+from grpo_lab.rewards.steps import SplitStepReward
 from grpo_lab.verifiers.quantity import value_of_sign
 
 ABOUT = "≈"
@@ -344,16 +343,9 @@ class EquationSteps(SplitStepReward):
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
     """
 
-    def __init__(self, split: Splitter | str = by_line, tokenizer: Any = None) -> None:
-        super().__init__(split, tokenizer)
-        self.__name__ = "equation_steps"
+    __name__ = "equation_steps"
 
-    def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
-        return self.judge(steps)
-
-    @staticmethod
-    def judge(steps: Sequence[str]) -> list[float | None]:
-        """1, 0 or ``None`` for each step of one solution, in order."""
+    def score_texts(self, prompt: Any, steps: Sequence[str]) -> list[float | None]:
         names: dict[str, Fraction] = {}
         found = [[equation.holds for equation in judged(step, names)] for step in steps]
         return [float(all(holds)) if holds else None for holds in found]

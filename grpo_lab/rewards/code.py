@@ -6,16 +6,8 @@
 Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own; the
 program, in another one behind walls, answers with data (docs/algorithms/code_reward.md: what that protects from).
 
-The column of tests holds one of three kinds, as data sets write them, perhaps as JSON text or as Python prints it
-(SYNTHETIC-1):
-
-    assertions   Python text with ``assert`` (MBPP, HumanEval's ``check(candidate)``, ``def test_…``), a list of such
-                 lines, or {"functional": text} (LeetCode in rllm and code-r1)
-    pairs        [{"input": …, "output": …}, …], [[input, output], …], {"input(s)": […], "output(s)": […]}: a script's
-                 text
-    calls        the same with the name of a function (``fn_name``, ``entry_point``, or ``func_name`` in ``metadata``):
-                 its arguments, as a list, and what it must return; or both as JSON text, an argument a line
-                 (LiveCodeBench, verl)
+The column of tests holds assertions, pairs of input and output for a script, or calls of a function, in the forms of
+many data sets (the same page lists them), perhaps as JSON text or as Python prints it (SYNTHETIC-1).
 """
 
 from __future__ import annotations

@@ -39,15 +39,14 @@ class RowReward(ABC):
         self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
         """Rewards in order. ``ValueError`` where completions or columns are missing, or are not one to one."""
-        given = [columns.get(name) for name in self.columns]
-        if completions is None or any(values is None for values in given):
+        lists: dict[str, Any] = {"completions": completions, **{name: columns.get(name) for name in self.columns}}
+        if any(values is None for values in lists.values()):
             needed = ["completions=[...]", *(f"the column {name!r}" for name in self.columns)]
             raise ValueError(f"{type(self).__name__} needs {' and '.join(needed)}")
-        lists = [completions, *(values for values in given if values is not None)]
-        if len({len(values) for values in lists}) > 1:
-            counts = dict(zip(("completions", *self.columns), map(len, lists), strict=True))
+        counts = {name: len(values) for name, values in lists.items()}
+        if len({*counts.values()}) > 1:
             raise ValueError(f"{type(self).__name__} got {counts}; they must be one to one")
-        return [self.score(completion_text(text), *row) for text, *row in zip(*lists, strict=True)]
+        return [self.score(completion_text(text), *row) for text, *row in zip(*lists.values(), strict=True)]
 
 
 def completion_text(completion: Any) -> str:
@@ -98,23 +97,18 @@ def reasoning_of(text: str) -> str:
     return "\n".join(after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:])
 
 
-def reasoning_in(completion: Any) -> str:
-    """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not."""
-    parsed = _parsed_reasoning(completion)
-    return reasoning_of(completion_text(completion)) if parsed is None else parsed
-
-
-def _parsed_reasoning(completion: Any) -> str | None:
-    """Where TRL's response parsing puts what stood between the tags."""
+def reasoning_in(completion: Any, untagged: bool = True) -> str:
+    """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not. ``untagged``: a
+    text without a tag is all reasoning; else it is none."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
-        for key in ("reasoning_content", "thinking"):
+        for key in ("reasoning_content", "thinking"):  # where TRL's response parsing puts what stood between the tags
             if isinstance(completion[-1].get(key), str):
                 return str(completion[-1][key])
-    return None
+    text = completion_text(completion)
+    return reasoning_of(text) if untagged or THINK in text or END_OF_THINK in text else ""
 
 
-REFLECTION = ("wait", "mistake", "however", "but", "retry", "error", "verify", "wrong", "evaluate", "check")
-_REFLECTION = re.compile(rf"\b(?:{'|'.join(REFLECTION)})\b", re.IGNORECASE)
+_REFLECTION = re.compile(r"\b(?:wait|mistake|however|but|retry|error|verify|wrong|evaluate|check)\b", re.IGNORECASE)
 
 
 def reflects(text: str) -> bool:
@@ -232,18 +226,12 @@ def answer_block(completion: str) -> str:
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _TAGS = [THINK, END_OF_THINK, "<answer>", "</answer>"]
-_LAYOUTS: dict[str, tuple[list[str], list[bool | None]]] = {
-    "think_answer": (_TAGS, [False, True, False, True, False]),
-    "think": (_TAGS[:2], [False, True, True]),
-    "modes": (_TAGS[:2], [False, None, True]),
+_LAYOUTS = {
+    "think_answer": (_TAGS, [[False, True, False, True, False]]),
+    "think": (_TAGS[:2], [[False, True, True]]),
+    "modes": (_TAGS[:2], [[False, True, True], [False, False, True]]),
 }
-"""form → its tags in order, and which of the texts around them say something (None: it may)."""
-ThinkOpened = Literal["completion", "prompt"]
-
-
-def _check_opened(think_opened: str) -> None:
-    if think_opened not in ("completion", "prompt"):
-        raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
+"""form → its tags in order, and which of the texts around them may say something together."""
 
 
 class ThinkFormatReward(RowReward):
@@ -270,21 +258,18 @@ class ThinkFormatReward(RowReward):
         self,
         form: Literal["think_answer", "think", "modes"] = "think_answer",
         *,
-        think_opened: ThinkOpened = "completion",
+        think_opened: Literal["completion", "prompt"] = "completion",
     ) -> None:
         if form not in _LAYOUTS:
             raise ValueError(f"form must be one of {list(_LAYOUTS)}; got {form!r}")
-        _check_opened(think_opened)
+        if think_opened not in ("completion", "prompt"):
+            raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
         self.form, self.think_opened = form, think_opened
 
     def score(self, text: str, *row: Any) -> float:
         text = THINK + text if self.think_opened == "prompt" else text
         tags, filled = _LAYOUTS[self.form]
-        says = [bool(part.strip()) for part in _TAG.split(text)]
-        fits = _TAG.findall(text) == tags and all(
-            wanted in (None, said) for wanted, said in zip(filled, says, strict=True)
-        )
-        return float(fits)
+        return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] in filled)
 
 
 _FLAG = re.compile(r"(?<!\S)/(no_)?think(?![\w/])")
@@ -296,8 +281,8 @@ def asks_to_think(prompt: Any) -> bool:
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """
     turns = prompt if isinstance(prompt, str) else [turn for turn in prompt if turn.get("role") != "assistant"]
-    flags = _FLAG.findall(prompt_text(turns))
-    return not flags or flags[-1] == ""
+    flags: list[str] = ["", *_FLAG.findall(prompt_text(turns))]
+    return flags[-1] == ""
 
 
 class ModeFollowingReward:
@@ -306,33 +291,14 @@ class ModeFollowingReward:
     A completion thinks if its `<think>` block holds more than white space, closed or not; an empty block, or none,
     is no thinking. Whether the layout is right, `ThinkFormatReward("modes")` says. Source: Qwen3 (arXiv 2505.09388),
     sections 4.3 and 4.4. A chat template's `enable_thinking` leaves no flag in the prompt, and is not seen here.
-
-    Args:
-        think_opened: as in `ThinkFormatReward`.
     """
 
     __name__ = "mode_following_reward"
 
-    def __init__(self, *, think_opened: ThinkOpened = "completion") -> None:
-        _check_opened(think_opened)
-        self.think_opened = think_opened
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(think_opened={self.think_opened!r})"
+        return "ModeFollowingReward()"
 
-    def __call__(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
-    ) -> list[float]:
-        """Rewards in order. ``ValueError`` where prompts or completions are missing, or are not one to one."""
-        if prompts is None or completions is None or len(prompts) != len(completions):
-            counts = {"prompts": prompts and len(prompts), "completions": completions and len(completions)}
-            raise ValueError(f"ModeFollowingReward got {counts}; prompts and completions are needed, one to one")
-        each = zip(prompts, completions, strict=True)
-        return [float(self._thinks(completion) == asks_to_think(prompt)) for prompt, completion in each]
-
-    def _thinks(self, completion: Any) -> bool:
-        reasoning = _parsed_reasoning(completion)
-        if reasoning is None:
-            text = (THINK if self.think_opened == "prompt" else "") + completion_text(completion)
-            reasoning = reasoning_of(text) if THINK in text or END_OF_THINK in text else ""
-        return bool(reasoning.strip())
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Rewards in order."""
+        thinks = [bool(reasoning_in(completion, untagged=False).strip()) for completion in completions]
+        return [float(did == asks_to_think(prompt)) for did, prompt in zip(thinks, prompts, strict=True)]

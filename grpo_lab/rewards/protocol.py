@@ -7,16 +7,9 @@ half a group wherever a group straddles ranks, and nobody notices. Here a reward
 * ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
   columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
 
-A team writes one in five lines::
-
-    @group_reward(requires=("accuracy_reward",))
-    def shortest_correct_bonus(group: Group) -> list[float]:
-        right = [value == 1.0 for value in group.rewards["accuracy_reward"]]
-        best = min((n for n, ok in zip(group.lengths, right) if ok), default=None)
-        return [0.1 if ok and n == best else 0.0 for n, ok in zip(group.lengths, right)]
-
-In stock TRL the same object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or
-refuses with the reason. Source: ours (asked for in trl #3896).
+A team writes one in five lines under ``@group_reward`` (docs/algorithms/group_rewards.md). In stock TRL the same object
+is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason. Source:
+ours (asked for in trl #3896).
 """
 
 from __future__ import annotations

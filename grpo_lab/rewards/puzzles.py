@@ -22,8 +22,8 @@ from grpo_lab.rewards.arithmetic import NotArithmetic, value_of
 from grpo_lab.rewards.completion import RowReward, answer_block
 from grpo_lab.verifiers.logic import Formula, NoFormula, NotAProof, check, read
 
-MOST_CHARACTERS, MOST_DEPTH, MOST_DIGITS = 500, 50, 18  # of an expression
-_TOKEN = re.compile(r"[ \t]*(?:([0-9]+)|([-+*/()]))")
+MOST_CHARACTERS, MOST_DEPTH = 500, 50  # of an expression
+_EXPRESSION = re.compile(r"(?:[ \t]|[0-9]{1,18}(?![0-9])|[-+*/()])*")
 _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∕": "/", "−": "-", "–": "-"})
 
 
@@ -54,10 +54,6 @@ class CountdownReward(RowReward):
         return float(reaches(answer_block(text).strip().rpartition("\n")[2], list(map(int, given)), int(goal)))
 
 
-class NoExpression(ValueError):
-    """The text is no expression of whole numbers, ``+ - * /`` and brackets, or has no value."""
-
-
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     """Whether ``text`` is an expression, or ``expression = target``, that wins the game."""
     left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
@@ -66,39 +62,25 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     try:
         value, used = value_and_numbers(left)
         stated = sign * value_and_numbers(right.removeprefix("-"))[0] if equals else target
-    except NoExpression:
+    except NotArithmetic:
         return False
     return value == stated == target and Counter(used) == Counter(numbers)
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value, and the numbers in order. ``NoExpression`` for anything else than an expression.
+    """The exact value, and the numbers in order. ``NotArithmetic`` for anything else than an expression.
 
     No sign before a number, since the game has none, and no product without its sign.
     """
-    if len(expression) > MOST_CHARACTERS:
-        raise NoExpression(f"longer than {MOST_CHARACTERS} characters")
-    tokens, depth = _tokens(expression), 0
+    expression = expression.strip().translate(_SIGNS)
+    if len(expression) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(expression):
+        raise NotArithmetic(f"not whole numbers, + - * / and brackets in {MOST_CHARACTERS} characters")
+    tokens, depth = re.findall(r"[0-9]+|\S", expression), 0
     for before, token in pairwise(["(", *tokens]):
         depth += (token == "(") - (token == ")")
         if depth > MOST_DEPTH or (token.isdigit() or token == "(") == (before.isdigit() or before == ")"):
-            raise NoExpression(f"{token!r} after {before!r}, or brackets deeper than {MOST_DEPTH}")
-    try:
-        return value_of(" ".join(tokens)), [int(token) for token in tokens if token.isdigit()]
-    except NotArithmetic as error:
-        raise NoExpression(str(error)) from None
-
-
-def _tokens(text: str) -> list[str]:
-    text = text.strip().translate(_SIGNS)
-    tokens, place = [], 0
-    while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None or len(found[1] or "") > MOST_DIGITS:
-            raise NoExpression(f"{text[place : place + 20]!r}")
-        tokens.append(found[1] or found[2])
-        place = found.end()
-    return tokens
+            raise NotArithmetic(f"{token!r} after {before!r}, or brackets deeper than {MOST_DEPTH}")
+    return value_of(" ".join(tokens)), [int(token) for token in tokens if token.isdigit()]
 
 
 _INTEGER = re.compile(r"-?[0-9]+")

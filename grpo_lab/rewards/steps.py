@@ -1,14 +1,9 @@
 """Rewards per step: where the steps of a completion end, in tokens, and what each of them is worth.
 
-A step reward is called like any other reward and answers with a list per completion::
-
-    @step_reward
-    def each_line_short(prompts, completions, completion_ids, **columns):
-        return [[(end, float(end < 200)) for end in …] for ids in completion_ids]
-
-``(end_token, score)``: the index (0 = first token of the completion) of the step's last token, ascending, and a finite
-number, or ``None`` where the step cannot be scored. Another form is refused, with the place. ``advantage: process``
-makes advantages per token of them (DeepSeekMath, arXiv 2402.03300, §4.1.3).
+A step reward is called like any other reward and answers with a list of ``(end_token, score)`` a completion: the index
+(0 = first token of the completion) of the step's last token, ascending, and a finite number, or ``None`` where the step
+cannot be scored. Another form is refused, with the place. ``advantage: process`` makes advantages per token of them
+(DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
 In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
 """

@@ -1,24 +1,15 @@
 r"""Text → the words that say something about its language, each with its script; and how likely a word is in each
 language that shares its script.
 
-**Words.** "Digits, LaTeX, code and names are neither for nor against". Left out here: fenced and inline code, ``[asy]``
-drawings, formulas (``$…$``, ``\(…\)``, ``\[…\]``), LaTeX commands, GSM8K's ``<<…>>`` sums, web and mail addresses,
-tokens with digits or underscores, camelCase, single consonants, short labels in capitals, unit and function symbols.
-The neutral places hide no prose: characters of other scripts than Latin and Greek count wherever they stand, and so do
-the contents of ``\text{…}``. Every pattern is linear in the length of the text: model text is hostile.
+**Words.** "Digits, LaTeX, code and names are neither for nor against": what is left out, and that the neutral places
+hide no prose, docs/algorithms/language_consistency.md says. Every pattern is linear in the length of the text: model
+text is hostile.
 
 A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
 in different groups differ in their characters alone.
 
-**Likelihoods** within a group, p(word | language), unnormalised, from two offline sources: **wordfreq** (~20–30
-thousand words a language), p(w | l) is the word's frequency; **lingua** (character n-grams) for words that no list
-knows: its confidences share out the frequency of a word just too rare for the lists.
-
-Capitalised words are mostly names, which say little: they get a constant on top in every language, so that a frequent
-function word keeps its evidence ("The") and a name follows its text. The constant is larger for a name that most lists
-have (José) than for a German noun.
-
-Not from a paper: R1 (arXiv 2501.12948, section 2.3.2) defines the reward and not how words are assigned to languages.
+**Likelihoods** within a group, p(word | language), unnormalised: wordfreq's frequencies (~20–30 thousand words a
+language); of words that no list knows, lingua's confidences share out the frequency of one just too rare for the lists.
 """
 
 from __future__ import annotations
@@ -208,7 +199,8 @@ LISTED = 5e-7  # between the lists' least frequency and what a word gets without
 FOREIGN = 3e-7
 """p(w | no language we know): a word that no language explains better than this counts as ``other``."""
 NAME, KNOWN_NAME = 1e-5, 1e-3
-"""Added to every language (and ``other``) for a capitalised word; the second where half of the lists have it."""
+"""Added to every language (and ``other``) for a capitalised word, so that "The" keeps its evidence and a name follows
+its text; the second where half of the lists have it (José, but no German noun)."""
 LONGEST_WORD = 40
 RARE_CHARACTER = log(1e-6)
 TRADITIONAL = 0.3  # a character in its traditional form, beside its simplified one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -47,53 +47,39 @@ class Fusion:
     seed: Whole = 0
 
     def plan(self) -> str:
-        for place, section in enumerate(self.plain):
-            _checked(rows_here(section, f"plain.{place}"), place)
+        self._answers(rows_here)
         return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
 
     def run(self, at: At) -> Facts:
-        lines = read_lines(Path(self.samples))
-        sorted_out = [(line, *_right_answers(line, self.per_problem)) for line in lines]
-        thinking = [
-            {"prompt": line["problem"]["prompt"], "answer": answer, "row": line["row"], "problem": line["problem"]}
-            for line, kept, _ in sorted_out
-            for answer in kept
-        ]
+        lines, thinking, unclosed = read_lines(Path(self.samples)), [], 0
+        for line in lines:
+            pairs = zip(line["completions"], line["scores"], strict=True)
+            right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]
+            whole = [text for text in right if thought_through(text)]
+            unclosed += len(right) - len(whole)
+            kept = {"prompt": line["problem"]["prompt"], "row": line["row"], "problem": line["problem"]}
+            thinking += [{**kept, "answer": text} for text in list(dict.fromkeys(whole))[: self.per_problem]]
         if not thinking:
             raise ValueError(
                 f"{self.samples} has no right answer of {len(lines)} problems with one closed <think> block before it; "
                 "sample from a model that reasons in one, with more `n_samples` or a longer `max_completion_length`"
             )
-        plain = [row for place, section in enumerate(self.plain) for row in _plain(section, place)]
+        plain = self._answers(load_rows)
         rows, flags = fusion_rows(thinking, plain, self.shares, self.seed)
         tokens = sum(check_rendering(rows, load_tokenizer(ModelSection(path=self.model)), self.model))
         write_json_lines(at.folder / ROWS, [encodable(row) for row in rows])
-        dropped = {"no_closed_reasoning": sum(unclosed for *_, unclosed in sorted_out)}
-        kinds = {
-            "thinking": len(thinking),
-            "non_thinking": len(plain),
-            **{f"flag_{name}": n for name, n in flags.items()},
-        }
-        return {"rows": len(rows), **kinds, "dropped": dropped, "trained_tokens": tokens}
+        kinds = {"thinking": len(thinking), "non_thinking": len(plain), **{f"flag_{one}": flags[one] for one in flags}}
+        return {"rows": len(rows), **kinds, "dropped": {"no_closed_reasoning": unclosed}, "trained_tokens": tokens}
 
-
-def _right_answers(line: Row, per_problem: int) -> tuple[list[str], int]:
-    """The first right answers that differ and have a closed block, and how many right ones have none."""
-    pairs = zip(line["completions"], line["scores"], strict=True)
-    right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]
-    whole = [text for text in right if thought_through(text)]
-    return list(dict.fromkeys(whole))[:per_problem], len(right) - len(whole)
-
-
-def _plain(section: DataSection, place: int) -> list[Row]:
-    rows = _checked(load_rows(section, f"plain.{place}"), place)
-    return [{"prompt": row["prompt"], "answer": row["worked_solution"]} for row in rows]
-
-
-def _checked(rows: Any, place: int) -> Any:
-    if rows is not None and "worked_solution" not in rows.column_names:
-        raise ValueError(f"`plain.{place}` has no column 'worked_solution'; it has {rows.column_names}")
-    return rows
+    def _answers(self, load: Callable[..., Any]) -> list[Row]:
+        """The non-thinking ones. ValueError for rows without worked solutions."""
+        found: list[Row] = []
+        for place, section in enumerate(self.plain):
+            rows = load(section, f"plain.{place}")
+            if rows is not None and "worked_solution" not in rows.column_names:
+                raise ValueError(f"`plain.{place}` has no column 'worked_solution'; it has {rows.column_names}")
+            found += [{"prompt": row["prompt"], "answer": row["worked_solution"]} for row in rows or ()]
+        return found
 
 
 def check_rendering(rows: Sequence[Row], tokenizer: Any, model: str) -> Iterator[int]:
@@ -104,8 +90,7 @@ def check_rendering(rows: Sequence[Row], tokenizer: Any, model: str) -> Iterator
         turns = [*row["prompt"], *row["completion"]]
         whole = render_prompt(turns, tokenizer, {"continue_final_message": False})
         block = "<think>" if row["mode"] == "think" else EMPTY_BLOCK
-        fits = whole.text.startswith(asked.text + block) and whole.ids[: len(asked.ids)] == asked.ids
-        if not fits:
+        if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:
             said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]
             raise ValueError(
                 f"the chat template of {model!r} cannot switch modes: row {number} asks for `{row['mode']}`, and where "

@@ -29,10 +29,6 @@ CHAT_TEMPLATE = (
 # Qwen3's, less its tools (a test holds them side by side): the last turn's answer stands behind a thinking block, which
 # may be empty; turns before the last question lose theirs; `enable_thinking=False` writes an empty one into the prompt.
 THINKING_TEMPLATE = """\
-{%- set ns = namespace(asked=-1) %}
-{%- for message in messages %}
-    {%- if message['role'] == 'user' %}{%- set ns.asked = loop.index0 %}{%- endif %}
-{%- endfor %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
     {%- set text = message['content'] %}
@@ -42,13 +38,11 @@ THINKING_TEMPLATE = """\
             {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
             {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
-        {%- if loop.index0 > ns.asked and (loop.last or thought) %}
+        {%- if (loop.last or thought) and not messages[loop.index :] | selectattr('role', 'equalto', 'user') | list %}
             {%- set text = '<think>\\n' + thought + '\\n</think>\\n\\n' + text.lstrip('\\n') %}
         {%- endif %}
         {%- generation %}{{- text + '<|im_end|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- text + '<|im_end|>' }}
-    {%- endif %}
+    {%- else %}{{- text + '<|im_end|>' }}{%- endif %}
     {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import datasets
 import pytest
 
 from grpo_lab.curation import Selection
@@ -233,3 +234,26 @@ def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
     plan = plan_of_pipeline(recipe)
     assert len(plan) == len(recipe.stages) + 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time would be 23 s of retries, at every stage; another name is asked for where a name is wrong."""
+    asked = []
+
+    def splits(name: str, config: str | None) -> list[str]:
+        if not datasets.config.HF_HUB_OFFLINE:
+            asked.append(name)
+        raise ConnectionError(f"Couldn't reach {name!r} on the Hub") if fault is None else fault
+
+    fault: Exception | None = None
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
+    data = [{"loader": "gsm8k"}, {"loader": "math"}, {"loader": "gsm8k", "split": "test"}]
+    stages = [{"stage": "evaluate", "name": f"e{i}", "model": "m", "data": one} for i, one in enumerate(data)]
+    recipe = pipeline_from({"output_dir": str(tmp_path / "out"), "stages": stages})
+    for _ in range(2):  # each call anew
+        plan_of_pipeline(recipe)
+    assert asked == ["openai/gsm8k"] * 2
+    fault = datasets.exceptions.DatasetNotFoundError("no such data set")
+    plan_of_pipeline(recipe)
+    assert asked[2:] == ["openai/gsm8k", "HuggingFaceH4/MATH-500", "openai/gsm8k"]

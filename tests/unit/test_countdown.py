@@ -10,7 +10,8 @@ import pytest
 
 from grpo_lab.data import countdown
 from grpo_lab.rewards import CountdownReward
-from grpo_lab.rewards.puzzles import NoExpression, reaches, value_and_numbers
+from grpo_lab.rewards.arithmetic import NotArithmetic
+from grpo_lab.rewards.puzzles import reaches, value_and_numbers
 
 
 def score(text: str, numbers: list[Any], target: Any) -> float | None:
@@ -76,7 +77,7 @@ def test_hostile_expressions_earn_nothing_at_once(text: str) -> None:
 
 def test_brackets_within_the_limit_are_read() -> None:
     assert value_and_numbers("(" * 50 + "3" + ")" * 50) == (Fraction(3), [3])
-    with pytest.raises(NoExpression):
+    with pytest.raises(NotArithmetic):
         value_and_numbers("(" * 51 + "3" + ")" * 51)
 
 

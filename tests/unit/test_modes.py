@@ -81,16 +81,6 @@ def test_rewards_by_hand(completion: Any, think: float, no_think: float, layout:
     assert ThinkFormatReward("modes")(completions=[completion]) == [layout]
 
 
-def test_where_the_template_opens_the_block() -> None:
-    reward, prompts = ModeFollowingReward(think_opened="prompt"), [[user("Q")], [user("Q /no_think")]]
-    assert reward(prompts=prompts, completions=["2+3=5\n</think>\n\n5", "\n</think>\n\n5"]) == [1.0, 1.0]
-    assert reward(prompts=prompts, completions=["\n</think>\n\n5", "2+3=5"]) == [0.0, 0.0]
-    with pytest.raises(ValueError, match="think_opened must be 'completion' or 'prompt'; got 'x'"):
-        ModeFollowingReward(think_opened="x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"got \{'prompts': 2, 'completions': 1\}; .* one to one"):
-        reward(prompts=prompts, completions=["5"])
-
-
 def test_templates_ask_for_a_mode() -> None:
     assert apply_template("Q", "think") == [user("Q /think")]
     assert apply_template("Q", "no_think", system_prompt="Be brief.") == [system("Be brief."), user("Q /no_think")]
@@ -218,15 +208,15 @@ def test_fusion_draws_its_shares() -> None:
 )
 def test_rows_that_cannot_be_fused(thinking: Any, plain: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fusion_rows(thinking, plain)
+        fusion_rows(thinking, plain, FusionShares())
 
 
 def test_shares_are_shares() -> None:
-    with pytest.raises(ValueError, match=r"`dialogues` is 1\.5; a share between 0 and 1"):
+    with pytest.raises(ValueError, match=r"`dialogues` is 1\.5; it must be a share between 0 and 1"):
         FusionShares(dialogues=1.5)
     with pytest.raises(ValueError, match=r"`in_system` and `in_both` are 1\.2 together; at most 1"):
         FusionShares(in_both=0.9)
-    with pytest.raises(ValueError, match="`most_turns` is 1; a dialogue has at least 2"):
+    with pytest.raises(ValueError, match="`most_turns` is 1; it must be a whole number of at least 2"):
         FusionShares(most_turns=1)
 
 

@@ -64,5 +64,5 @@ def test_blurted_answers_stand_alone_and_change_no_other_solution() -> None:
 
 @pytest.mark.parametrize("name", ["repeats", "mixed", "blurted"])
 def test_a_share_out_of_range_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is 1\.5; a share between 0 and 1"):
+    with pytest.raises(ValueError, match=rf"`{name}` is 1\.5; it must be a share between 0 and 1"):
         word_problems(1, **{name: 1.5})

@@ -254,7 +254,7 @@ def test_first_wrong_step_of_real_solutions(grpo_lab_data: Path) -> None:
     assert len(rows) == 38
     found = 0
     for row in rows:
-        scores = EquationSteps.judge(row["steps"])
+        scores = EquationSteps().score_texts("", row["steps"])
         first = scores.index(0.0) + 1 if 0.0 in scores else None
         found += first == row["first_error_step_1based"]
     print(f"first wrong step found in {found} of n = {len(rows)} ({found / len(rows):.1%})")
@@ -265,6 +265,6 @@ def test_right_solutions_are_hardly_ever_called_wrong(grpo_lab_data: Path) -> No
     """GSM8K's reference solutions: at most 2 in 1,000 judged lines (some of them do hold a slip, as in "$32 - $20 =
     $300")."""
     rows = [json.loads(line)["answer"] for line in (grpo_lab_data / "gsm8k" / "test.jsonl").read_text().splitlines()]
-    scores = [score for row in rows for score in EquationSteps.judge(row.split("\n")) if score is not None]
+    scores = [score for row in rows for score in EquationSteps().score_texts("", row.split("\n")) if score is not None]
     assert len(scores) > 4000
     assert scores.count(0.0) <= 0.002 * len(scores), f"{scores.count(0.0)} of {len(scores)}"

@@ -40,7 +40,7 @@ def gold_answer(solution: Any) -> str | None:
     if isinstance(solution, float) and math.isfinite(solution):
         return str(int(solution)) if solution == int(solution) else repr(solution)
     if isinstance(solution, int) and not isinstance(solution, bool):
-        return _digits(solution)
+        return str(solution)
     if not isinstance(solution, str) or not solution.strip():
         return None
     text = solution.strip()
@@ -51,14 +51,6 @@ def gold_answer(solution: Any) -> str | None:
         return stated_expression(text) or text
     labelled = (text[:1].isupper() and text[1:2] in ".):") or (text[:1] == "(" and text[2:3] == ")")
     return stated_expression(text) or number_in_words(text) or (text if labelled else None)
-
-
-def _digits(value: int) -> str | None:
-    """An integer as text; None where it has more digits than Python writes (no answer of a model's has them either)."""
-    try:
-        return str(value)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -243,23 +235,19 @@ class HashesReward(RowReward):
     """
 
     columns = ("solution",)
+    __name__ = "hashes_reward"  # TRL names its metrics after this
 
     def __init__(self, take: Literal["last", "first"] = "last") -> None:
         if take not in ("last", "first"):
             raise ValueError(f"take must be 'last' or 'first'; got {take!r}")
         self.take = take
-        self.__name__ = "hashes_reward"  # TRL names its metrics after this
-
-    def __repr__(self) -> str:
-        return f"HashesReward(take={self.take!r})"
 
     def score(self, text: str, *row: Any) -> float | None:
         """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
         (gold,) = row
         if gold is None or isinstance(gold, bool):
             return None
-        written = _digits(gold) if isinstance(gold, int) else str(gold)
-        expected = (written or "").strip().replace(",", "")
+        expected = str(gold).strip().replace(",", "")
         if not expected:
             return None
         found = re.findall(r"#### (-?[0-9.,]+)", text)
@@ -277,9 +265,6 @@ class BoxedReward(AccuracyReward):
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
         fast_path: as in `AccuracyReward`, like the others.
-        timeout_s: seconds a comparison.
-        memory_bytes: of a worker.
-        workers: processes.
     """
 
     def __init__(

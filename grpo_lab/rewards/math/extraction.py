@@ -1,17 +1,6 @@
-r"""Which part of a completion is its answer.
+"""Which part of a completion is its answer.
 
-1. With `</think>`: only what follows it. An unclosed `<think>` holds no answer yet (strict), or all there is (lenient).
-2. The markers, each valid only with an answer in it: `<answer>..</answer>`, `\boxed{..}` (`\fbox`, `\boxed 5`), `####
-   ..` where it is no heading, a line `A: ..`, "the answer is .." / "Answer: ..".
-3. What comes after the first valid marker is cut where the model runs on into a question of its own (a base model does
-   not stop at its answer): at a control token (`<|im_end|>`, `</s>`, `[INST]`), at a line, or what follows the answer
-   in its line, that opens a new task or turn (`Q:`, `### Problem 2`, `User:`, `Your turn:`), or at a later line that
-   ends in `?`, unless it is the model checking itself ("Wait, is that right?").
-4. Within what is left: a closed `<answer>` decides, by the last one; otherwise the last marker in the text wins.
-   Boxes that belong together (`\boxed{1} and \boxed{2}`) are one list.
-5. No marker: strict reads nothing; lenient reads all of it when it is one expression, else the last expression.
-
-All scans are linear in the length of the completion.
+Five rules (docs/algorithms/accuracy_reward.md, "What is read"); all scans are linear in the length of the completion.
 """
 
 from __future__ import annotations
