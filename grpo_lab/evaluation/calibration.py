@@ -10,8 +10,8 @@ It is biased upwards where bins are small (a calibrated model has an ECE above 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,8 @@ Pairs = Sequence[tuple[float, float]]
 Array = NDArray[np.float64]
 
 
-class ConfidenceBin(NamedTuple):
+@dataclass(frozen=True)
+class ConfidenceBin:
     """Answers of about one confidence: its mean, the share that is right, their number."""
 
     confidence: float
@@ -36,18 +37,12 @@ class ConfidenceBin(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """ECE by bins of equal width and of equal mass, Brier score, the mean confidence and correctness; the bins."""
+    """ECE by bins of equal width and of equal mass, Brier score; the bins of equal width."""
 
     ece: Interval
     ece_equal_mass: Interval
     brier: Interval
-    confidence: float
-    correct: float
-    bins: tuple[ConfidenceBin, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `summary.json`."""
-        return {**asdict(self), "bins": [one._asdict() for one in self.bins]}
+    bins: list[ConfidenceBin]
 
 
 def calibrated(pairs: Pairs, bins: int = BINS, draws: int = DRAWS, seed: int = 0) -> Calibration:
@@ -64,16 +59,14 @@ def calibrated(pairs: Pairs, bins: int = BINS, draws: int = DRAWS, seed: int = 0
 
     def interval(estimate: Any) -> Interval:
         found = [estimate(sure[rows], right[rows]) for rows in drawn]
-        low, high = np.quantile(found, [0.025, 0.975]) if found else (float("nan"),) * 2
+        low, high = np.quantile(found, [0.025, 0.975])
         return Interval(float(estimate(sure, right)), float(low), float(high), len(both))
 
     return Calibration(
         interval(lambda p, y: ece(p, y, equal_width(p, bins))),
         interval(lambda p, y: ece(p, y, equal_mass(p, bins))),
         interval(lambda p, y: float(((p - y) ** 2).mean())),
-        float(sure.mean()),
-        float(right.mean()),
-        tuple(reliability(sure, right, equal_width(sure, bins))),
+        reliability(sure, right, equal_width(sure, bins)),
     )
 
 

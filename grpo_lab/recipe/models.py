@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,17 +210,15 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 def whole_on_each_rank() -> Iterator[None]:
     """Every process loads all weights. Under a launch for FSDP2 only the first of a machine would (the others have
     zeros, and no error), under one for ZeRO-3 each a shard."""
+    from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
 
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    said, sharded = os.environ.get(name), deepspeed._hf_deepspeed_config_weak_ref
-    os.environ[name], deepspeed._hf_deepspeed_config_weak_ref = "False", None
+    sharded, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
     try:
-        yield
+        with patch_environment(fsdp_cpu_ram_efficient_loading="False"):
+            yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = sharded
-        os.environ.pop(name)
-        os.environ.update({} if said is None else {name: said})
 
 
 def _base_of_adapter(model: str) -> str | None:

@@ -271,7 +271,7 @@ def test_budgets_modes_and_a_second_model_in_one_call(
         result = found[str(thinker), name].result
         assert all(one.cut and one.thinking == limit for one in result.outcomes)  # the tiny model never closes it
         assert all(one.completion.count(closing) == 1 and one.tokens <= 40 for one in result.outcomes)
-        assert result.measures == {"format": pytest.approx(float(limit > 0), abs=1.0)}
+        assert result.numbers["measures"] == {"format": pytest.approx(float(limit > 0), abs=1.0)}
         assert result.settings["thinking_budget"] == limit
     own = EvaluationResult.read(out)
     assert own.outcomes == found[str(thinker), "thinking-budget-none"].result.outcomes
