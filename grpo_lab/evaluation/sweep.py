@@ -12,22 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Column
-from rich.table import Table as Columns
-
 from grpo_lab.evaluation.charts import Figure, Line, figure
-from grpo_lab.evaluation.comparison import PairedTest, paired_test, test_cells
+from grpo_lab.evaluation.comparison import Comparison, paired_test, result_rows, tests_table
 from grpo_lab.evaluation.page import Section, Table
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import RunRecord
 from grpo_lab.evaluation.statistics import Interval
-from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows
 from grpo_lab.io import write_json
 
 SWEEP, AGAINST = "sweep.json", "against"
-ON_TERMINAL = ("", "greedy accuracy", "tokens, mean", "thinking, mean")
-"""Columns that fit there, with the measures."""
 
 
 @dataclass(frozen=True)
@@ -60,53 +53,24 @@ def read_sweep(folder: Path) -> list[Measured]:
     return [Measured(row["name"], row["place"], EvaluationResult.read(folder / row["place"])) for row in rows]
 
 
-def paired(found: Sequence[Measured]) -> dict[str, PairedTest]:
-    """Name of a condition → the first model against the other one in it."""
-    mine = [one for one in found if one.model == found[0].model]
-    pairs = zip(mine, found[len(mine) :], strict=False)  # without another model there is none
-    return {new.name: paired_test(_record(new), _record(old)) for new, old in pairs}
-
-
-def _record(one: Measured) -> RunRecord:
-    return RunRecord(Path(one.place), after=one.result, name=f"{one.model} {one.name}".strip())
-
-
-def sweep_rows(found: Sequence[Measured]) -> tuple[list[str], list[list[str]]]:
-    """Heading and one row a condition; columns that no condition has a number for are left out."""
-    columns = [{what: new for what, _, new, _ in comparison_rows(None, one.result)} for one in found]
-    names = list(dict.fromkeys(name for one in columns for name in one if one[name] != NOT_RECORDED))
-    several = len({one.model for one in found}) > 1
-    titles = [_record(one).name if several else one.name for one in found]
-    return ["", *names], [[title, *(one.get(n, NOT_RECORDED) for n in names)] for title, one in zip(titles, columns)]
-
-
-def test_lines(found: Sequence[Measured]) -> list[str]:
-    """The paired tests, a line each."""
-    said = [(test, *test_cells(test)) for test in paired(found).values()]
-    return [
-        f"{test.name} against {test.against}: {change}" + (f" points, p {p} ({up} gained, {down} lost)" if p else "")
-        for test, change, up, down, p in said
-    ]
-
-
-def print_sweep(found: Sequence[Measured]) -> None:
-    """A row a condition, then the paired tests."""
-    console, (head, rows) = Terminal(), sweep_rows(found)
-    shown = [place for place, name in enumerate(head) if name in {*ON_TERMINAL, *found[0].result.numbers["measures"]}]
-    table = Columns(*(Column(head[place], overflow="fold") for place in shown), box=box.SIMPLE_HEAD, padding=0)
-    for row in rows:
-        table.add_row(*(row[place] for place in shown))
-    console.print(table)
-    for line in test_lines(found):
-        console.print(line, soft_wrap=True)
+def compared(found: Sequence[Measured]) -> Comparison:
+    """Side by side; tests of the first model against the other one, in the order of the conditions."""
+    runs = [RunRecord(Path(one.place), after=one.result, name=f"{one.model} {one.name}".strip()) for one in found]
+    mine = sum(one.model == found[0].model for one in found)
+    tests = [paired_test(new, old) for new, old in zip(runs, runs[mine:], strict=False)]
+    return Comparison(runs, [], tests, [f"{one.name}: {one.why_not}" for one in tests if one.why_not])
 
 
 def sweep_sections(found: Sequence[Measured]) -> list[Section]:
-    """The conditions on a page: table, paired tests, accuracy over the budget."""
+    """The conditions on a page: accuracy over the budget, results, paired tests."""
     if not found:
         return []
-    drawn = budget_figure(found)
-    return [Section("Conditions", points=test_lines(found), figures=drawn, table=Table(*sweep_rows(found)))]
+    both = compared(found)
+    results = Table(["", *(run.name for run in both.runs)], result_rows(both), stacked=len(found) > 3)
+    return [
+        Section("Conditions", points=both.notes, figures=budget_figure(found), table=results),
+        Section("Against the other model", table=tests_table(both.tests)),
+    ]
 
 
 def budget_figure(found: Sequence[Measured]) -> list[Figure]:

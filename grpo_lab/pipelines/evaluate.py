@@ -101,7 +101,8 @@ def run(known: argparse.Namespace) -> int:
 
 def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
-    from grpo_lab.evaluation.sweep import print_sweep
+    from grpo_lab.evaluation.comparison import print_comparison
+    from grpo_lab.evaluation.sweep import compared
     from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser, as_ctrl_c
     from grpo_lab.stages.evaluate import measure_conditions
 
@@ -123,7 +124,7 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
             if not main:
                 return 0
             if len(found) > 1:
-                print_sweep(found)
+                print_comparison(compared(found))
             terminal_summary(None, result, title=title(known.model, plan))
             if known.output is not None:
                 print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")

@@ -244,10 +244,10 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
         policy, self.every, self.folder = PolicySampler(trainer), section.every, folder / "evaluation"
-        self.held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
-        self.writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
-        self.way, *_ = self.held_out.ways.values()
-        self.sampler = self.held_out.sampler(self.writer, self.way, PartialState().num_processes > 1)
+        held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
+        writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
+        own, *_ = held_out.ways.values()
+        self.ask = held_out.asking("the policy in training", writer, own, PartialState().num_processes > 1)
         self.blocks = Blocks(section.batch_size, in_step=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -255,7 +255,7 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
         if step % self.every or step >= state.max_steps:  # the last model is measured when it is saved
             return
         with at(f"evaluation on the way, step {step}"):
-            found = self.held_out.measured(f"step {step}", self.writer, self.way, self.sampler, self.blocks)
+            found = self.ask(blocks=self.blocks)
         if state.is_world_process_zero:
             found.write(self.folder / f"step_{step}")
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.engines.sampler import Sampler, render_prompt
+from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.evaluation.blocks import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
-from grpo_lab.evaluation.sweep import AGAINST, Measured, paired, write_sweep
+from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import questions
 from grpo_lab.recipe.models import model_files
@@ -69,9 +70,9 @@ class Evaluate:
                 facts.setdefault(mode, one.result.accuracy.value)
         for one in found[1:]:
             facts |= {f"{name}.{one.place}": value for name, value in flat_facts(one.result).items()}
-        for name, test in paired(found).items():
+        for one, test in zip(found, compared(found).tests, strict=False):
             if test.difference is not None:
-                of = "" if name == found[0].name else f".{name}"
+                of = "" if one is found[0] else f".{one.name}"
                 facts |= {f"difference{of}": test.difference.value, f"p_value{of}": test.p_value}
         if self.effort_by is not None:
             hard = self._difficulty(load_rows(self.section.data, "data"))
@@ -164,16 +165,21 @@ class HeldOutRows:
         templates = {way.template for way in self.ways.values()}
         self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
         build, measures = parts.build_reward, section.measures.items()
-        self.judged: Any = {
+        self.asked: Any = {
+            **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")},
+            "max_new_tokens": section.max_new_tokens or max_new_tokens,
+            "seed": seed,
             "reward": build(section.reward, "evaluation.reward"),
             "measures": {name: build(one, f"evaluation.measures.{name}") for name, one in measures},
         }
-        self.asked: Any = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
-        self.asked |= {"max_new_tokens": section.max_new_tokens or max_new_tokens, "seed": seed}
 
-    def sampler(self, writer: Writer, way: Condition, in_step: bool = False) -> Sampler:
-        """Completions in this condition. ValueError: a mode that the prompts do not know, a budget without room."""
-        if way.thinking is not None:
+    def asking(
+        self, model: str, writer: Writer, way: Condition, in_step: bool = False
+    ) -> Callable[..., EvaluationResult]:
+        """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
+        not know, a budget without room."""
+        sampler, mode = writer.sampler, {} if way.thinking is None else {"enable_thinking": way.thinking}
+        if mode:
             prompt = self.rows[way.template][0]["prompt"]
             both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": mode}).text for mode in (True, False)}
             if len(both) == 1:
@@ -181,21 +187,14 @@ class HeldOutRows:
                     f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
                     "both modes. It takes messages, and a chat template that knows `enable_thinking`"
                 )
-        if way.budget is None:
-            return writer.sampler
-        named: Any = {"eos_ids": writer.stops, "text": self.section.budget_text}
-        named["max_completion_length"] = self.asked["max_new_tokens"]
-        limits = ThinkingBudget.for_tokenizer(writer.tokenizer, way.budget, **named)
-        return BudgetedSampler(writer.sampler, limits, in_step)
-
-    def measured(
-        self, model: str, writer: Writer, way: Condition, sampler: Sampler, blocks: Blocks
-    ) -> EvaluationResult:
-        """The result of ``model`` with what it depends on. EvaluationStopped: Ctrl-C."""
-        how: Any = {**self.asked, **self.judged, "generate": sampler, "context": writer.context, "blocks": blocks}
-        if way.thinking is not None:
-            how["chat_template_kwargs"] = {"enable_thinking": way.thinking}
-        return evaluate(None, writer.tokenizer, self.rows[way.template], said=about(model, self.section, way), **how)
+        if way.budget is not None:
+            room: Any = {"max_completion_length": self.asked["max_new_tokens"], "eos_ids": writer.stops}
+            text = self.section.budget_text
+            limits = ThinkingBudget.for_tokenizer(writer.tokenizer, way.budget, text=text, **room)
+            sampler = BudgetedSampler(sampler, limits, in_step)
+        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": mode}
+        said = about(model, self.section, way)
+        return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
 
 
 def measure_conditions(
@@ -221,14 +220,12 @@ def measure_conditions(
     for one in [model] if against is None else [model, against]:
         own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
         writer, identity = load_writer(one, section, **own), [model_files(one), tokenizer, asdict(section)]
-        samplers = {name: held_out.sampler(writer, way) for name, way in held_out.ways.items()}
-        for name, way in held_out.ways.items():
+        asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
+        for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
             folder = None if target is None else target / place
             try:
-                result = held_out.measured(
-                    one, writer, way, samplers[name], Blocks(section.batch_size, folder, identity)
-                )
+                result = ask(blocks=Blocks(section.batch_size, folder, identity))
             except EvaluationStopped as stop:
                 if folder is not None and stop.result.outcomes and writes:
                     stop.result.write(folder)
