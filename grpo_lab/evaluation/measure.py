@@ -181,7 +181,6 @@ def _grade(
             score=scores[""][place],
             answer=read_answer(text) if read_answer is not None else None,
             thinking=tokens_of_thinking(one.prompt.text, completion, decode),
-            cut=completion.was_cut,
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
         )

@@ -45,7 +45,6 @@ class Outcome:
     score       the reward; None: unscorable, counted apart and in no accuracy
     answer      the answer that maj@k lets vote; None: none found, or no reader for answers was given
     thinking    tokens that it wrote before its thinking was closed; None: it did not think
-    cut         a thinking budget cut it
     log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
     measures    name → score of each further reward (`format`, `language`, …); None: unscorable
     """
@@ -62,7 +61,6 @@ class Outcome:
     score: float | None
     answer: str | None
     thinking: int | None = None
-    cut: bool = False
     log_prob: float | None = None
     measures: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
@@ -80,14 +78,10 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     names = [f.name for f in fields(Outcome) if f.name != "measures" or measures] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)
-    whole, flag, real = pa.int64(), pa.bool_(), pa.float64()
-    types = {
-        **dict.fromkeys(("problem", "sample", "tokens", "thinking"), whole),
-        **dict.fromkeys(("truncated", "cut", "correct"), flag),
-        **dict.fromkeys(("score", "log_prob"), real),
-        "measures": pa.struct([(name, real) for name in measures]),
-    }
-    schema = pa.schema([(name, types.get(name, pa.string())) for name in names])
+    arrow = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
+    types = {f.name: arrow.get(str(f.type).partition(" ")[0], pa.string()) for f in fields(Outcome)}
+    types |= {"correct": pa.bool_(), "measures": pa.struct([(name, pa.float64()) for name in measures])}
+    schema = pa.schema([(name, types[name]) for name in names])
     write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))
 
 
@@ -107,7 +101,7 @@ def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     """Of a line; what earlier releases did not write is as it is by default."""
     if isinstance(row, str):
         raise ValueError(f"{where} {row}")
-    row = {"thinking": None, "cut": False, "log_prob": None, "measures": {}, **row}
+    row = {"thinking": None, "log_prob": None, "measures": {}, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
@@ -116,7 +110,7 @@ def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
         *(name for name in ("solution", "answer") if not isinstance(row[name], str | None)),
-        *(name for name in ("truncated", "cut") if type(row[name]) is not bool),
+        *(["truncated"] if type(row["truncated"]) is not bool else []),
         *(name for name in ("score", "tokens", "thinking", "log_prob") if not is_number(row[name] or 0)),
         *(["measures"] if not all(is_number(one or 0) for one in measures) else []),
     ]
@@ -337,7 +331,6 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
         "reflection_share": mean(reflects(o.completion) for o in outcomes),
         "measures": {name: mean(o.measures.get(name) for o in outcomes) for name in measured},
         "mean_thinking": mean(o.thinking for o in outcomes),
-        "cut_share": mean(o.cut for o in outcomes),
         "truncated_share": mean(o.truncated for o in outcomes),
         "unscorable_share": mean(o.score is None for o in outcomes),
     }

@@ -179,18 +179,14 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     """
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
-    words = tokenizer or model
-    if tokenizer is None and Path(model).is_dir() and not holds_tokenizer(model):
-        if base is None:
-            refuse_no_tokenizer(model)
-        else:
-            log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
-            words = base
+    if tokenizer is None and base is not None and Path(model).is_dir() and not holds_tokenizer(model):
+        log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
+        tokenizer = base
     if base is not None:
         try:
             with loading(base):
@@ -198,12 +194,11 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
         except ValueError as error:
             said = f"{model!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
             raise ValueError(said) from error
-    with loading(words):
-        loaded_tokenizer = AutoTokenizer.from_pretrained(words)
+    words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model), whole_on_each_rank():
         kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
-    return loaded.to(device).eval(), loaded_tokenizer
+    return loaded.to(device).eval(), words
 
 
 @contextmanager
