@@ -162,7 +162,7 @@ class TransformersSampler:
         from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
-        context, longest = context_of(self.model), max(map(len, prompts), default=0)
+        context, longest = context_of_config(self.model.config), max(map(len, prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(too_long("longest", longest, max_new_tokens, context))
         # Longest first: too large a batch shows at once, and not after an hour.
@@ -255,13 +255,8 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
     return list(ids[: next(ends, None)])
 
 
-def context_of(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
-    return context_of_config(model.config)
-
-
 def context_of_config(config: PretrainedConfig) -> int | None:
-    """The same, of a model's configuration."""
+    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 

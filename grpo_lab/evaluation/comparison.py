@@ -40,14 +40,8 @@ _TESTS = (
     "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's exact "
     "test, two-sided."
 )
-ON_TERMINAL = {
-    "greedy accuracy before": "accuracy before",
-    "greedy accuracy": "accuracy",
-    "tokens, mean": "tokens",
-    "thinking, mean": "thinking",
-    "truncated": "truncated",
-}
-"""The results that fit there, with the measures; their headings."""
+_ON_TERMINAL = ("greedy accuracy before", "greedy accuracy", "tokens, mean", "thinking, mean", "truncated")
+"""The results that fit there, with the measures."""
 MARK = "grpo_lab comparison"
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
@@ -264,16 +258,14 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
     """The results, the tests and the notes for a terminal; plain lines are not wrapped."""
     console = console or Terminal()
     table = Columns(box=box.SIMPLE_HEAD, header_style="bold", padding=0, pad_edge=False)
-    table.add_column("", overflow="fold")
-    rows = {name: cells for name, *cells in result_rows(found)}
-    measures = [name for run in found.runs if run.after for name in run.after.numbers["measures"]]
-    shown = {
-        name: heading for name, heading in (*ON_TERMINAL.items(), *((one, one) for one in measures)) if name in rows
-    }
-    for heading in shown.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    for run, *cells in zip(found.runs, *(rows[name] for name in shown), strict=True):
-        table.add_row(run.name, *cells)
+    measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
+    rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
+    for cells in zip(["", *(run.name for run in found.runs)], *rows, strict=True):
+        if table.columns:
+            table.add_row(*cells)
+        else:
+            for name in cells:
+                table.add_column(name, justify="right" if name else "left", overflow="fold")
     console.print(table)
     lines = []
     for test in found.tests:

@@ -16,7 +16,7 @@ from grpo_lab.engines.sampler import (
     RenderedPrompt,
     Sampler,
     TransformersSampler,
-    context_of,
+    context_of_config,
     in_form_of,
     render_prompt,
     too_long,
@@ -91,7 +91,7 @@ def evaluate(
     if generate is None:
         if model is None:
             raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-        generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of(model)
+        generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
     asked = _fitting(asked, context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked)}
@@ -153,7 +153,7 @@ def _grade(
     kind: Kind,
     asked: Sequence[_Asked],
     written: Sequence[Sequence[Completion | None]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     rewards: Mapping[str, Reward],
     read_answer: ReadAnswer | None,
 ) -> list[Outcome]:
@@ -165,7 +165,6 @@ def _grade(
         if completion is not None
     ]
     pairs = [(one.row, text) for one, _, _, text in answers]
-    decode: Any = tokenizer.decode
     scores = {name: _scores(reward, pairs) if answers else [] for name, reward in rewards.items()}
     return [
         Outcome(
@@ -180,7 +179,7 @@ def _grade(
             truncated=not completion.ended,
             score=scores[""][place],
             answer=read_answer(text) if read_answer is not None else None,
-            thinking=tokens_of_thinking(one.prompt.text, completion, decode),
+            thinking=tokens_of_thinking(one.prompt.text, completion, tokenizer.decode),
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
         )

@@ -91,12 +91,6 @@ def write_parquet(path: Path, table: pa.Table) -> None:
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_outcomes(folder: Path) -> list[Outcome]:
-    """The rows of `outcomes.jsonl`; ValueError with file and line number where one cannot be read."""
-    path = folder / "outcomes.jsonl"
-    return [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
-
-
 def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     """Of a line; what earlier releases did not write is as it is by default."""
     if isinstance(row, str):
@@ -296,7 +290,9 @@ class EvaluationResult:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         if not isinstance(summary, dict) or not isinstance(summary.get("settings"), dict):
             raise ValueError(f"{folder / 'summary.json'}: not the summary of an evaluation (no mapping `settings`)")
-        return cls(tuple(read_outcomes(folder)), summary["settings"], summary.get("seconds"))
+        path = folder / "outcomes.jsonl"
+        outcomes = [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
+        return cls(tuple(outcomes), summary["settings"], summary.get("seconds"))
 
 
 def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:

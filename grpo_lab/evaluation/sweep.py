@@ -55,8 +55,9 @@ def read_sweep(folder: Path) -> list[Measured]:
 
 def compared(found: Sequence[Measured]) -> Comparison:
     """Side by side; tests of the first model against the other one, in the order of the conditions."""
-    runs = [RunRecord(Path(one.place), after=one.result, name=f"{one.model} {one.name}".strip()) for one in found]
     mine = sum(one.model == found[0].model for one in found)
+    names = [one.name if mine == len(found) else f"{one.model} {one.name}".strip() for one in found]
+    runs = [RunRecord(Path(one.place), after=one.result, name=name) for one, name in zip(found, names, strict=True)]
     tests = [paired_test(new, old) for new, old in zip(runs, runs[mine:], strict=False)]
     return Comparison(runs, [], tests, [f"{one.name}: {one.why_not}" for one in tests if one.why_not])
 

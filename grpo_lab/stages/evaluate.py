@@ -181,7 +181,7 @@ class HeldOutRows:
         sampler, mode = writer.sampler, {} if way.thinking is None else {"enable_thinking": way.thinking}
         if mode:
             prompt = self.rows[way.template][0]["prompt"]
-            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": mode}).text for mode in (True, False)}
+            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": on}).text for on in (True, False)}
             if len(both) == 1:
                 raise ValueError(
                     f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
@@ -215,7 +215,7 @@ def measure_conditions(
     ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
     if against == model:
         raise ValueError(f"--against names the model itself, {model!r}; name another, or leave it out")
-    found, writes = list[Measured](), target is not None and rank_and_ranks()[0] == 0
+    found, main = list[Measured](), rank_and_ranks()[0] == 0
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
         own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
@@ -227,13 +227,13 @@ def measure_conditions(
             try:
                 result = ask(blocks=Blocks(section.batch_size, folder, identity))
             except EvaluationStopped as stop:
-                if folder is not None and stop.result.outcomes and writes:
+                if folder is not None and stop.result.outcomes and main:
                     stop.result.write(folder)
                 raise
             found.append(Measured(name, place, result if timed else replace(result, seconds=None)))
-            if folder is not None and writes:
+            if folder is not None and main:
                 found[-1].result.write(folder)
-    if target is not None and writes:
+    if target is not None and main:
         write_sweep(found, target)
         for file in target.rglob(KEPT.format("*")):
             file.unlink()

@@ -17,7 +17,7 @@ from grpo_lab.engines.sampler import (
     Sampler,
     TransformersSampler,
     VllmSampler,
-    context_of,
+    context_of_config,
     in_form_of,
     render_prompt,
     stop_token_ids,
@@ -80,7 +80,7 @@ def load_writer(
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
         sampler = TransformersSampler(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
-        return Writer(sampler, words, context_of(loaded), stop_token_ids(loaded.generation_config, words))
+        return Writer(sampler, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words))
     from transformers import AutoConfig, GenerationConfig
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
