@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Reward = Callable[..., "list[float | None]"]
+_LONGEST = "the longest prompts first"
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -79,7 +80,6 @@ def evaluate(
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
-    said      further settings of the result
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
@@ -97,19 +97,29 @@ def evaluate(
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked)}
     blocks, outcomes = blocks or Blocks(), list[Outcome]()
     blocks.begin(settings, asked)
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    for kind, n, heat in passes if n_samples else passes[:1]:
-        for name, first, some in blocks.left(kind, n, progress):
-            written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
-            found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer)
-            blocks.keep(name, found, whole=not stopped)
-            if stopped:
-                found = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
-                counted = f"{len(found):,} of {len(asked) * n:,} {kind} answers"
-                settings["stopped"] = f"after {counted}, the longest prompts first"
-                raise EvaluationStopped(EvaluationResult((*outcomes, *found), settings, time.perf_counter() - started))
+    for kind, n, heat in _passes(n_samples, temperature):
+        try:
+            for name, first, some in blocks.left(kind, n, progress):
+                written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
+                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer)
+                blocks.keep(name, found, whole=not stopped)
+                if stopped:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            found = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
+            settings["stopped"] = f"after {len(found):,} of {len(asked) * n:,} {kind} answers, {_LONGEST}"
+            raise _stopped((*outcomes, *found), settings, started) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _stopped(outcomes: tuple[Outcome, ...], settings: Mapping[str, Any], started: float) -> EvaluationStopped:
+    return EvaluationStopped(EvaluationResult(outcomes, settings, time.perf_counter() - started))
+
+
+def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
+    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
+    return passes if n_samples else passes[:1]
 
 
 def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> list[_Asked]:
