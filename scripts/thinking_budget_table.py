@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.data import word_problems
-from grpo_lab.engines.sampler import TransformersSampler, VllmSampler
-from grpo_lab.engines.thinking_budget import BudgetedCompletion, Continue, ThinkingBudget, budgeted_generate, continued
+from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler, VllmSampler, render_prompt
+from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget, tokens_of_thinking
 from grpo_lab.rewards import AccuracyReward
 
 TEXT = "\n</think>\n"
@@ -45,7 +45,7 @@ def teach(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def engines(folder: Path, tokenizer: Any) -> dict[str, Continue]:
+def engines(folder: Path, tokenizer: Any) -> dict[str, Sampler]:
     from transformers import AutoModelForCausalLM
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
@@ -55,16 +55,18 @@ def engines(folder: Path, tokenizer: Any) -> dict[str, Continue]:
     options = EngineOptions(kv_cache_gib=0.25, max_model_len=256)
     engine = engine_factory(options, trainer_dtype=model.dtype)(model=str(folder), seed=0)
     return {
-        "transformers": continued(own),
-        "vLLM": continued(VllmSampler(engine, [tokenizer.eos_token_id], logprobs=True)),
+        "transformers": own,
+        "vLLM": VllmSampler(engine, [tokenizer.eos_token_id], logprobs=True),
     }
 
 
 def row(
-    name: str, budget: int | None, made: list[BudgetedCompletion], texts: list[str], golds: list[str], tokenizer: Any
+    name: str, budget: int | None, prompts: list[str], made: list[Completion], golds: list[str], tokenizer: Any
 ) -> str:
+    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in made]
     scores = AccuracyReward(mode="strict")(completions=texts, solution=golds)
-    thinking = [tokens_of_thinking(completion, tokenizer) for completion in made]
+    found = (tokens_of_thinking(prompt, one, tokenizer.decode) for prompt, one in zip(prompts, made, strict=True))
+    thinking = [tokens or 0 for tokens in found]
     answered = sum(re.search(r"#### -?\d+$", text) is not None for text in texts)
     cut = sum(completion.was_cut for completion in made)
     obeyed = sum(budget is None or tokens <= budget for tokens in thinking)
@@ -74,16 +76,6 @@ def row(
         f"{answered / n:.3f} | "
         f"{sum(score == 1.0 for score in scores) / n:.3f} |"
     )
-
-
-def tokens_of_thinking(completion: BudgetedCompletion, tokenizer: Any) -> int:
-    """Sampled tokens before the thinking is closed (by the model or by the inserted text)."""
-    own = [i for i, sampled in enumerate(completion.mask) if sampled]
-    if completion.was_cut:
-        return completion.mask.index(0)
-    closed = (t for t in range(len(own) + 1) if "</think>" in tokenizer.decode(completion.ids[:t]))
-    end = next(closed, len(own))
-    return end - len(tokenizer("</think>", add_special_tokens=False)["input_ids"]) if end < len(own) else end
 
 
 def main() -> None:
@@ -97,23 +89,21 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     rows = word_problems(args.problems, split="test", **SETTINGS)
-    prompts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in rows["prompt"]]
+    prompts = [render_prompt(prompt, tokenizer) for prompt in rows["prompt"]]
+    ids, texts = [prompt.ids for prompt in prompts], [prompt.text for prompt in prompts]
     print(
         "| engine | budget | longest thinking, tokens | obey the budget | cut | end in an answer | right "
         "|\n|---|---|---|---|---|---|---|"
     )
-    for name, generate in engines(args.folder, tokenizer).items():
+    how: Any = {"n": 1, "temperature": 1.0, "max_new_tokens": LENGTH, "seed": None}
+    for name, sampler in engines(args.folder, tokenizer).items():
         for budget in (0, 8, 32, None):
-            settings = ThinkingBudget.for_tokenizer(
-                tokenizer, LENGTH - 16 if budget is None else budget, max_completion_length=LENGTH, text=TEXT
-            )
-            if budget is None:
-                plain = generate([list(p) for p in prompts], LENGTH)
-                made = [BudgetedCompletion(one.ids, None, [1] * len(one.ids)) for one in plain]
-            else:
-                made = budgeted_generate(prompts, generate, settings)
-            texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in made]
-            print(row(name, budget, made, texts, rows["solution"], tokenizer), flush=True)
+            asked = sampler
+            if budget is not None:
+                limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=LENGTH, text=TEXT)
+                asked = BudgetedSampler(sampler, limits)
+            made = [completion for (completion,) in asked(ids, **how)]
+            print(row(name, budget, texts, made, rows["solution"], tokenizer), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Completion:
     ended           by an end token; False where the limit of tokens cut it off
     logprobs        the sampler's log-probs of them in nats [T]; None where it gives none
     policy_version  optimizer steps taken by the policy that wrote it; None outside a training
-    mask            1 = sampled, 0 = inserted by a thinking budget [T]; None: all sampled
+    mask            1 = sampled, 0 = inserted by a thinking budget, with NaN in ``logprobs`` [T]; None: all sampled
     """
 
     ids: list[int]
@@ -46,6 +46,11 @@ class Completion:
     logprobs: list[float] | None = None
     policy_version: int | None = None
     mask: list[int] | None = None
+
+    @property
+    def was_cut(self) -> bool:
+        """True where a budget cut the thinking."""
+        return 0 in (self.mask or ())
 
 
 class GenerationStopped(KeyboardInterrupt):
@@ -154,9 +159,10 @@ class TransformersSampler:
         import torch
         from tqdm.auto import tqdm
 
+        from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
-        context, longest = context_of(self.model), max(map(len, prompts), default=0)
+        context, longest = context_of_config(self.model.config), max(map(len, prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(too_long("longest", longest, max_new_tokens, context))
         # Longest first: too large a batch shows at once, and not after an hour.
@@ -184,14 +190,13 @@ class TransformersSampler:
                     ids, mask = left_padded([prompts[index] for index, _ in batch], pad, self.model.device)
                     asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
                     asked["synced_gpus"] = False  # in a launch for ZeRO-3 ranks would wait for one another's tokens
-                    chosen = ChosenLogProbs() if self.logprobs else None
                     with torch.no_grad():
-                        output = generate(**asked, logits_processor=[FiniteScores(), *([chosen] if chosen else [])])
+                        output = generate(**asked, logits_processor=[FiniteScores()])
                     written = output[:, ids.shape[1] :].tolist()
-                    scored: Any = [None] * len(batch) if chosen is None else chosen.rows(output[:, -1])
-                    for (index, sample), row, log_probs in zip(batch, written, scored, strict=True):
+                    for (index, sample), row in zip(batch, written, strict=True):
                         own = until_end(row, stops)
-                        logprobs = None if log_probs is None else log_probs[: len(own)]
+                        scored = forward_logprobs(self.model, [prompts[index]], [own]) if self.logprobs else [None]
+                        [logprobs] = scored  # a row alone: all logits of a batch may not fit
                         completions[index][sample] = Completion(own, bool(own) and own[-1] in stops, logprobs)
                     bar.update(len(batch))
         except KeyboardInterrupt:
@@ -199,31 +204,6 @@ class TransformersSampler:
         finally:
             self.model.train(was_training)
         return [[c for c in row if c is not None] for row in completions]
-
-
-class ChosenLogProbs:
-    """A logits processor for ``model.generate``: the log-prob of each token that was chosen, at temperature 1."""
-
-    def __init__(self) -> None:
-        self.before: Tensor | None = None
-        self.found: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids[:, -1])
-        self.before = scores.float().log_softmax(-1)
-        return scores
-
-    def _take(self, chosen: Tensor) -> None:
-        if self.before is not None:
-            self.found.append(self.before.gather(1, chosen[:, None])[:, 0])
-
-    def rows(self, last: Tensor) -> list[list[float]]:
-        """Per row [T]; ``last``: the tokens chosen at the end, which no further step saw."""
-        import torch
-
-        self._take(last)
-        rows: list[list[float]] = torch.stack(self.found, 1).tolist()
-        return rows
 
 
 @dataclass(frozen=True)
@@ -275,13 +255,8 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
     return list(ids[: next(ends, None)])
 
 
-def context_of(model: PreTrainedModel) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
-    return context_of_config(model.config)
-
-
 def context_of_config(config: PretrainedConfig) -> int | None:
-    """The same, of a model's configuration."""
+    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 

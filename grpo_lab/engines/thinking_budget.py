@@ -20,7 +20,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_lab.engines.sampler import Completion, GenerationStopped, Sampler
@@ -33,25 +33,6 @@ QWEN3_STOP_TEXT = (
 
 Continue = Callable[[list[list[int]], int], list[Completion]]
 """``(prompts, most new tokens) ->`` one completion a prompt, in the prompts' order."""
-
-
-@dataclass(frozen=True)
-class BudgetedCompletion:
-    """One completion under a budget, all three lists of the same length T.
-
-    ids         token ids, inserted ones included
-    logprobs    the sampler's log-probs in nats; NaN at inserted positions (nobody sampled them); None: not recorded
-    mask        1 = sampled by the policy, 0 = inserted
-    """
-
-    ids: list[int]
-    logprobs: list[float] | None
-    mask: list[int]
-
-    @property
-    def was_cut(self) -> bool:
-        """True where the stop text was inserted."""
-        return 0 in self.mask
 
 
 @dataclass(frozen=True)
@@ -115,64 +96,51 @@ class ThinkingBudget:
         return self.thinks(prompt_ids) and not self.is_finished(head) and not closed
 
 
-def continued(sampler: Sampler, temperature: float = 1.0) -> Continue:
-    """What ``budgeted_generate`` calls, by any sampler; it goes on with the process' random numbers."""
-
-    def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-        groups = sampler(prompt_ids, n=1, temperature=temperature, max_new_tokens=max_new_tokens, seed=None)
-        return [completion for (completion,) in groups]
-
-    return generate
-
-
 @dataclass(frozen=True)
 class BudgetedSampler:
-    """A sampler of completions under a budget, ``limits(max_new_tokens)``. ``in_step``: as in ``budgeted_generate``."""
+    """A sampler of completions under a budget. ``in_step``: as in ``budgeted_generate``."""
 
     sampler: Sampler
-    limits: Callable[[int], ThinkingBudget]
+    settings: ThinkingBudget
     in_step: bool = False
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
-        limits, calls = self.limits(max_new_tokens), itertools.count()
+        calls, settings = itertools.count(), replace(self.settings, max_completion_length=max_new_tokens)
 
         def generate(ids: list[list[int]], room: int) -> list[Completion]:
             own = None if seed is None else seed + 1_000_003 * next(calls)  # no call draws what another has drawn
             groups = self.sampler(ids, n=1, temperature=temperature, max_new_tokens=room, seed=own)
             return [completion for (completion,) in groups]
 
+        asked = [ids for ids in prompts for _ in range(n)]
         try:
-            made = budgeted_generate([ids for ids in prompts for _ in range(n)], generate, limits, in_step=self.in_step)
+            made = budgeted_generate(asked, generate, settings, in_step=self.in_step)
         except GenerationStopped:
             raise GenerationStopped([[None] * n for _ in prompts]) from None  # of this call only parts are there
-        ended = [one.mask[-1:] == [1] and one.ids[-1] in limits.eos_ids for one in made]
-        whole = [Completion(one.ids, end, one.logprobs, mask=one.mask) for one, end in zip(made, ended, strict=True)]
-        return [whole[start : start + n] for start in range(0, len(whole), n)]
+        return [made[start : start + n] for start in range(0, len(made), n)]
 
 
 def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[list[int]], str]) -> int | None:
     """Tokens that the model wrote before its thinking was closed, by itself or by a budget; None where it did not
     think: the prompt closes its thinking, or neither opens one nor is one closed."""
-    if completion.mask is not None and 0 in completion.mask:
+    if completion.mask is not None and completion.was_cut:
         return completion.mask.index(0)
-    ids, opened = completion.ids, prompt.rpartition(END_TEXT)[2]
-    text = decode(ids)
-    if prompt.rstrip().endswith(END_TEXT) or not (END_TEXT in text or START_TEXT in text or START_TEXT in opened):
+    ids, text = completion.ids, decode(completion.ids)
+    opened = START_TEXT in prompt.rpartition(END_TEXT)[2] + text
+    if prompt.rstrip().endswith(END_TEXT) or not (opened or END_TEXT in text):
         return None
-    if END_TEXT not in text:
-        return len(ids)
+    thinking, tag, _ = text.partition(END_TEXT)
     closed = bisect.bisect_left(range(len(ids)), True, key=lambda end: END_TEXT in decode(ids[: end + 1]))
-    start = text.index(END_TEXT)
-    while closed and len(decode(ids[:closed])) > start:  # the tag may be several tokens
+    while tag and len(decode(ids[:closed])) > len(thinking):  # the tag may be several tokens
         closed -= 1
     return closed
 
 
 def budgeted_generate(
     prompt_ids: Sequence[Sequence[int]], generate: Continue, settings: ThinkingBudget, *, in_step: bool = False
-) -> list[BudgetedCompletion]:
+) -> list[Completion]:
     """Complete every prompt under the budget: one call of `generate` for the first phase, at most two for the second.
 
     `generate` may return completions shorter than asked for where they ended with an end-of-text token. Equal
@@ -194,15 +162,17 @@ def budgeted_generate(
         if rows or in_step:
             found = generate([prompts[row] + kept[row] for row in rows], room)
             tails.update(zip(rows, _checked(found, room), strict=True))
-    return [_joined(one, text, tails[row]) for row, (one, text) in enumerate(zip(first, inserted, strict=True))]
+    return [
+        _joined(one, text, tails[row], settings) for row, (one, text) in enumerate(zip(first, inserted, strict=True))
+    ]
 
 
-def _joined(head: Completion, inserted: list[int], tail: Completion) -> BudgetedCompletion:
-    logprobs = None
+def _joined(head: Completion, inserted: list[int], tail: Completion, settings: ThinkingBudget) -> Completion:
+    ids, logprobs = head.ids + inserted + tail.ids, None
     if head.logprobs is not None and tail.logprobs is not None:
         logprobs = head.logprobs + [math.nan] * len(inserted) + tail.logprobs
     mask = [1] * len(head.ids) + [0] * len(inserted) + [1] * len(tail.ids)
-    return BudgetedCompletion(head.ids + inserted + tail.ids, logprobs, mask)
+    return Completion(ids, mask[-1:] == [1] and ids[-1] in settings.eos_ids, logprobs, mask=mask)
 
 
 def _checked(found: list[Completion], limit: int) -> list[Completion]:

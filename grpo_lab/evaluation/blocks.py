@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,104 +18,81 @@ from grpo_lab.evaluation.result import Kind, Outcome, read_outcome
 from grpo_lab.io import json_lines, no_link
 from grpo_lab.visible import encodable
 
-Answered = tuple[list[Outcome], bool]
-"""Graded answers, and whether they are only a part: it was asked to stop."""
+KEPT = "answers.{}.jsonl"
+"""The finished blocks of a rank, until the result is written."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """How an evaluation is cut.
+def rank_and_ranks() -> tuple[int, int]:
+    """As the launcher has numbered them; this rank's device is chosen, too."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    from accelerate import PartialState
 
-    block: completions answered at once; 0: all. folder: where finished blocks are kept (`answers.<rank>.jsonl`); None:
-    nowhere. identity: of the model that writes. in_step: ranks generate together, one without a block calls as well.
-    """
-
-    block: int = 0
-    folder: Path | None = None
-    identity: str = ""
-    rank: int = 0
-    ranks: int = 1
-    in_step: bool = False
-
-    def forget(self) -> None:
-        """The kept blocks go: their result is written."""
-        for file in self.files():
-            file.unlink(missing_ok=True)
-
-    def files(self) -> list[Path]:
-        """What all ranks kept."""
-        return [] if self.folder is None else sorted(self.folder.glob("answers.*.jsonl"))
-
-
-ALONE = Share()
-
-
-def digest_of(*parts: Any, **named: Any) -> str:
-    """What answers follow from, beside the model."""
-    return hashlib.sha256(json.dumps([parts, named], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    state = PartialState()
+    return state.process_index, state.num_processes
 
 
 class Blocks:
-    """The blocks of one evaluation; those that were kept by the same model, prompts and settings are not made again."""
+    """The blocks of an evaluation; those that the same model kept for the same rows and settings are not made again.
 
-    def __init__(self, share: Share, digest: str, progress: bool) -> None:
-        self.share, self.identity, self.progress = share, f"{digest} {share.identity}", progress
-        mine = {name: one for file in share.files() for name, one in self._read(file).items()}
-        self.kept = self._of_all(mine)
+    size: completions answered at once; 0: all, by this process alone. folder: where finished blocks are kept; None:
+    nowhere. identity: of the model that writes. in_step: ranks generate together, one without a block calls as well.
+    """
 
-    def through(
-        self, kind: Kind, lengths: Sequence[int], n: int, answered: Callable[[list[int], int], Answered]
-    ) -> Answered:
-        """All answers of one kind, in the rows' order; ``answered(places, first)`` makes those of a block, whose first
-        prompt is the ``first`` of all. Longest prompts first: too large a batch shows at once, and not after an hour.
-        """
+    def __init__(self, size: int = 0, folder: Path | None = None, identity: Any = None, in_step: bool = False) -> None:
+        self.size, self.folder, self.identity, self.in_step = size, folder, identity, in_step
+        self.rank, self.ranks = rank_and_ranks() if size else (0, 1)
+
+    def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
+        """``asked``: the problems, each with its `prompt`."""
+        follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
+        self.digest = hashlib.sha256(follows.encode()).hexdigest()
+        self.asked, self.found = asked, dict[str, list[Outcome]]()
+        for file in sorted(self.folder.glob(KEPT.format("*"))) if self.folder else []:
+            self._read(file)
+        self._exchange()
+
+    def left(self, kind: Kind, n: int, progress: bool) -> Iterator[tuple[str, int, list[Any]]]:
+        """This rank's blocks: name, number of the first problem, problems. Longest prompts first: too large a batch
+        shows at once, and not after an hour."""
         from tqdm.auto import tqdm
 
-        share, order = self.share, sorted(range(len(lengths)), key=lambda place: -lengths[place])
-        size = max(1, share.block // n) if share.block else len(order)
-        starts = [start for start in range(0, len(order), size) if f"{kind} {start}" not in self.kept]
-        turns = -(-len(starts) // share.ranks)
-        own = starts[share.rank :: share.ranks]
-        own += [-1] * (turns - len(own)) if share.in_step else []
-        made: dict[str, list[Outcome]] = {}
-        silent = not (self.progress and share.block and share.rank == 0)
+        order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
+        size = max(1, self.size // n) if self.size else len(order)
+        left = [start for start in range(0, len(order), size) if f"{kind} {start}" not in self.found]
+        own = left[self.rank :: self.ranks]
+        silent = not (progress and self.size and self.rank == 0)
         for start in tqdm(own, desc=f"evaluating, {kind}", unit="block", disable=silent):
-            places = sorted(order[start : start + size]) if start >= 0 else []
-            found, stopped = answered(places, max(start, 0))
-            if start >= 0:
-                made[f"{kind} {start}"] = found
-            if stopped:  # others may have ended: nothing is waited for
-                return self._all_of(kind, self.kept | made), True
-            if start >= 0:
-                self._keep(f"{kind} {start}", found)
-        self.kept |= self._of_all(made)
-        return self._all_of(kind, self.kept), False
+            yield f"{kind} {start}", start, [self.asked[place] for place in sorted(order[start : start + size])]
+        if self.in_step and len(own) * self.ranks < len(left):
+            yield "", 0, []
 
-    def _of_all(self, mine: dict[str, list[Outcome]]) -> dict[str, list[Outcome]]:
-        if self.share.ranks == 1:
-            return mine
-        from accelerate.utils import gather_object
+    def keep(self, name: str, found: list[Outcome], whole: bool) -> None:
+        """A block's outcomes; on the disk as well if they are ``whole``."""
+        if name:
+            self.found[name] = found
+        if name and whole and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            row = {"of": self.digest, "block": name, "outcomes": [encodable(asdict(one)) for one in found]}
+            with open(self.folder / KEPT.format(self.rank), "a", encoding="utf-8", opener=no_link) as file:
+                file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")  # a kill may have left half a line before it
 
-        return {name: one for of_rank in gather_object([mine]) for name, one in of_rank.items()}
-
-    def _all_of(self, kind: Kind, found: dict[str, list[Outcome]]) -> list[Outcome]:
-        every = [one for name, block in found.items() if name.startswith(f"{kind} ") for one in block]
+    def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
+        """Those that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""
+        if of_all:
+            self._exchange()
+        every = [one for name, block in self.found.items() if name.startswith(f"{kind} ") for one in block]
         return sorted(every, key=lambda one: (one.problem, one.sample))
 
-    def _read(self, file: Path) -> dict[str, list[Outcome]]:
-        """The whole blocks of this evaluation in ``file``; half a line, and those of another, are made again."""
-        found = {}
-        for number, row in json_lines(file):
-            if isinstance(row, dict) and row.get("of") == self.identity and isinstance(row.get("outcomes"), list):
-                block = [read_outcome(one, f"{file}, line {number}: not an outcome:") for one in row["outcomes"]]
-                found[str(row.get("block"))] = block
-        return found
+    def _exchange(self) -> None:
+        if self.ranks > 1:
+            from accelerate.utils import gather_object
 
-    def _keep(self, name: str, found: list[Outcome]) -> None:
-        if self.share.folder is None:
-            return
-        self.share.folder.mkdir(parents=True, exist_ok=True)
-        row = {"of": self.identity, "block": name, "outcomes": [encodable(asdict(one)) for one in found]}
-        place = self.share.folder / f"answers.{self.share.rank}.jsonl"
-        with open(place, "a", encoding="utf-8", opener=no_link) as file:
-            file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")  # a kill may have left half a line before it
+            self.found = {name: one for of_rank in gather_object([self.found]) for name, one in of_rank.items()}
+
+    def _read(self, file: Path) -> None:
+        """The whole blocks of this evaluation; half a line, and those of another, are made again."""
+        for number, row in json_lines(file):
+            if isinstance(row, dict) and row.get("of") == self.digest and isinstance(row.get("outcomes"), list):
+                block = [read_outcome(one, f"{file}, line {number}: not an outcome:") for one in row["outcomes"]]
+                self.found[str(row.get("block"))] = block

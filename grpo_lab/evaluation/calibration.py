@@ -10,8 +10,7 @@ It is biased upwards where bins are small (a calibrated model has an ECE above 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,8 @@ Pairs = Sequence[tuple[float, float]]
 Array = NDArray[np.float64]
 
 
-class ConfidenceBin(NamedTuple):
+@dataclass(frozen=True)
+class ConfidenceBin:
     """Answers of about one confidence: its mean, the share that is right, their number."""
 
     confidence: float
@@ -36,45 +36,33 @@ class ConfidenceBin(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """ECE by bins of equal width and of equal mass, Brier score, the mean confidence and correctness; the bins."""
+    """ECE by bins of equal width and of equal mass, Brier score; the bins of equal width."""
 
     ece: Interval
     ece_equal_mass: Interval
     brier: Interval
-    confidence: float
-    correct: float
-    bins: tuple[ConfidenceBin, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for `summary.json`."""
-        return {**asdict(self), "bins": [one._asdict() for one in self.bins]}
+    bins: list[ConfidenceBin]
 
 
-def calibrated(pairs: Pairs, bins: int = BINS, draws: int = DRAWS, seed: int = 0) -> Calibration:
+def calibrated(pairs: Pairs, draws: int = DRAWS, seed: int = 0) -> Calibration:
     """What ``pairs`` say of the model's confidence, with 95% bootstrap intervals over them. ValueError: none, or one
     outside [0, 1]."""
-    if not pairs:
-        raise ValueError("calibration needs at least one pair (confidence, correct), got none")
-    both = np.array(pairs, dtype=np.float64)
-    if not ((both >= 0) & (both <= 1)).all():  # also of NaN
-        outside = next(pair for pair in pairs if not all(0 <= one <= 1 for one in pair))
-        raise ValueError(f"confidence and correct must lie in [0, 1], got {outside}")
-    sure, right = both[:, 0], both[:, 1]
+    both = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    wrong = both[~((both >= 0) & (both <= 1)).all(1)]  # also of NaN
+    if len(wrong) or not len(both):
+        raise ValueError(f"calibration needs pairs (confidence, correct) in [0, 1], got {wrong[:1].tolist() or 'none'}")
+
+    def estimates(pairs: Array) -> list[float]:
+        sure, right = pairs.T
+        of_bins = [ece(sure, right, bins) for bins in (equal_width(sure), equal_mass(sure))]
+        return [*of_bins, float(((sure - right) ** 2).mean())]
+
     drawn = np.random.default_rng(seed).integers(len(both), size=(draws, len(both)))
-
-    def interval(estimate: Any) -> Interval:
-        found = [estimate(sure[rows], right[rows]) for rows in drawn]
-        low, high = np.quantile(found, [0.025, 0.975]) if found else (float("nan"),) * 2
-        return Interval(float(estimate(sure, right)), float(low), float(high), len(both))
-
-    return Calibration(
-        interval(lambda p, y: ece(p, y, equal_width(p, bins))),
-        interval(lambda p, y: ece(p, y, equal_mass(p, bins))),
-        interval(lambda p, y: float(((p - y) ** 2).mean())),
-        float(sure.mean()),
-        float(right.mean()),
-        tuple(reliability(sure, right, equal_width(sure, bins))),
-    )
+    low, high = np.quantile([estimates(both[rows]) for rows in drawn], [0.025, 0.975], axis=0)
+    limits = zip(estimates(both), low.tolist(), high.tolist(), strict=True)
+    of_width, of_mass, brier = (Interval(*one, len(both)) for one in limits)
+    sure, right = both.T
+    return Calibration(of_width, of_mass, brier, reliability(sure, right, equal_width(sure)))
 
 
 def equal_width(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
@@ -84,8 +72,7 @@ def equal_width(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
 
 def equal_mass(confidence: Array, bins: int = BINS) -> NDArray[np.int64]:
     """The bin of each answer: those of rising confidence cut into as many alike; equal confidences share a bin."""
-    ordered = np.sort(confidence)
-    return np.searchsorted(ordered, confidence, side="left") * bins // len(confidence)
+    return np.searchsorted(np.sort(confidence), confidence, side="left") * bins // len(confidence)
 
 
 def reliability(confidence: Array, correct: Array, bins: NDArray[np.int64]) -> list[ConfidenceBin]:

@@ -40,6 +40,8 @@ _TESTS = (
     "Difference in percentage points with the 95% interval for matched pairs (Agresti and Min); p: McNemar's exact "
     "test, two-sided."
 )
+_ON_TERMINAL = ("greedy accuracy before", "greedy accuracy", "tokens, mean", "thinking, mean", "truncated")
+"""The results that fit there, with the measures."""
 MARK = "grpo_lab comparison"
 _RUNS = re.compile(rf'<meta name="{MARK}" content="(\[[^"]*)">')
 
@@ -219,8 +221,6 @@ def rewrite_comparison(path: Path) -> Path:
 def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     """The page; ``folders``: of the runs, as its own folder sees them."""
     names = [run.name for run in found.runs]
-    tests = [(f"{test.name} − {test.against}", *(cell for cell in test_cells(test) if cell)) for test in found.tests]
-    head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
     differing = [
         (name, *(NOT_RECORDED if one is None else text_of(name.rpartition(".")[2], one) for one in values))
         for name, values in found.differing
@@ -238,7 +238,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
         notices=found.notes,
         sections=[
             Section("Results", table=results, foot=_RESULTS),
-            Section("Paired tests", table=Table(head, tests), foot=f"{_TESTS} {CAVEAT}"),
+            Section("Paired tests", table=tests_table(found.tests), foot=f"{_TESTS} {CAVEAT}"),
             *stages,
             Section("Curves", f"One line a run. {CURVES}", figures=figures),
             Section("Set differently", table=settings),
@@ -248,18 +248,24 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     )
 
 
+def tests_table(tests: Sequence[PairedTest]) -> Table:
+    """A row a test."""
+    head = ["greedy answers to the same problems", "difference", "right only here", "right only there", "p"]
+    return Table(head, [(f"{one.name} − {one.against}", *filter(None, test_cells(one))) for one in tests])
+
+
 def print_comparison(found: Comparison, console: Terminal | None = None) -> None:
     """The results, the tests and the notes for a terminal; plain lines are not wrapped."""
     console = console or Terminal()
     table = Columns(box=box.SIMPLE_HEAD, header_style="bold", padding=0, pad_edge=False)
-    table.add_column("", overflow="fold")
-    for name in ("before", "after", "tokens", "truncated"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for run in found.runs:
-        before, after = (dict(_column(result)) for result in (run.before, run.after))
-        accuracy, tokens, cut = "greedy accuracy", "tokens, mean", "truncated"
-        cells = [before.get(accuracy), after.get(accuracy), after.get(tokens), after.get(cut)]
-        table.add_row(run.name, *(cell or NOT_RECORDED for cell in cells))
+    measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
+    rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
+    for cells in zip(["", *(run.name for run in found.runs)], *rows, strict=True):
+        if table.columns:
+            table.add_row(*cells)
+        else:
+            for name in cells:
+                table.add_column(name, justify="right" if name else "left", overflow="fold")
     console.print(table)
     lines = []
     for test in found.tests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +16,13 @@ from grpo_lab.engines.sampler import (
     RenderedPrompt,
     Sampler,
     TransformersSampler,
-    context_of,
+    context_of_config,
     in_form_of,
     render_prompt,
     too_long,
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
-from grpo_lab.evaluation.blocks import ALONE, Answered, Blocks, Share, digest_of
+from grpo_lab.evaluation.blocks import Blocks
 from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text
 from grpo_lab.verifiers.verdict import checked_scores
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Reward = Callable[..., "list[float | None]"]
+_LONGEST = "the longest prompts first"
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -68,7 +68,8 @@ def evaluate(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     measures: Mapping[str, Reward] = MappingProxyType({}),
     context: int | None = None,
-    share: Share = ALONE,
+    blocks: Blocks | None = None,
+    said: Mapping[str, Any] = MappingProxyType({}),
 ) -> EvaluationResult:
     """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
 
@@ -78,54 +79,51 @@ def evaluate(
               the reward; for any other reward maj@k is left out unless ``answer`` is given
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
-    share     blocks that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
+    blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
-
-    Raises:
-        EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
+    EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
     """
-    started = time.perf_counter()
-    problems = [dict(row) for row in rows]
-    _check_rows(problems)
-    settings = _checked_settings(max_new_tokens, batch_size, n_samples, temperature, seed)
+    started, problems = time.perf_counter(), [dict(row) for row in rows]
+    settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     asked = _asked(problems, tokenizer, chat_template_kwargs)
     if generate is None:
-        generate = TransformersSampler(_needed(model), tokenizer, batch_size, progress and not share.block)
-        context = context_of(generate.model)
+        if model is None:
+            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+        generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
     asked = _fitting(asked, context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
-    settings |= {"reward": getattr(reward, "__name__", type(reward).__name__), "answers_read": read_answer is not None}
-    settings["prompts_too_long"] = len(problems) - len(asked)
-    scored = {"": reward, **measures}
-    work = Blocks(share, digest_of(settings, [one.prompt for one in asked], rewards=sorted(scored)), progress)
+    settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked)}
+    blocks, outcomes = blocks or Blocks(), list[Outcome]()
+    blocks.begin(settings, asked)
+    for kind, n, heat in _passes(n_samples, temperature):
+        try:
+            for name, first, some in blocks.left(kind, n, progress):
+                written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
+                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer)
+                blocks.keep(name, found, whole=not stopped)
+                if stopped:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            found = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
+            settings["stopped"] = f"after {len(found):,} of {len(asked) * n:,} {kind} answers, {_LONGEST}"
+            raise _stopped((*outcomes, *found), settings, started) from None
+        outcomes += blocks.outcomes(kind)
+    return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
 
-    def answered(kind: Kind, n: int, heat: float, places: list[int], first: int) -> Answered:
-        some = [asked[place] for place in places]
-        how: Any = {"n": n, "temperature": heat, "max_new_tokens": max_new_tokens, "seed": seed + first * n}
-        written, stopped = _written(generate, [one.prompt.ids for one in some], **how)
-        return _grade(kind, some, written, tokenizer, scored, read_answer), stopped
 
+def _stopped(outcomes: tuple[Outcome, ...], settings: Mapping[str, Any], started: float) -> EvaluationStopped:
+    return EvaluationStopped(EvaluationResult(outcomes, settings, time.perf_counter() - started))
+
+
+def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
     passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    outcomes, stopped = _through(work, [len(one.prompt.ids) for one in asked], passes, answered)
-    settings |= {"stopped": stopped} if stopped else {}
-    return _whole(EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started))
-
-
-def _whole(result: EvaluationResult) -> EvaluationResult:
-    if result.stopped is not None:
-        raise EvaluationStopped(result)
-    return result
-
-
-def _needed(model: PreTrainedModel | None) -> PreTrainedModel:
-    if model is None:
-        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-    return model
+    return passes if n_samples else passes[:1]
 
 
 def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> list[_Asked]:
+    _check_rows(problems)
     prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
     for index, prompt in enumerate(prompts):
         if not prompt.ids:
@@ -133,27 +131,16 @@ def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mappin
     return [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts))]
 
 
-def _through(
-    work: Blocks, lengths: Sequence[int], passes: Sequence[tuple[Kind, int, float]], answered: Callable[..., Answered]
-) -> tuple[list[Outcome], str]:
-    """All answers, and where it was stopped; empty: nowhere."""
-    outcomes: list[Outcome] = []
-    for kind, n, heat in [one for one in passes if one[1]]:
-        found, stopped = work.through(kind, lengths, n, functools.partial(answered, kind, n, heat))
-        outcomes += found
-        if stopped:
-            counted = f"{len(found):,} of {len(lengths) * n:,} {kind} answers"
-            return outcomes, f"after {counted}, the longest prompts first"
-    return outcomes, ""
-
-
-def _written(generate: Sampler, ids: list[list[int]], **how: Any) -> tuple[Sequence[Sequence[Completion | None]], bool]:
+def _written(
+    generate: Sampler, asked: Sequence[_Asked], n: int, temperature: float, max_new_tokens: int, seed: int
+) -> tuple[Sequence[Sequence[Completion | None]], bool]:
     """Completions of each prompt; where that was broken off those that there are."""
+    ids = [one.prompt.ids for one in asked]
     try:
-        written = generate(ids, **how)
+        written = generate(ids, n=n, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     except GenerationStopped as stop:
         return stop.completions, True
-    counts, n = sorted({len(group) for group in written}), how["n"]
+    counts = sorted({len(group) for group in written})
     if len(written) != len(ids) or counts != [n] * bool(ids):
         raise ValueError(
             f"generate returned {len(written)} lists of {counts} completions; {len(ids)} lists of {n} are needed"
@@ -176,7 +163,7 @@ def _grade(
     kind: Kind,
     asked: Sequence[_Asked],
     written: Sequence[Sequence[Completion | None]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     rewards: Mapping[str, Reward],
     read_answer: ReadAnswer | None,
 ) -> list[Outcome]:
@@ -188,7 +175,6 @@ def _grade(
         if completion is not None
     ]
     pairs = [(one.row, text) for one, _, _, text in answers]
-    decode: Any = tokenizer.decode
     scores = {name: _scores(reward, pairs) if answers else [] for name, reward in rewards.items()}
     return [
         Outcome(
@@ -203,8 +189,7 @@ def _grade(
             truncated=not completion.ended,
             score=scores[""][place],
             answer=read_answer(text) if read_answer is not None else None,
-            thinking=tokens_of_thinking(one.prompt.text, completion, decode),
-            cut=0 in (completion.mask or ()),
+            thinking=tokens_of_thinking(one.prompt.text, completion, tokenizer.decode),
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
         )
@@ -223,8 +208,11 @@ def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | No
     columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0] if name not in ("prompt", "completion")}
     completions = [in_form_of(row["prompt"], text) for row, text in pairs]
     scores = reward(prompts=[row["prompt"] for row, _ in pairs], completions=completions, **columns)
-    name = getattr(reward, "__name__", type(reward).__name__)
-    return checked_scores(scores, len(pairs), f"the reward {name!r}", nan=False)
+    return checked_scores(scores, len(pairs), f"the reward {_name(reward)!r}", nan=False)
+
+
+def _name(reward: Reward) -> str:
+    return str(getattr(reward, "__name__", type(reward).__name__))
 
 
 def _question(prompt: Any) -> str:
@@ -255,9 +243,7 @@ def _check_rows(problems: Sequence[Row]) -> None:
             )
 
 
-def _checked_settings(
-    max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int
-) -> dict[str, Any]:
+def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int) -> dict[str, Any]:
     """What the result says it was measured with."""
     counts = {"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n_samples": (n_samples, 0)}
     for name, (value, least) in counts.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
@@ -18,7 +18,7 @@ from grpo_lab.evaluation.calibration import Calibration, agreement, calibrated
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
 from grpo_lab.io import json_lines, write_json, write_json_lines, write_whole
 from grpo_lab.rewards.arithmetic import works_out
-from grpo_lab.rewards.completion import END_OF_THINK, THINK, reasoning_of, reflects
+from grpo_lab.rewards.completion import reflects
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -45,7 +45,6 @@ class Outcome:
     score       the reward; None: unscorable, counted apart and in no accuracy
     answer      the answer that maj@k lets vote; None: none found, or no reader for answers was given
     thinking    tokens that it wrote before its thinking was closed; None: it did not think
-    cut         a thinking budget cut it
     log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
     measures    name → score of each further reward (`format`, `language`, …); None: unscorable
     """
@@ -62,7 +61,6 @@ class Outcome:
     score: float | None
     answer: str | None
     thinking: int | None = None
-    cut: bool = False
     log_prob: float | None = None
     measures: Mapping[str, float | None] = field(default_factory=dict, hash=False)
 
@@ -76,18 +74,14 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
-    measures = sorted({name for outcome in outcomes for name in outcome.measures})
+    measures = sorted(outcomes[0].measures) if outcomes else []
     names = [f.name for f in fields(Outcome) if f.name != "measures" or measures] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)
-    whole, flag, real = pa.int64(), pa.bool_(), pa.float64()
-    types = {
-        **dict.fromkeys(("problem", "sample", "tokens", "thinking"), whole),
-        **dict.fromkeys(("truncated", "cut", "correct"), flag),
-        **dict.fromkeys(("score", "log_prob"), real),
-        "measures": pa.struct([(name, real) for name in measures]),
-    }
-    schema = pa.schema([(name, types.get(name, pa.string())) for name in names])
+    arrow = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
+    types = {f.name: arrow.get(str(f.type).partition(" ")[0], pa.string()) for f in fields(Outcome)}
+    types |= {"correct": pa.bool_(), "measures": pa.struct([(name, pa.float64()) for name in measures])}
+    schema = pa.schema([(name, types[name]) for name in names])
     write_parquet(folder / "outcomes.parquet", pa.Table.from_pylist(records, schema=schema))
 
 
@@ -97,17 +91,11 @@ def write_parquet(path: Path, table: pa.Table) -> None:
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_outcomes(folder: Path) -> list[Outcome]:
-    """The rows of `outcomes.jsonl`; ValueError with file and line number where one cannot be read."""
-    path = folder / "outcomes.jsonl"
-    return [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
-
-
 def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     """Of a line; what earlier releases did not write is as it is by default."""
     if isinstance(row, str):
         raise ValueError(f"{where} {row}")
-    row = {"thinking": None, "cut": False, "log_prob": None, "measures": {}, **row}
+    row = {"thinking": None, "log_prob": None, "measures": {}, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
@@ -116,7 +104,7 @@ def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
         *(name for name in ("solution", "answer") if not isinstance(row[name], str | None)),
-        *(name for name in ("truncated", "cut") if type(row[name]) is not bool),
+        *(["truncated"] if type(row["truncated"]) is not bool else []),
         *(name for name in ("score", "tokens", "thinking", "log_prob") if not is_number(row[name] or 0)),
         *(["measures"] if not all(is_number(one or 0) for one in measures) else []),
     ]
@@ -230,41 +218,17 @@ class EvaluationResult:
 
     @property
     def mean_length(self) -> float | None:
-        return mean_length(self.greedy)
+        return mean(o.tokens for o in self.greedy)
 
     @property
     def mean_length_correct(self) -> float | None:
         """Tokens per correct greedy completion. None where there is none."""
-        return mean_length([o for o in self.greedy if o.correct is True])
-
-    @property
-    def mean_length_incorrect(self) -> float | None:
-        return mean_length([o for o in self.greedy if o.correct is False])
-
-    @property
-    def truncated_share(self) -> float | None:
-        return share([o.truncated for o in self.greedy])
-
-    @property
-    def worked_out_share(self) -> float | None:
-        """Greedy completions that write a calculation down (``grpo_lab.rewards.worked_out``)."""
-        return share([works_out(o.completion) for o in self.greedy])
-
-    @property
-    def reflection_share(self) -> float | None:
-        """Greedy completions with a word of reflection (``grpo_lab.rewards.completion.reflects``)."""
-        return share([reflects(o.completion) for o in self.greedy])
-
-    @property
-    def mean_thinking(self) -> float | None:
-        """Tokens of thinking per greedy completion that thinks."""
-        thinking = [o.thinking for o in self.greedy if o.thinking is not None]
-        return fmean(thinking) if thinking else None
+        return mean(o.tokens for o in self.greedy if o.correct is True)
 
     @cached_property
-    def measures(self) -> dict[str, float]:
-        """Name → mean over the greedy completions that it could score."""
-        return mean_measures(self.greedy)
+    def numbers(self) -> dict[str, Any]:
+        """Of the greedy completions, as in `summary.json`: `worked_out_share` and so on."""
+        return _tally(self.greedy, self.accuracy)
 
     @cached_property
     def calibration(self) -> dict[str, Calibration]:
@@ -273,10 +237,6 @@ class EvaluationResult:
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
         agreed = agreement(self._votes) if max(self.majority_at, default=0) > 1 else []
         return {name: calibrated(found) for name, found in (("log_prob", sure), ("agreement", agreed)) if found}
-
-    @property
-    def unscorable_share(self) -> float | None:
-        return share([o.score is None for o in self.greedy])
 
     @property
     def stopped(self) -> str | None:
@@ -307,9 +267,9 @@ class EvaluationResult:
             }
         return {
             "problems": self.n_problems,
-            "greedy": _tally(self.greedy, self.accuracy) if self.greedy else None,
+            "greedy": self.numbers if self.greedy else None,
             "sampled": sampled,
-            "calibration": {name: found.to_dict() for name, found in self.calibration.items()},
+            "calibration": {name: asdict(found) for name, found in self.calibration.items()},
             "seconds": self.seconds,
             "settings": dict(self.settings),
         }
@@ -330,7 +290,9 @@ class EvaluationResult:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         if not isinstance(summary, dict) or not isinstance(summary.get("settings"), dict):
             raise ValueError(f"{folder / 'summary.json'}: not the summary of an evaluation (no mapping `settings`)")
-        return cls(tuple(read_outcomes(folder)), summary["settings"], summary.get("seconds"))
+        path = folder / "outcomes.jsonl"
+        outcomes = [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
+        return cls(tuple(outcomes), summary["settings"], summary.get("seconds"))
 
 
 def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval | None:
@@ -343,52 +305,28 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
     return statistics.paired_difference([bool(old[i].correct) for i in shared], [bool(new[i].correct) for i in shared])
 
 
-def mean_length(outcomes: Sequence[Outcome]) -> float | None:
-    """Tokens per completion, the end token included; None without completions."""
-    return fmean(o.tokens for o in outcomes) if outcomes else None
-
-
-def effort(outcomes: Sequence[Outcome], difficulty: Sequence[Any], length: Callable[[str], int]) -> dict[Any, float]:
-    """Difficulty of a problem, in order → mean ``length`` of the thinking that it was given; none counts as 0."""
-    found: dict[Any, list[int]] = {}
-    for one in outcomes:
-        thinks = THINK in one.completion or END_OF_THINK in one.completion
-        found.setdefault(difficulty[one.problem], []).append(
-            length(reasoning_of(one.completion).strip()) if thinks else 0
-        )
-    return {value: fmean(found[value]) for value in sorted(found)}
-
-
-def share(flags: Sequence[bool]) -> float | None:
-    """Fraction of the flags that are set; None without flags."""
-    return sum(flags) / len(flags) if flags else None
-
-
-def mean_measures(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Measure → its mean over the outcomes that it could score."""
-    found: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, score in outcome.measures.items():
-            found.setdefault(name, []).extend([] if score is None else [score])
-    return {name: fmean(scores) for name, scores in found.items() if scores}
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there (of flags: the share that is set); None without any."""
+    there = [one for one in values if one is not None]
+    return fmean(there) if there else None
 
 
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:
-    thinking = [o.thinking for o in outcomes if o.thinking is not None]
+    """``worked_out``: writes a calculation down (``grpo_lab.rewards.worked_out``); ``reflection``: has a word of it
+    (``grpo_lab.rewards.completion.reflects``); ``thinking``: of those that think."""
+    measured = outcomes[0].measures if outcomes else ()
     return {
         "completions": len(outcomes),
         "accuracy": accuracy.to_dict() if accuracy else None,
         "correct": sum(o.correct is True for o in outcomes),
         "incorrect": sum(o.correct is False for o in outcomes),
-        "mean_length": mean_length(outcomes),
-        "mean_length_correct": mean_length([o for o in outcomes if o.correct is True]),
-        "mean_length_incorrect": mean_length([o for o in outcomes if o.correct is False]),
-        "worked_out_share": share([works_out(o.completion) for o in outcomes]),
-        "reflection_share": share([reflects(o.completion) for o in outcomes]),
-        "measures": mean_measures(outcomes),
-        "mean_thinking": fmean(thinking) if thinking else None,
-        "longest_thinking": max(thinking, default=None),
-        "cut_share": share([o.cut for o in outcomes]),
-        "truncated_share": share([o.truncated for o in outcomes]),
-        "unscorable_share": share([o.score is None for o in outcomes]),
+        "mean_length": mean(o.tokens for o in outcomes),
+        "mean_length_correct": mean(o.tokens for o in outcomes if o.correct is True),
+        "mean_length_incorrect": mean(o.tokens for o in outcomes if o.correct is False),
+        "worked_out_share": mean(works_out(o.completion) for o in outcomes),
+        "reflection_share": mean(reflects(o.completion) for o in outcomes),
+        "measures": {name: mean(o.measures.get(name) for o in outcomes) for name in measured},
+        "mean_thinking": mean(o.thinking for o in outcomes),
+        "truncated_share": mean(o.truncated for o in outcomes),
+        "unscorable_share": mean(o.score is None for o in outcomes),
     }

@@ -111,15 +111,16 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
         old = old_shares.get(name)
         change = _change(old.value if old else None, share.value if share else None, 100)
         rows.append((name, _limits(old), _limits(share), change))
+    old_numbers, numbers = ({} if one is None else one.numbers for one in (before, after))
     for name, where in _NUMBERS.items():
-        was, now = getattr(before, where, None), getattr(after, where)
+        was, now = old_numbers.get(where), numbers[where]
         show, scale = (percent, 100) if where.endswith("share") else (_tokens, 1)
-        if name not in _WHERE_THERE or was is not None or now is not None:
+        if where != "mean_thinking" or (was, now) != (None, None):  # only of a model that thinks
             rows.append((name, show(was), show(now), _change(was, now, scale)))
-    for name, mean in after.measures.items():
-        earlier = before.measures.get(name) if before else None
-        pair = (NOT_RECORDED, NOT_RECORDED) if earlier is None else (f"{earlier:.3f}", f"{mean - earlier:+.3f}")
-        rows.append((name, pair[0], f"{mean:.3f}", pair[1]))
+    for name, now in numbers["measures"].items():
+        was = old_numbers.get("measures", {}).get(name)
+        change = NOT_RECORDED if was is None or now is None else f"{now - was:+.3f}"
+        rows.append((name, *(NOT_RECORDED if one is None else f"{one:.3f}" for one in (was, now)), change))
     return rows
 
 
@@ -134,7 +135,6 @@ _NUMBERS = {
     "unscorable": "unscorable_share",
 }
 """Name → where it is in a result."""
-_WHERE_THERE = ("thinking, mean",)
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
@@ -150,14 +150,15 @@ def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None
 
 def _warnings(after: EvaluationResult) -> list[str]:
     found = after.gaps
-    if after.truncated_share is not None and after.truncated_share > TRUNCATED_WARNING:
+    cut, unscorable = after.numbers["truncated_share"], after.numbers["unscorable_share"]
+    if cut is not None and cut > TRUNCATED_WARNING:
         budget = after.settings.get("max_new_tokens")
         found.append(
-            f"{percent(after.truncated_share)} of the answers were cut off at max_new_tokens={budget}; "
+            f"{percent(cut)} of the answers were cut off at max_new_tokens={budget}; "
             "a higher limit may raise the accuracy"
         )
-    if after.unscorable_share:
-        found.append(f"{percent(after.unscorable_share)} of the problems could not be scored and are in no accuracy")
+    if unscorable:
+        found.append(f"{percent(unscorable)} of the problems could not be scored and are in no accuracy")
     return found
 
 

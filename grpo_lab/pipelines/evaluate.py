@@ -35,6 +35,10 @@ _TAKEN = (
 )
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
+_GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
+         "thinking", "thinking_budget", "budget_text")  # fmt: skip
+"""Options that are settings of a recipe's ``evaluation``."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `grpo-lab evaluate`. Those without a value given are not in the namespace."""
@@ -53,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(rows, "--source", f"hub name, folder, or jsonl or parquet file of the rows ({read})")
     splits = "gsm8k: train, test; humaneval: test; math, mbpp: of its source; file: the file's stem in a folder; "
     add(rows, "--split", f"default: test. {splits}{made}: {', '.join(SPLITS)}")
-    add(rows, "--template", f"prompt templates: {', '.join(TEMPLATES)} (default: chat)", nargs="+")
+    add(rows, "--template", f"prompt templates: {', '.join(TEMPLATES)} (default: chat)", nargs="+", dest="templates")
     add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
@@ -71,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--thinking-budget", "tokens of thinking, or none", nargs="+", metavar="TOKENS")
     add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
     measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"
-    add(how, "--measure", measure, action="append", metavar="NAME=REWARD")
+    add(how, "--measure", measure, action="append", metavar="NAME=REWARD", dest="measures")
     add(how, "--log-probs", "of the answers, for calibration", action="store_true")
     add(how, "--vllm", "vLLM in the place of transformers", action="store_true", dest="use_vllm")
     add(how, "--against", "a second model, on the same problems: paired test", metavar="MODEL", default=None)
@@ -97,7 +101,8 @@ def run(known: argparse.Namespace) -> int:
 
 def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
-    from grpo_lab.evaluation.sweep import print_sweep
+    from grpo_lab.evaluation.comparison import print_comparison
+    from grpo_lab.evaluation.sweep import compared
     from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser, as_ctrl_c
     from grpo_lab.stages.evaluate import measure_conditions
 
@@ -119,7 +124,7 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
             if not main:
                 return 0
             if len(found) > 1:
-                print_sweep(found)
+                print_comparison(compared(found))
             terminal_summary(None, result, title=title(known.model, plan))
             if known.output is not None:
                 print(f"outcomes: {known.output}\nreport: {write_report(known.output)}")
@@ -139,7 +144,7 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
     said = dict(vars(known))
     rows = {name.removeprefix("data."): _value(name, text) for name, text in said.items() if name.startswith("data.")}
     rows |= {name: said[name] for name in ("split", "source", "limit") if name in said}
-    rows |= {"template": said["template"][0]} if "template" in said else {}
+    rows |= {"template": said["templates"][0]} if "templates" in said else {}
     if ("data" in said) == (known.like is not None):
         raise ValueError(
             "give one of --data (file, gsm8k, math, humaneval, mbpp, one that is made: word_problems, …) and --like "
@@ -160,12 +165,10 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         if said["data"] in MADE:
             written["n"] = said.get("limit", 500)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
-    given = ("batch_size", "n_samples", "temperature", "max_new_tokens", "thinking_budget", "budget_text", "log_probs")
-    more: dict[str, Any] = {name: said[name] for name in (*given, "use_vllm") if name in said}
-    more |= {"templates": said["template"]} if "template" in said else {}
-    more |= {"thinking": [mode == "on" for mode in said["thinking"]]} if "thinking" in said else {}
-    more |= {"measures": {**section.measures, **_measures(said["measure"])}} if "measure" in said else {}
-    section = replace(section, **more)
+    given = {name: said[name] for name in _GIVEN if name in said}
+    if "measures" in said:
+        given["measures"] = {**section.measures, **_measures(said["measures"])}
+    section = replace(section, **given)
     if "mode" in said:
         if section.reward.name != "accuracy":
             raise ValueError(
@@ -246,11 +249,10 @@ def _value(name: str, text: str) -> Any:
 
 
 def _measures(said: list[str]) -> dict[str, RewardSection]:
-    written = {name: reward for one in said for name, _, reward in [one.partition("=")]}
-    return {
-        name: read(RewardSection, _value(f"measure {name}", text), f"--measure {name}")
-        for name, text in written.items()
-    }
+    found = {}
+    for name, _, reward in (one.partition("=") for one in said):
+        found[name] = read(RewardSection, _value(f"measure {name}", reward), f"--measure {name}")
+    return found
 
 
 def _at_least_one(text: str) -> int:
@@ -299,14 +301,6 @@ def _as_written(section: Any) -> Any:
     """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
     if not isinstance(section, Mapping):
         return section
-    flat = {name: _flat(value) for name, value in section.items() if value is not None}
-    if isinstance(flat.get("measures"), Mapping):
-        flat["measures"] = {name: _flat(value) for name, value in flat["measures"].items()}
-    return flat
-
-
-def _flat(part: Any) -> Any:
-    """A part of a section with its arguments among its keys."""
-    if not (isinstance(part, Mapping) and isinstance(part.get("arguments"), Mapping)):
-        return part
-    return {**{key: value for key, value in part.items() if key != "arguments"}, **part["arguments"]}
+    arguments = section["arguments"] if isinstance(section.get("arguments"), Mapping) else None
+    own = {name: _as_written(one) for name, one in section.items() if one is not None and one is not arguments}
+    return {**own, **(arguments or {})}

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation.blocks import Blocks
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
@@ -27,7 +28,7 @@ from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics_file import MetricsFile
 from grpo_lab.runs.stage import At, Stage, carry_out, console
 from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
-from grpo_lab.stages.evaluate import HeldOutRows, about, conditions_in, evaluate_saved_model, share_of_rank
+from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import Writer
 from grpo_lab.trainer.generation.in_step import PolicySampler
 from grpo_lab.trainer.ranks import at
@@ -242,22 +243,21 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
     """Greedy held-out answers of the policy every so many steps, by all ranks and the engine of the rollouts."""
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
-        self.policy, self.folder, self.section = PolicySampler(trainer), folder, replace(section, n_samples=0)
-        self.held_out = HeldOutRows.of(self.section, None, 0)
-        self.writer = Writer(self.policy, self.policy.tokenizer, self.policy.context, self.policy.stops)
-        self.way = next(iter(conditions_in(section).values()))
-        self.sampler = self.held_out.sampler(self.writer, self.way, PartialState().num_processes > 1)
+        policy, self.every, self.folder = PolicySampler(trainer), section.every, folder / "evaluation"
+        held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
+        writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
+        own, *_ = held_out.ways.values()
+        self.ask = held_out.asking("the policy in training", writer, own, PartialState().num_processes > 1)
+        self.blocks = Blocks(section.batch_size, in_step=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
-        if step % self.section.every or step >= state.max_steps:  # the last model is measured when it is saved
+        if step % self.every or step >= state.max_steps:  # the last model is measured when it is saved
             return
-        said = {**about(f"step {step}", self.section, self.way), "step": step}
         with at(f"evaluation on the way, step {step}"):
-            share = share_of_rank(self.section.batch_size, in_step=True)
-            found = self.held_out.measured(self.writer, self.way, self.sampler, said, share)
+            found = self.ask(blocks=self.blocks)
         if state.is_world_process_zero:
-            found.write(self.folder / "evaluation" / f"step_{step}")
+            found.write(self.folder / f"step_{step}")
 
 
 def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[RewardSection]:

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,18 +179,14 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
     """
     import torch
     from peft import AutoPeftModelForCausalLM
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     check_place(model, "model")
     base = _base_of_adapter(model)
     device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
-    words = tokenizer or model
-    if tokenizer is None and Path(model).is_dir() and not holds_tokenizer(model):
-        if base is None:
-            refuse_no_tokenizer(model)
-        else:
-            log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
-            words = base
+    if tokenizer is None and base is not None and Path(model).is_dir() and not holds_tokenizer(model):
+        log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
+        tokenizer = base
     if base is not None:
         try:
             with loading(base):
@@ -199,29 +194,26 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
         except ValueError as error:
             said = f"{model!r} is an adapter of {base!r} (adapter_config.json), which cannot be loaded: {error}"
             raise ValueError(said) from error
-    with loading(words):
-        loaded_tokenizer = AutoTokenizer.from_pretrained(words)
+    words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model), whole_on_each_rank():
         kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
-    return loaded.to(device).eval(), loaded_tokenizer
+    return loaded.to(device).eval(), words
 
 
 @contextmanager
 def whole_on_each_rank() -> Iterator[None]:
     """Every process loads all weights. Under a launch for FSDP2 only the first of a machine would (the others have
     zeros, and no error), under one for ZeRO-3 each a shard."""
+    from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
 
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    said, sharded = os.environ.get(name), deepspeed._hf_deepspeed_config_weak_ref
-    os.environ[name], deepspeed._hf_deepspeed_config_weak_ref = "False", None
+    sharded, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
     try:
-        yield
+        with patch_environment(fsdp_cpu_ram_efficient_loading="False"):
+            yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = sharded
-        os.environ.pop(name)
-        os.environ.update({} if said is None else {name: said})
 
 
 def _base_of_adapter(model: str) -> str | None:

@@ -5,6 +5,7 @@ Our sections are the fields of ``Recipe``; every other key is a field of ``LabCo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -114,6 +115,10 @@ class ColdStartSection:
 
 LISTED = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else () if value is None else (value,))
 NONE = BeforeValidator(lambda value: None if value == "none" else value)
+_FACTS = re.compile(
+    r"(sampled_)?accuracy(_low|_high)?|pass_at_\d+|length|reflection|ece_\w+|rows|tokens|steps|difference|p_value"
+    r"|(no_)?thinking|thinking_(length|tokens.*)"
+)
 
 
 @settings()
@@ -152,6 +157,10 @@ class EvaluationSection:
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)
+        if taken := [name for name in self.measures if _FACTS.fullmatch(name)]:
+            raise ValueError(
+                f"`evaluation.measures` has {taken[0]!r}, which is a number of every evaluation; rename it"
+            )
         if self.budget_text is not None and all(budget is None for budget in self.thinking_budget):
             raise ValueError("`evaluation.budget_text` has an effect only with `evaluation.thinking_budget`")
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.engines.sampler import Sampler, render_prompt
+from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
-from grpo_lab.evaluation.blocks import Share, digest_of
-from grpo_lab.evaluation.result import effort
-from grpo_lab.evaluation.sweep import AGAINST, Condition, Measured, conditions_of, paired, write_sweep
+from grpo_lab.evaluation.blocks import KEPT, Blocks, rank_and_ranks
+from grpo_lab.evaluation.result import mean
+from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import questions
-from grpo_lab.recipe.models import load_tokenizer, model_files
+from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.rows import every_argument, load_rows
-from grpo_lab.recipe.sections import EvaluationSection, ModelSection
+from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.runs.console import count_of, told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Positive, Switch, Whole, settings
@@ -63,15 +65,21 @@ class Evaluate:
         found = self._measured(at.folder / EVALUATION)
         facts = flat_facts(found[0].result)
         for one in found:
-            if one.condition.thinking is not None and one.result.accuracy is not None:
-                facts.setdefault("thinking" if one.condition.thinking else "no_thinking", one.result.accuracy.value)
+            mode = {"on": "thinking", "off": "no_thinking"}.get(one.result.settings.get("thinking", ""))
+            if mode and one.result.accuracy:
+                facts.setdefault(mode, one.result.accuracy.value)
         for one in found[1:]:
             facts |= {f"{name}.{one.place}": value for name, value in flat_facts(one.result).items()}
-        for name, test in paired(found).items():
+        for one, test in zip(found, compared(found).tests, strict=False):
             if test.difference is not None:
-                of = "" if name == found[0].name else f".{name}"
+                of = "" if one is found[0] else f".{one.name}"
                 facts |= {f"difference{of}": test.difference.value, f"p_value{of}": test.p_value}
-        return facts | self._effort(found[0].result)
+        if self.effort_by is not None:
+            hard = self._difficulty(load_rows(self.section.data, "data"))
+            for value in sorted(set(hard)):
+                tokens = mean(one.thinking or 0 for one in found[0].result.greedy if hard[one.problem] == value)
+                facts |= {} if tokens is None else {f"thinking_tokens.{self.effort_by}_{value}": tokens}
+        return facts
 
     def measured(self, target: Path) -> Facts:
         """The answers in ``target``, without their seconds, which no two runs share."""
@@ -81,17 +89,9 @@ class Evaluate:
             "sampled_accuracy": result.sampled_accuracy.to_dict() if result.sampled_accuracy else None,
             "mean_length": result.mean_length,
             "mean_length_correct": result.mean_length_correct,
-            "worked_out_share": result.worked_out_share,
+            "worked_out_share": result.numbers["worked_out_share"],
             **{f"pass_at_{k}": found.value for k, found in result.pass_at.items() if k > 1},
         }
-
-    def _effort(self, result: EvaluationResult) -> Facts:
-        if self.effort_by is None:
-            return {}
-        words = load_tokenizer(ModelSection(path=self.model))
-        difficulty = self._difficulty(load_rows(self.section.data, "data"))
-        found = effort(result.greedy, difficulty, lambda text: len(words(text, add_special_tokens=False)["input_ids"]))
-        return {f"thinking_tokens.{self.effort_by}_{value}": tokens for value, tokens in found.items()}
 
     def _difficulty(self, rows: Any) -> list[Any]:
         """What each row has in ``effort_by``."""
@@ -113,10 +113,10 @@ def flat_facts(result: EvaluationResult) -> Facts:
         "accuracy_high": accuracy.high if accuracy else None,
         "sampled_accuracy": sampled.value if sampled else None,
         **{f"pass_at_{k}": one.value for k, one in result.pass_at.items() if k > 1},
-        **result.measures,
+        **result.numbers["measures"],
         "length": result.mean_length,
-        "thinking_length": result.mean_thinking,
-        "reflection": result.reflection_share,
+        "thinking_length": result.numbers["mean_thinking"],
+        "reflection": result.numbers["reflection_share"],
         **{f"ece_{name}": one.ece.value for name, one in result.calibration.items()},
         "rows": result.n_problems,
         "tokens": sum(one.tokens for one in result.outcomes),
@@ -129,73 +129,72 @@ def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | 
     return measure_conditions(model, section, target, **how)[0].result
 
 
-def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
-    """Name → condition of a recipe's ``evaluation``."""
-    templates = section.templates or (section.data.template,)
-    return conditions_of(templates, section.thinking or (None,), section.thinking_budget or (None,))
-
-
 @dataclass(frozen=True)
+class Condition:
+    """``thinking``: what the chat template is told; None: nothing. ``budget``: tokens of thinking; None: no limit."""
+
+    template: str
+    thinking: bool | None = None
+    budget: int | None = None
+
+
+def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
+    """Name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing: asked
+    once."""
+    templates, modes = section.templates or (section.data.template,), section.thinking or (None,)
+    budgets = sorted({*section.thinking_budget} or {None}, key=lambda one: math.inf if one is None else one)
+    found = {}
+    for template, mode, budget in product(templates, modes, reversed(budgets)):
+        limits = mode is not False
+        parts = [
+            (template, templates),
+            ("thinking" if mode else "no-thinking", modes),
+            (f"budget-{'none' if budget is None else budget}", budgets if limits else ()),
+        ]
+        name = "-".join(part for part, all_there in parts if len(set(all_there)) > 1)
+        found[name] = Condition(template, mode, budget if limits else None)
+    return found
+
+
 class HeldOutRows:
-    """A recipe's ``evaluation``, loaded: rows by template, rewards; how it is asked."""
+    """A recipe's ``evaluation``, loaded: its conditions, rows by template, rewards; how it is asked."""
 
-    section: EvaluationSection
-    rows: Mapping[str, Any]
-    reward: Any
-    measures: Mapping[str, Any]
-    asked: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, section: EvaluationSection, max_new_tokens: int | None, seed: int) -> HeldOutRows:
+    def __init__(self, section: EvaluationSection, max_new_tokens: int | None, seed: int) -> None:
         """ValueError: what cannot be loaded or built."""
-        templates = {one.template for one in conditions_in(section).values()}
-        rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
-        reward = parts.build_reward(section.reward, "evaluation.reward")
-        measures = {
-            name: parts.build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()
+        self.section, self.ways = section, conditions_in(section)
+        templates = {way.template for way in self.ways.values()}
+        self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
+        build, measures = parts.build_reward, section.measures.items()
+        self.asked: Any = {
+            **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")},
+            "max_new_tokens": section.max_new_tokens or max_new_tokens,
+            "seed": seed,
+            "reward": build(section.reward, "evaluation.reward"),
+            "measures": {name: build(one, f"evaluation.measures.{name}") for name, one in measures},
         }
-        asked = {name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")}
-        asked |= {"max_new_tokens": section.max_new_tokens or max_new_tokens, "seed": seed}
-        return cls(section, rows, reward, measures, asked)
 
-    def sampler(self, writer: Writer, way: Condition, in_step: bool = False) -> Sampler:
-        """Completions in this condition. ValueError: a mode that the prompts do not know, a budget without room."""
-        if way.thinking is not None:
+    def asking(
+        self, model: str, writer: Writer, way: Condition, in_step: bool = False
+    ) -> Callable[..., EvaluationResult]:
+        """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
+        not know, a budget without room."""
+        sampler, mode = writer.sampler, {} if way.thinking is None else {"enable_thinking": way.thinking}
+        if mode:
             prompt = self.rows[way.template][0]["prompt"]
-            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": mode}).text for mode in (True, False)}
+            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": on}).text for on in (True, False)}
             if len(both) == 1:
                 raise ValueError(
                     f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
                     "both modes. It takes messages, and a chat template that knows `enable_thinking`"
                 )
-        if (budget := way.budget) is None:
-            return writer.sampler
-        named: Any = {"eos_ids": writer.stops, "text": self.section.budget_text}
-
-        def limits(most: int) -> ThinkingBudget:
-            return ThinkingBudget.for_tokenizer(writer.tokenizer, budget, max_completion_length=most, **named)
-
-        limits(self.asked["max_new_tokens"])
-        return BudgetedSampler(writer.sampler, limits, in_step)
-
-    def measured(self, writer: Writer, way: Condition, sampler: Sampler, said: Facts, share: Share) -> EvaluationResult:
-        """The result with what it depends on. EvaluationStopped: Ctrl-C."""
-        mode = {} if way.thinking is None else {"enable_thinking": way.thinking}
-        how: Any = {
-            **self.asked,
-            "generate": sampler,
-            "context": writer.context,
-            "share": share,
-            "measures": self.measures,
-        }
-        try:
-            found = evaluate(
-                None, writer.tokenizer, self.rows[way.template], reward=self.reward, chat_template_kwargs=mode, **how
-            )
-        except EvaluationStopped as stop:
-            result = stop.result
-            raise EvaluationStopped(replace(result, settings={**said, **result.settings})) from None
-        return replace(found, settings={**said, **found.settings})
+        if way.budget is not None:
+            room: Any = {"max_completion_length": self.asked["max_new_tokens"], "eos_ids": writer.stops}
+            text = self.section.budget_text
+            limits = ThinkingBudget.for_tokenizer(writer.tokenizer, way.budget, text=text, **room)
+            sampler = BudgetedSampler(sampler, limits, in_step)
+        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": mode}
+        said = about(model, self.section, way)
+        return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
 
 
 def measure_conditions(
@@ -214,45 +213,31 @@ def measure_conditions(
 
     Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
     ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
-    main, found, shares = int(os.environ.get("RANK", "0")) == 0, list[Measured](), list[Share]()
     if against == model:
         raise ValueError(f"--against names the model itself, {model!r}; name another, or leave it out")
-    held_out, ways = HeldOutRows.of(section, max_new_tokens, seed), conditions_in(section)
+    found, main = list[Measured](), rank_and_ranks()[0] == 0
+    held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
-        own: Any = {name: getattr(section, name) for name in ("batch_size", "use_vllm", "engine")}
-        own |= {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
-        writer, files = load_writer(one, **own), model_files(one)
-        samplers = {name: held_out.sampler(writer, way) for name, way in ways.items()}
-        for name, way in ways.items():
+        own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
+        writer, identity = load_writer(one, section, **own), [model_files(one), tokenizer, asdict(section)]
+        asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
+        for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
-            folder, said = None if target is None else target / place, about(one, section, way)
-            share = share_of_rank(section.batch_size, folder, digest_of(files, said, tokenizer))
+            folder = None if target is None else target / place
             try:
-                result = held_out.measured(writer, way, samplers[name], said, share)
+                result = ask(blocks=Blocks(section.batch_size, folder, identity))
             except EvaluationStopped as stop:
                 if folder is not None and stop.result.outcomes and main:
                     stop.result.write(folder)
                 raise
-            result = result if timed else replace(result, seconds=None)
-            found.append(Measured(name, place, one, way, result))
-            shares.append(share)
+            found.append(Measured(name, place, result if timed else replace(result, seconds=None)))
             if folder is not None and main:
-                result.write(folder)
+                found[-1].result.write(folder)
     if target is not None and main:
         write_sweep(found, target)
-        for share in shares:
-            share.forget()
+        for file in target.rglob(KEPT.format("*")):
+            file.unlink()
     return found
-
-
-def share_of_rank(block: int, folder: Path | None = None, identity: str = "", in_step: bool = False) -> Share:
-    """Blocks for this rank, as the launcher has numbered it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Share(block, folder, identity)
-    from accelerate import PartialState
-
-    state = PartialState()
-    return Share(block, folder, identity, state.process_index, state.num_processes, in_step)
 
 
 def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
@@ -265,7 +250,7 @@ def about(model: str, section: EvaluationSection, way: Condition | None = None) 
         "thinking_budget": asked.budget,
         "budget_text": None if asked.budget is None else section.budget_text,
         "engine": {"vllm": dict(section.engine)} if section.use_vllm else None,
-        "log_probs": section.log_probs,
+        "log_probs": section.log_probs or None,
     }
     return {
         "model": model,
@@ -274,5 +259,5 @@ def about(model: str, section: EvaluationSection, way: Condition | None = None) 
         "limit": section.data.limit,
         "mode": mode,
         "judge": judge,
-        **{name: value for name, value in more.items() if value is not None and value is not False},
+        **{name: value for name, value in more.items() if value is not None},
     }

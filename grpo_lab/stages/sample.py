@@ -17,7 +17,7 @@ from grpo_lab.engines.sampler import (
     Sampler,
     TransformersSampler,
     VllmSampler,
-    context_of,
+    context_of_config,
     in_form_of,
     render_prompt,
     stop_token_ids,
@@ -74,21 +74,13 @@ class Writer:
 
 
 def load_writer(
-    model: str,
-    *,
-    batch_size: int,
-    use_cpu: bool,
-    use_vllm: bool,
-    engine: Mapping[str, Any],
-    seed: int,
-    tokenizer: str | None = None,
-    logprobs: bool = False,
+    model: str, asked: Any, *, use_cpu: bool, seed: int, tokenizer: str | None = None, logprobs: bool = False
 ) -> Writer:
-    """A saved model (folder or hub name) by transformers or vLLM."""
-    if not use_vllm:
+    """A saved model (folder or hub name) by transformers or vLLM, as ``asked`` (`use_vllm`, `engine`, `batch_size`)."""
+    if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
-        sampler = TransformersSampler(loaded, words, batch_size, progress=False, logprobs=logprobs)
-        return Writer(sampler, words, context_of(loaded), stop_token_ids(loaded.generation_config, words))
+        sampler = TransformersSampler(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
+        return Writer(sampler, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words))
     from transformers import AutoConfig, GenerationConfig
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
@@ -96,7 +88,7 @@ def load_writer(
     words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model):
         config: Any = AutoConfig.from_pretrained(model)
-    start = engine_factory(EngineOptions.from_mapping(engine), trainer_dtype=getattr(config, "dtype", None))
+    start = engine_factory(EngineOptions.from_mapping(asked.engine), trainer_dtype=getattr(config, "dtype", None))
     started = start(model=model, seed=seed)
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(model)
@@ -115,8 +107,7 @@ class ModelSampler:
         check_place(model)
         self.settings, self.name = settings, model
         self.made = 0
-        how: Any = {name: getattr(settings, name) for name in ("batch_size", "use_cpu", "use_vllm", "engine", "seed")}
-        loaded = load_writer(model, **how)
+        loaded = load_writer(model, settings, use_cpu=settings.use_cpu, seed=settings.seed)
         self.sampler, self.tokenizer, self.context = loaded.sampler, loaded.tokenizer, loaded.context
 
     def __call__(self, prompts: Sequence[Any], n: int, **how: Any) -> list[list[Any]]:

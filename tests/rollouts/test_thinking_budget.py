@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from grpo_lab.engines.sampler import Completion
 from grpo_lab.engines.thinking_budget import (
     QWEN3_STOP_TEXT,
-    BudgetedCompletion,
     ThinkingBudget,
     budgeted_generate,
     tokens_of_thinking,
@@ -55,7 +54,7 @@ class Scripted:
         return self.answer[len(written.partition("</think>")[2]) :]
 
 
-def run(thought: str, budget: int, length: int = 40, answer: str = "42$") -> tuple[BudgetedCompletion, Scripted]:
+def run(thought: str, budget: int, length: int = 40, answer: str = "42$") -> tuple[Completion, Scripted]:
     policy = Scripted({"q": thought}, answer)
     return budgeted_generate([encode("q:")], policy, settings(budget, length))[0], policy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_lab.engines.sampler import TransformersSampler, left_padded, until_end
-from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate, continued
+from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from rollouts.thinking_oracle import inserted_mask
 
 
@@ -26,8 +26,8 @@ def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
     prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13], [14, 15]]
 
     def run(batch_size: int, rows: list[list[int]]) -> list[list[int]]:
-        sampler = continued(TransformersSampler(model, tokenizer, batch_size, progress=False), temperature=0.0)
-        return [one.ids for one in sampler(rows, 12)]
+        sampler = TransformersSampler(model, tokenizer, batch_size, progress=False)
+        return [one.ids for (one,) in sampler(rows, n=1, temperature=0.0, max_new_tokens=12, seed=None)]
 
     alone = [run(1, [prompt])[0] for prompt in prompts]
     assert run(2, prompts) == alone
@@ -42,9 +42,9 @@ def test_budget_is_obeyed(budget: int) -> None:
     model.eval()
     torch.manual_seed(0)
     limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
-    sampler = continued(TransformersSampler(model, tokenizer, 64, progress=False))
+    sampler = BudgetedSampler(TransformersSampler(model, tokenizer, 64, progress=False), limits)
     prompts = [tokenizer("Tom has 3 apples.")["input_ids"], tokenizer("2 + 3 =")["input_ids"]] * 2
-    done = budgeted_generate(prompts, sampler, limits)
+    done = [one for (one,) in sampler(prompts, n=1, temperature=1.0, max_new_tokens=64, seed=None)]
     assert any(completion.was_cut for completion in done)
     for prompt, completion in zip(prompts, done, strict=True):
         assert len(completion.ids) <= 64

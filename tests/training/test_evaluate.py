@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_lab.evaluation import EvaluationResult, measure
 from grpo_lab.evaluation.sweep import read_sweep
 from grpo_lab.pipelines.evaluate import held_out_like
 from grpo_lab.recipe.models import load_saved_model
-from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.recipe.sections import RewardSection, recipe_from
 from grpo_lab.runs.stage import At
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
@@ -262,16 +262,16 @@ def test_budgets_modes_and_a_second_model_in_one_call(
     words = ["evaluate", str(thinker), *rows, *ways, *also, "--n-samples", "2", "--against", str(other)]
     assert main([*words, "--output", str(out)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("against") == 4
-    assert "+0.0 [" in printed and "p 1 (0 gained, 0 lost)" in printed  # noqa: PT018 (one line of the terminal)
+    assert printed.count(" against ") == 4
+    assert printed.count("p 1 (n=3: 0 right only in the first, 0 only in the second)") == 4
     found = {(one.model, one.name): one for one in read_sweep(out)}
     names = ["thinking-budget-none", "thinking-budget-8", "thinking-budget-0", "no-thinking"]
     assert [*found] == [(str(model), name) for model in (thinker, other) for name in names]
     for name, limit in (("thinking-budget-8", 8), ("thinking-budget-0", 0)):
         result = found[str(thinker), name].result
-        assert all(one.cut and one.thinking == limit for one in result.outcomes)  # the tiny model never closes it
+        assert all(one.thinking == limit for one in result.outcomes)  # the tiny model never closes it
         assert all(one.completion.count(closing) == 1 and one.tokens <= 40 for one in result.outcomes)
-        assert result.measures == {"format": pytest.approx(float(limit > 0), abs=1.0)}
+        assert result.numbers["measures"] == {"format": pytest.approx(float(limit > 0), abs=1.0)}
         assert result.settings["thinking_budget"] == limit
     own = EvaluationResult.read(out)
     assert own.outcomes == found[str(thinker), "thinking-budget-none"].result.outcomes
@@ -281,7 +281,7 @@ def test_budgets_modes_and_a_second_model_in_one_call(
     )
     assert "log_prob" in own.calibration
     silent = found[str(thinker), "no-thinking"].result
-    assert all(one.thinking is None and not one.cut for one in silent.outcomes)
+    assert all(one.thinking is None for one in silent.outcomes)
     assert silent.greedy[0].prompt.endswith("</think>\n\n")
     page = (out / "report.html").read_text()
     assert "Accuracy over the thinking budget" in page
@@ -306,6 +306,8 @@ def test_budgets_modes_and_a_second_model_in_one_call(
         (["--budget-text", "</think>"], "has an effect only with `evaluation.thinking_budget`"),
         (["--measure", "format=thinkformat"], "did you mean 'think_format'?"),
         (["--measure", "think_format"], "--measure"),
+        (["--measure", "length=think_format"], "has 'length', which is a number of every evaluation"),
+        (["--measure", "pass_at_2=think_format"], "has 'pass_at_2', which is a number of every evaluation"),
     ],
 )
 def test_conditions_that_cannot_be(
@@ -351,6 +353,14 @@ def test_a_killed_evaluation_goes_on_with_its_blocks(
     again = evaluate_saved_model(str(tiny_folder), section, target, **how)
     assert (first, graded[4:]) == (["greedy", "greedy", "sampled"], ["sampled", "sampled"])
     assert again.outcomes == whole.outcomes
+    graded[:] = [None] * 1
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluate_saved_model(str(tiny_folder), section, target, **how)
+    graded[:] = [None] * 4
+    judged = replace(section, measures={"format": RewardSection("think_format", arguments={"form": "think"})})
+    with_measure = evaluate_saved_model(str(tiny_folder), judged, target, **how)
+    assert graded[4:] == ["greedy", "greedy", "sampled", "sampled", "sampled"]
+    assert with_measure.numbers["measures"] == {"format": 0.0}
     other = evaluate_saved_model(str(tiny_folder), section, target, **{**how, "seed": 2})
     assert other.sampled != whole.sampled  # nothing was left to be taken for its own
 

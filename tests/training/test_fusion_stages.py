@@ -12,7 +12,8 @@ import pytest
 
 from grpo_lab.curation import Selection
 from grpo_lab.curation.rejection import in_form_of
-from grpo_lab.evaluation.result import Outcome, effort
+from grpo_lab.evaluation import EvaluationResult, Outcome
+from grpo_lab.evaluation.sweep import Measured
 from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
@@ -123,25 +124,18 @@ def test_the_hardest_need_a_model() -> None:
         curation_recipe_from({"data": {"loader": "gsm8k"}, "filters": {"hardest": {"n": 3}}})
 
 
-def test_effort_by_hand() -> None:
-    said = [
-        (0, "<think>a b</think> 5"),
-        (1, "<think>a b c d</think> 5"),
-        (2, "<think>\n\n</think>\n\n5"),
-        (3, "<think>cut off"),
-        (0, "5"),
-    ]
-    outcomes = [Outcome(i, "greedy", 0, "Q", "Q", "5", text, 9, False, 1.0, "5") for i, text in said]
-    assert effort(outcomes, [2, 1, 2, 1], lambda text: text.count(" ") + bool(text)) == {1: 3.0, 2: 2 / 3}
-
-
-def test_an_evaluation_says_effort(thinker: Path, tmp_path: Path) -> None:
+def test_an_evaluation_says_effort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean at each difficulty, by hand; an answer without thinking counts as none."""
     data = {"loader": "word_problems", "n": 6, "steps": [1, 3], "largest": 20, "split": "test"}
-    stage = read(Evaluate, {"model": str(thinker), "data": data, "effort_by": "steps", "max_new_tokens": 4}, "stage")
+    stage = read(Evaluate, {"model": "m", "data": data, "effort_by": "steps", "max_new_tokens": 4}, "stage")
+    thinking = [8, 1, None, 5, 3, 10]
+    outcomes = [Outcome(i, "greedy", 0, "Q", "Q", "5", "5", 9, False, 1.0, "5", one) for i, one in enumerate(thinking)]
+    found = [Measured("", ".", EvaluationResult(tuple(outcomes), {"model": "m"}))]
+    monkeypatch.setattr("grpo_lab.stages.evaluate.measure_conditions", lambda *_, **__: found)
     facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
-    assert {name for name in facts if name.startswith("thinking_tokens")} == {
-        f"thinking_tokens.steps_{n}" for n in (1, 2, 3)
-    }
+    assert list(load_rows(stage.section.data)["steps"]) == [1, 2, 2, 3, 2, 3]
+    said = {name.removeprefix("thinking_tokens."): one for name, one in facts.items() if "thinking_tokens" in name}
+    assert said == {"steps_1": 8.0, "steps_2": pytest.approx(4 / 3), "steps_3": 7.5}
     with pytest.raises(ValueError, match=r"`effort_by` is 'level'; the columns of `data` are \["):
         read(Evaluate, {"model": "m", "data": data, "effort_by": "level"}, "stage").plan()
 

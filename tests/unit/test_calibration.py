@@ -18,12 +18,10 @@ def test_ece_and_brier_by_hand() -> None:
     assert found.ece.value == pytest.approx(0.06 + 0.07 + 0.04)
     # 3 · 0.1² + 0.9² + 2 · 0.35² + 2 · 0.4² + 2 · 0.6², over 10
     assert found.brier.value == pytest.approx((0.03 + 0.81 + 0.245 + 0.32 + 0.72) / 10)
-    assert (found.confidence, found.correct) == (pytest.approx(0.67), pytest.approx(0.5))
-    assert [tuple(one) for one in found.bins] == [
+    assert [(one.confidence, one.correct, one.n) for one in found.bins] == [
         pytest.approx((0.35, 0.0, 2)), pytest.approx((0.6, 0.5, 4)), pytest.approx((0.9, 0.75, 4))
     ]  # fmt: skip
     assert found.ece.low <= found.ece.value <= found.ece.high <= 1
-    assert found.to_dict()["bins"][0] == {"confidence": pytest.approx(0.35), "correct": 0.0, "n": 2}
 
 
 def test_bins_of_equal_width_and_of_equal_mass_by_hand() -> None:
@@ -75,5 +73,5 @@ def test_agreement_by_hand() -> None:
 
 @pytest.mark.parametrize("pairs", [[], [(1.2, 0.0)], [(0.5, float("nan"))]])
 def test_what_is_no_prediction_is_refused(pairs: list[tuple[float, float]]) -> None:
-    with pytest.raises(ValueError, match=r"got none|must lie in \[0, 1\], got \("):
+    with pytest.raises(ValueError, match=r"in \[0, 1\], got (none|\[\[)"):
         calibrated(pairs)

@@ -284,7 +284,7 @@ def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp
     )
     assert process.stderr is not None
     seen = b""
-    while not re.search(rb"\| [1-9]\d*/400", seen) and process.poll() is None:
+    while not re.search(rb"\| [1-9]\d*/100", seen) and process.poll() is None:
         seen += process.stderr.read1(4096)  # type: ignore[attr-defined]
     os.killpg(process.pid, signal.SIGINT)
     printed, errors = process.communicate(timeout=600)

@@ -277,10 +277,10 @@ def test_numbers_by_hand():
     result = scripted_result(answer=lambda text: text)
     assert (result.n_problems, result.accuracy.n) == (4, 3)
     assert result.accuracy.value == pytest.approx(1 / 3)  # q3 is unscorable and in no accuracy
-    assert result.unscorable_share == pytest.approx(1 / 4)
-    assert result.truncated_share == pytest.approx(1 / 4)
+    assert result.numbers["unscorable_share"] == pytest.approx(1 / 4)
+    assert result.numbers["truncated_share"] == pytest.approx(1 / 4)
     assert result.mean_length_correct == 5  # "A: 18"
-    assert result.mean_length_incorrect == pytest.approx((7 + 10) / 2)
+    assert result.numbers["mean_length_incorrect"] == pytest.approx((7 + 10) / 2)
     assert result.mean_length == pytest.approx((5 + 7 + 10 + 1) / 4)
     assert result.sampled_accuracy.value == pytest.approx((3 / 5 + 1 / 5 + 1 / 5) / 3)
     # pass@2 = 1 − C(n−c,2)/C(5,2): c=3 -> 1 − 1/10; c=1 -> 1 − 6/10, twice
@@ -333,7 +333,7 @@ def test_all_unscorable_has_no_accuracy_and_says_so(model_and_tokenizer):
         generate=Scripted(model_and_tokenizer[1], ["a"]),
     )
     assert result.accuracy is None
-    assert result.unscorable_share == 1.0
+    assert result.numbers["unscorable_share"] == 1.0
     assert result.mean_length_correct is None
 
 

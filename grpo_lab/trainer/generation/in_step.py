@@ -23,13 +23,11 @@ class PolicySampler:
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer, self.tokenizer, self.stops = trainer, trainer._tokenizer, list(trainer.eos_token_ids)
-        model: Any = trainer.accelerator.unwrap_model(trainer.model)
-        limit = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len if self._colocated else None
-        self.context = limit or context_of_config(model.config)
-
-    @property
-    def _colocated(self) -> bool:
-        return bool(self.trainer.use_vllm and self.trainer.vllm_mode == "colocate")
+        engine = (
+            trainer.vllm_generation.llm.llm_engine if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
+        )
+        config: Any = trainer.accelerator.unwrap_model(trainer.model).config
+        self.context = engine.model_config.max_model_len if engine else context_of_config(config)
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
