@@ -18,7 +18,7 @@ from typing import Any
 from rich import box
 from rich.table import Table as Columns
 
-from grpo_lab.evaluation.page import Page, Section, Table, text_of
+from grpo_lab.evaluation.page import Page, Section, Table, flat, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
@@ -149,21 +149,14 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """Settings of run.json, mappings taken apart, that are not the same in all runs; None where a run has it not."""
-    settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
+    kept = [{name: one for name, one in run.summary.items() if name not in _NOT_SETTINGS} for run in records]
+    settings = [{name: one for name, one in flat(some) if one != {}} for some in kept]
     found = []
     for name in dict.fromkeys(name for one in settings for name in one):
         seen = [one.get(name) for one in settings if one]
         if name != "settings.output_dir" and any(value != seen[0] for value in seen):
             found.append((name, [one.get(name) for one in settings]))
     return found
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:

@@ -14,11 +14,7 @@ from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
-from grpo_lab.evaluation.pipeline_sections import (
-    made_section,
-    pipeline_card,
-    pipeline_sections,
-)
+from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import (
     CURATION,
@@ -110,17 +106,16 @@ def run_page(record: RunRecord) -> Page:
 def pipeline_page(record: RunRecord) -> Page:
     """Of `pipeline.json` and the folders of the stages."""
     stages = record.stages
-    said = {one.name: {"results": one.results, **_said(one.settings)} for one in stages}
+    said = {one.name: {"why it was done": one.why, "results": one.results, **_said(one.settings)} for one in stages}
     return Page(
         kind="pipeline report",
         title=title_of(record),
         about=[],
-        cards=[*accuracy_cards(record), pipeline_card(record)],
+        cards=[*accuracy_cards(record), Card("Stages done", str(record.stages_done), f" of {len(stages)}")],
         notices=notices_of(record),
         sections=[
             *pipeline_sections([record]),
             *evaluation_sections(record),
-            made_section(stages),
             settings_section({**record.summary, **said}),
         ],
         missing=[] if stages else ["Stages (pipeline.json)"],

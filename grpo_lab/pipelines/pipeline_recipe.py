@@ -22,8 +22,11 @@ from pydantic import Field
 
 from grpo_lab.recipe.sections import with_name
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.differences import plain_settings
 from grpo_lab.settings import Hours, did_you_mean, read, settings
 
+RECIPE = "pipeline.yaml"
+"""In the output folder: the pipeline as it was read, which `resume` reads."""
 OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 """Keys of an entry that are not its kind's."""
 
@@ -96,13 +99,12 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
 
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
     """An entry with the settings of its ``recipe``, its own in their place."""
-    files = {name: _file(one[name], name, beside) for name in ("recipe", "launch") if one.get(name)}
-    if "recipe" not in files:
-        return {**one, **files}
-    over = {name: value for name, value in one.items() if name not in OWN}
-    found = read_yaml(files.pop("recipe"), over)
-    its_own = {name: one[name] for name in OWN if name in one and name != "recipe"}
-    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **its_own, **files}
+    own = {name: value for name, value in one.items() if name in OWN}
+    own |= {name: _file(own[name], name, beside) for name in ("recipe", "launch") if own.get(name)}
+    if not (file := own.pop("recipe", None)):
+        return {**one, **own}
+    found = read_yaml(file, {name: value for name, value in one.items() if name not in OWN})
+    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **own}
 
 
 def _file(name: Any, setting: str, beside: Path) -> str:
@@ -114,15 +116,6 @@ def _file(name: Any, setting: str, beside: Path) -> str:
 
 def plain_recipe(recipe: PipelineRecipe) -> dict[str, Any]:
     """The mapping that `pipeline_from` reads back, with the settings of all files in it."""
-    stages = []
-    for one in recipe.stages:
-        own = {"inputs": dict(one.inputs), "launch": one.launch, "slurm": dict(one.slurm)}
-        stages.append({"stage": one.stage, "name": one.name, **{k: v for k, v in own.items() if v}, **one.settings})
-    return {
-        "name": recipe.name,
-        "output_dir": str(recipe.output_dir),
-        "max_hours": recipe.max_hours,
-        "stop_file": recipe.stop_file,
-        "slurm": dict(recipe.slurm),
-        "stages": stages,
-    }
+    plain = plain_settings(recipe)
+    plain["stages"] = [{**{key: one[key] for key in OWN if one.get(key)}, **one["settings"]} for one in plain["stages"]]
+    return plain
