@@ -18,9 +18,8 @@ from grpo_lab.visible import VisibleFormatter, visible
 
 EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
-FLAGS = ("overwrite", "resume", "only", "launched")
-"""Options that a pipeline is given."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+SUBMIT = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
     "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
@@ -222,7 +221,12 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
             own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
         if command.actions:
-            _stage_options(own, command.actions)
+            said = "; ".join(f"`{name}` {what}" for name, what in command.actions.items())
+            own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
+            own.add_argument("place", nargs="?", metavar="FILE or FOLDER")
+            own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
+            own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+            own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
         if command.resumes:
             own.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
         # after the command, too; SUPPRESS: its default is the one above
@@ -230,16 +234,6 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if command.verbose:
             own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
-
-
-def _stage_options(own: argparse.ArgumentParser, actions: Mapping[str, str]) -> None:
-    said = "; ".join(f"`{name}` {what}" for name, what in actions.items())
-    own.add_argument("action", nargs="?", choices=list(actions), help=said)
-    own.add_argument("place", nargs="?", metavar="FILE or FOLDER")
-    own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
-    own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
-    said = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
-    own.add_argument("--submit", choices=["slurm"], help=said)
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -260,7 +254,6 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
             return int(_load(command.run)(known))
     from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, read_yaml, shipped_recipe
 
-    beside: dict[str, Any] = {}
     if command.actions:
         place = known.config or known.place
         if place is None:
@@ -271,12 +264,15 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         if known.action == "resume":
             rest += ["--output_dir", place]
             place = f"{place}/pipeline.yaml"
-        known.config, beside = place, {"beside": Path(place).parent}
+        known.config = place
     if not command.recipes:
         known.config = str(shipped_recipe(QUICKSTART))
         print(f"recipe: {known.config}", flush=True)
-    recipe = _load(command.read)(read_yaml(known.config, parse_overrides(rest)), Path(known.config).stem, **beside)
-    flags = {name: getattr(known, name) for name in FLAGS if hasattr(known, name)}
+    file = Path(known.config)
+    beside = {"beside": file.parent} if command.actions else {}
+    recipe = _load(command.read)(read_yaml(file, parse_overrides(rest)), file.stem, **beside)
+    given = ("overwrite", "resume", "only", "launched")
+    flags = {name: getattr(known, name) for name in given if hasattr(known, name)}
     if getattr(known, "submit", None):
         print(f"submit with: bash {_load('pipelines.slurm:write_batch_scripts')(recipe)}")
         return 0

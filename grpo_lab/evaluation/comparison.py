@@ -10,7 +10,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]
     """Which of these settings of an evaluation differ, where both have them, and in what."""
     for key in keys:
         if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
-            yield key, f"{_short(new.settings[key])} and {_short(old.settings[key])}"
+            yield key, f"{text_of('', new.settings[key])} and {text_of('', old.settings[key])}"
 
 
 def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
@@ -182,12 +182,6 @@ def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
     return notes
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return str(value)
-
-
 def write_comparison(found: Comparison, path: str | Path) -> Path:
     """Write the page. ValueError where ``path`` is a file that is no comparison, or cannot be written to."""
     path = Path(path)
@@ -215,7 +209,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     tests = [(f"{test.name} − {test.against}", *(cell for cell in test_cells(test) if cell)) for test in found.tests]
     head = ["greedy answers to the same problems", "difference", "right only here", f"right only in {names[0]}", "p"]
     differing = [
-        (name, *(NOT_RECORDED if one is None else text_of(name.rpartition(".")[2], one) for one in values))
+        (name, *(NOT_RECORDED if one is None else text_of(name, one) for one in values))
         for name, values in found.differing
     ]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))

@@ -160,8 +160,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
         if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
             value = {str(place): text_of("", one) for place, one in enumerate(value, start=1)}
         if isinstance(value, Mapping) and value:
-            unit = "seconds" if key == "seconds" else ""
-            said = [(name, text_of(unit or name.rpartition(".")[2], one)) for name, one in flat(value)]
+            said = [(name, text_of(key if key == "seconds" else name, one)) for name, one in flat(value)]
             groups.append((_NAMES.get(key, str(key).replace("_", " ")), said))
         elif key not in ("name", "finished"):  # the heading, and of a notice where it is not
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
@@ -179,7 +178,9 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """A value of run.json as a reader wants it, with the unit of ``key``; a mapping of a list in a line of its own."""
+    """A value of run.json as a reader wants it, with the unit of the dotted ``key``; a mapping of a list in a line of
+    its own."""
+    key = str(key).rpartition(".")[2]
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
         return f"({said})" if inside and said else said or "none"
@@ -192,8 +193,8 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
         return str(value)
     if key == "seconds" and abs(value) < 1e12:
         return duration(value)
-    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in str(key) else f"{value:,}"
-    return f"{said} {_UNITS[str(key)]}" if key in _UNITS else said
+    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in key else f"{value:,}"
+    return f"{said} {_UNITS[key]}" if key in _UNITS else said
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:

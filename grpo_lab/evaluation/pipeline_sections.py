@@ -14,17 +14,15 @@ from statistics import fmean
 from textwrap import wrap
 from types import SimpleNamespace
 
-from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table as Rows
 from rich.text import Text
 
 from grpo_lab.evaluation.page import Section, Table
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.run_record import STAGES, PipelineStage, RunRecord, read_run, read_stages
 from grpo_lab.evaluation.statistics import is_number
-from grpo_lab.evaluation.terminal import Terminal, duration
+from grpo_lab.evaluation.terminal import Terminal, duration, plain_table
 
 
 def _share(value: float) -> str:
@@ -58,13 +56,9 @@ def status(folder: Path, console: Console | None = None) -> None:
     """Print the table of the pipeline in ``folder``, one row a stage. ValueError: no pipeline is there."""
     run = _pipeline_in(folder)
     table = stages_table([run])
-    done = f"{run.summary.get('name')}: {run.stages_done} of {len(run.stages)} stages done"
-    shown = Rows(title=Text(done), box=box.SIMPLE_HEAD, title_justify="left")
-    for place, heading in enumerate(table.head):
-        shown.add_column(heading, no_wrap=place == 0, justify="left" if place < 2 else "right")
-    for row in table.rows:
-        shown.add_row(*map(str, row))
-    (console or Terminal()).print(shown)
+    done = sum(one.status == "done" for one in run.stages)
+    title = f"{run.summary.get('name')}: {done} of {len(run.stages)} stages done"
+    (console or Terminal()).print(plain_table(title, table.head, table.rows))
 
 
 def show(folder: Path, console: Console | None = None) -> None:
@@ -107,7 +101,7 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
     top = 1.0
     for one in stages:
         whole = [", ".join(word.replace(" ", "\u00a0") for word in words) for words in _words(one)]
-        lines = [line for words in whole for line in wrap(words, CHARACTERS)]
+        lines = [line.replace("\u00a0", " ") for words in whole for line in wrap(words, CHARACTERS)]
         for other in one.before:
             if other == list(boxes)[-1]:
                 arrows.append((f"M20 {top - DROP:g}v{DROP - 7:g}", f"M16 {top - 7:g}h8l-4 7z"))
@@ -116,9 +110,8 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
                 path = f"M{WIDTH + 1:g} {boxes[other].bottom - 12:g}H{x:g}V{y:g}H{WIDTH + 7:g}"
                 arrows.append((path, f"M{WIDTH + 8:g} {y - 4:g}v8l-7 -4z"))
         height = 28 + LINE * len(lines)
-        state = one.status if one.status in ("done", "waiting") else "running"
-        box = {"y": top, "height": height, "bottom": top + height, "state": state, "lines": lines}
-        boxes[one.name] = SimpleNamespace(name=one.name[:CHARACTERS], **box)
+        shape = {"y": top, "height": height, "bottom": top + height, "state": one.status, "lines": lines}
+        boxes[one.name] = SimpleNamespace(name=one.name[: CHARACTERS - 4], **shape)
         top += height + DROP
     size = {"width": max([WIDTH, *lanes.values()]) + 4, "height": top - DROP + 2}
     return SimpleNamespace(**size, box=WIDTH, boxes=list(boxes.values()), arrows=arrows)
@@ -197,8 +190,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
             named = f"{name}: {stage}" if len(runs) > 1 else stage
             found.append(replace(read_run(folder / stage), name=named))
     figures = [one for one in comparison_figures(found[:_MOST_LINES]) if one.title.startswith(_CURVES)] if found else []
-    more = f" The first {_MOST_LINES} of {len(found)} are drawn." if len(found) > _MOST_LINES else ""
-    foot = f"What else a stage logged: report.html in its folder.{more}" if figures else ""
+    foot = f"The first {_MOST_LINES} of {len(found)} stages are drawn." if len(found) > _MOST_LINES else ""
     return Section("Curves of the stages", f"One line a stage. {CURVES}", figures=figures, foot=foot)
 
 

@@ -38,18 +38,18 @@ _DEEPEST = 40
 
 @dataclass
 class PipelineStage:
-    """A stage as `pipeline.json` says it: why it was done, setting → what it takes ``from`` (``stage.thing``), whose
-    things those are, its facts."""
+    """A stage as `pipeline.json` says it: done, running or waiting (it has not begun), why it was done, its settings,
+    setting → what it takes ``from`` (``stage.thing``), whose things those are, its facts."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
-    status: str
-    why: str
-    inputs: dict[str, dict[str, str]]
-    before: list[str]
-    seconds: float | None
-    results: dict[str, Any]
+    status: str = "waiting"
+    why: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    seconds: float | None = None
+    results: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,10 +80,6 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         return max((series[-1][0] for series in self.metrics.values()), default=0)
-
-    @property
-    def stages_done(self) -> int:
-        return sum(stage.status == "done" for stage in self.stages)
 
     def first_of(self, *names: str) -> Series:
         """The first of these metrics that was recorded; empty if none was."""

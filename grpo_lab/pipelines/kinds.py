@@ -110,6 +110,5 @@ def kind_of(name: str, where: str) -> Any:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)
     if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
-        said = "a kind of stage is a class of `grpo_lab.settings.settings` with `run(at)`"
-        raise ValueError(f"`{where}` is {name!r}; {said}")
+        raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(at)`")
     return kind

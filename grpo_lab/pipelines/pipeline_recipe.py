@@ -2,13 +2,10 @@
 
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
-      - {stage: select, name: chosen, inputs: {samples: samples.samples}, keep: {per_problem: 2}}
       - {stage: rl, name: rl, recipe: team/rl.yaml, inputs: {model.path: start.model}, launch: team/ddp.yaml}
 
-``inputs``: setting (dotted, in a section; a number is a place in a list) → what a stage before it leaves,
-``<stage>.<thing>``. ``recipe``: a file with the stage's settings; those of the entry take the place of its own (dotted,
-as on the command line). ``launch``: an accelerate file, which starts the stage on its processes. ``slurm``: options of
-`sbatch`. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one."""
+docs/pipelines.md says every key. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 
 @settings(rest="settings")
 class StageSection:
-    """One entry of ``stages``: its kind, the name of its folder, its inputs; other keys are its kind's."""
+    """One entry of ``stages``: its kind, the name of its folder, its inputs (setting → ``<stage>.<thing>``), an
+    accelerate file, options of `sbatch`; other keys are its kind's."""
 
     stage: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -63,9 +61,7 @@ class PipelineRecipe:
     def __post_init__(self) -> None:
         names = [one.name for one in self.stages]
         if twice := [name for name in names if names.count(name) > 1 or name in ("run", "pipeline", "slurm")]:
-            raise ValueError(
-                f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another name"
-            )
+            raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
         """Every stage after those whose things it takes. ValueError for a circle, or a stage that is none."""

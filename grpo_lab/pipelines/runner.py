@@ -50,7 +50,11 @@ class Entry:
         return self.section.name
 
     def record(self) -> StageRecord:
-        return StageRecord.read(self.folder, self.name, self.section.stage)
+        """As its folder says it, with what it takes now."""
+        found = StageRecord.read(self.folder, self.name, self.section.stage)
+        taken, found.before = self.section.inputs.items(), [*self.section.before]
+        found.inputs = {setting: {"from": one, "digest": found.digests.get(one, "")} for setting, one in taken}
+        return found
 
     def begin(self, record: StageRecord) -> bool:
         """Whether it is to be done; its folder is ready then."""
@@ -93,8 +97,12 @@ def run_pipeline(
     if only is not None:
         entry = next(one for one in entries if one.name == only)
         if launched:
-            return {only: _as_a_process_of(entry, folder)}
-        folder.mkdir(parents=True, exist_ok=True)
+            record = entry.record()  # of which the first process keeps the results, for the pipeline that launched it
+            record.results = plain_facts(entry.kind.run(At(entry.folder, StopRequests(folder))))
+            if int(os.environ.get("RANK", "0")) == 0:
+                record.write(entry.folder)
+            return {only: record.results}
+        write_state(recipe, entries)
         with StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
             return {only: _carry_out(entry, recipe, entries, At(folder, stop), alone=True)}
     with working(recipe, lambda: earlier_run(recipe, PIPELINE, overwrite, plain_recipe)) as (stop, _):
@@ -117,7 +125,7 @@ def _carry_out(entry: Entry, recipe: PipelineRecipe, entries: Sequence[Entry], a
     write_state(recipe, entries)
     console.rule(f"stage {entry.number} of {len(entries)}: {entry.name}")
     console.print(record.why, style="dim", soft_wrap=True)
-    began, done_before = time.perf_counter(), record.seconds
+    began, done_before = time.perf_counter(), record.seconds or 0.0
     try:
         with under_way(at.stop, getattr(entry.kind, "whole", False)):
             if entry.section.launch:
@@ -159,26 +167,15 @@ def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
     return ["-m", "grpo_lab", "pipeline", "run", file, "--only", name, "--output_dir", folder]
 
 
-def _as_a_process_of(entry: Entry, folder: Path) -> Facts:
-    """What each process of a launched stage does; the first keeps the results for the pipeline that launched it."""
-    record = entry.record()
-    record.results = plain_facts(entry.kind.run(At(entry.folder, StopRequests(folder))))
-    if int(os.environ.get("RANK", "0")) == 0:
-        record.write(entry.folder)
-    return record.results
-
-
 def write_state(recipe: PipelineRecipe, entries: Sequence[Entry]) -> None:
     """The three files of the folder: whose it is, what is asked for now, and how far every stage has come."""
-    folder, stages = recipe.output_dir, []
+    folder = recipe.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
     opened = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(opened, fcntl.LOCK_EX)  # jobs of two stages may write there at once (``only``)
-        for entry in entries:
-            found, wanted = entry.record(), entry.section.inputs.items()
-            inputs = {name: {"from": one, "digest": found.digests.get(one, "")} for name, one in wanted}
-            stages.append({**asdict(found), "inputs": inputs, "before": entry.section.before})
+        stages = [asdict(entry.record()) for entry in entries]
         finished = all(one["status"] == DONE for one in stages)
         about = {"name": recipe.name, "pipeline": PIPELINE}
         write_run(folder, {**about, "versions": versions()})

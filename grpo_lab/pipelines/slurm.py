@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe, StageSection
+from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe
 from grpo_lab.pipelines.runner import entries_of, words_of_stage, write_state
 
 ASKED_EARLIER = {"open-mode": "append", "requeue": True, "signal": "B:TERM@600"}
@@ -28,14 +28,18 @@ exit $code
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:
-    """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter."""
+    """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter; a recipe's `slurm` over ours."""
     folder = recipe.output_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     write_state(recipe, entries_of(recipe))
     lines = ["#!/bin/bash", "# Submits the stages, each after those that it reads: bash slurm/submit.sh", "set -eu"]
     for one in recipe.in_order():
         script = folder / f"{one.name}.sbatch"
-        write_whole_text(script, batch_script(recipe, one, folder))
+        ours = {"job-name": f"{recipe.name}-{one.name}", "output": str(folder / f"{one.name}-%j.log"), **ASKED_EARLIER}
+        options = {**ours, **recipe.slurm, **one.slurm}.items()
+        said = "\n".join(f"#SBATCH --{name}{'' if value is True else f'={value}'}" for name, value in options)
+        command = shlex.join([sys.executable, *words_of_stage(recipe, one.name)])
+        write_whole_text(script, JOB.format(options=said, command=command))
         job, *before = (f"job_{name.replace('-', '_')}" for name in (one.name, *one.before))
         after = ":".join(f"${{{name}}}" for name in before)
         waits = [f'"--dependency=afterok:{after}"', "--kill-on-invalid-dep=yes"] if after else []
@@ -44,11 +48,3 @@ def write_batch_scripts(recipe: PipelineRecipe) -> Path:
     submit = folder / "submit.sh"
     write_whole_text(submit, "\n".join(lines) + "\n")
     return submit
-
-
-def batch_script(recipe: PipelineRecipe, one: StageSection, folder: Path) -> str:
-    """One stage as a job: the pipeline's and the stage's own `slurm` options over ours."""
-    ours = {"job-name": f"{recipe.name}-{one.name}", "output": str(folder / f"{one.name}-%j.log"), **ASKED_EARLIER}
-    options = {**ours, **recipe.slurm, **one.slurm}
-    said = [f"#SBATCH --{name}{'' if value is True else f'={value}'}" for name, value in options.items()]
-    return JOB.format(options="\n".join(said), command=shlex.join([sys.executable, *words_of_stage(recipe, one.name)]))

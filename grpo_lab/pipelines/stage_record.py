@@ -1,6 +1,7 @@
 """`stage.json` in a stage's folder: what the stage was made from, whether it is done, and its results.
 
-    {"name", "kind", "status": "running" | "done", "why", "settings", "digests", "versions", "seconds", "results"}
+    {"name", "kind", "status": "running" | "done", "why", "settings", "inputs", "before", "seconds", "results",
+     "digests", "versions"}
 
 Written whole before the stage begins and when it is done. A stage is done again only where what it is made from has
 changed (its settings; what an input holds, a model by its weights, tokenizer and template; a file or a folder that its
@@ -11,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.evaluation.run_record import PipelineStage
 from grpo_lab.io import write_json
 from grpo_lab.recipe.models import model_files
 from grpo_lab.runs.differences import differing, flat, versions
@@ -28,33 +30,24 @@ RUNNING, DONE, WAITING = "running", "done", "waiting"
 
 
 @dataclass
-class StageRecord:
-    """One stage as its folder says it; ``status`` waiting: it has not begun. ``settings``: as written, with the
-    ``inputs`` (setting → stage.thing). ``digests``: stage.thing, or what a setting names → what it held."""
+class StageRecord(PipelineStage):
+    """One stage as its folder says it. ``settings``: as written, with the ``inputs`` (setting → stage.thing).
+    ``digests``: stage.thing, or what a setting names → what it held."""
 
-    name: str
-    kind: str
-    status: str = WAITING
-    why: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    results: Facts = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, name: str, kind: str) -> StageRecord:
         """Of the stage that worked in ``folder``. ValueError for a damaged file."""
         found = read_marker(folder / STAGE, "move the folder away, and the stage is done again")
-        return cls(**{"name": name, "kind": kind, **{key: found[key] for key in cls.__annotations__ if key in found}})
+        return cls(**{"name": name, "kind": kind, **{f.name: found[f.name] for f in fields(cls) if f.name in found}})
 
     def write(self, folder: Path) -> None:
         """To ``folder``, whole."""
         write_json(folder / STAGE, asdict(self))
 
-    def begin(
-        self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]
-    ) -> bool:
+    def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
         """Whether the stage in ``folder`` is to be done, and ``why``; its folder is then ready: as a killed stage left
         it, or empty, and what was made from something else stands beside it as `<name>.before-<n>`. ``left``: places of
         what it leaves."""
@@ -72,13 +65,15 @@ class StageRecord:
         else:
             return False
         if self.why != "goes on":
-            self.seconds = 0.0
+            self.seconds = None
             if folder.is_dir() and not is_empty(folder):  # never emptied
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
                 folder.rename(next(place for place in beside if not place.exists()))
         folder.mkdir(parents=True, exist_ok=True)
         self.status, self.settings, self.digests, self.versions = RUNNING, settings, digests, versions()
         self.results = {}
+        for one in self.inputs.values():
+            one["digest"] = digests.get(one["from"], "")
         self.write(folder)
         return True
 
