@@ -18,9 +18,8 @@ from grpo_lab.visible import VisibleFormatter, visible
 
 EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
-FLAGS = ("overwrite", "resume", "only", "launched")
-"""Options that a pipeline is given."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+SUBMIT = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (
     "print all that the libraries print; without it their bars, metrics and notes are reduced to a line of progress"
@@ -41,7 +40,7 @@ class Command:
         read, plan: of a pipeline: what is written, and a name where it has none → the recipe; what ``--dry-run`` shows.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
-        actions: what it does with a file or a folder, each a word of its own → what it is for.
+        actions: words before a file or a folder → which of them, and what is done with it.
     """
 
     help: str
@@ -52,7 +51,7 @@ class Command:
     recipes: str = ""
     resumes: bool = False
     verbose: bool = True
-    actions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    actions: Mapping[str, str] = field(default_factory=dict)
 
 
 def _pipeline(module: str, run: str, plan: str, read: str) -> Any:
@@ -90,10 +89,10 @@ COMMANDS = {
         **_pipeline("runner", "run_pipeline", "plan_of_pipeline", "pipeline_recipe:pipeline_from"),
         recipes="docs/pipelines.md",
         actions={
-            "run": ("FILE", "carry the stages out, or go on with them"),
-            "resume": ("FOLDER", "the same, from what the folder says was asked for"),
-            "status": ("FOLDER", "how far every stage has come, as a table"),
-            "show": ("FOLDER", "the same as a drawing"),
+            "run": "FILE: carry the stages out, or go on with them",
+            "resume": "FOLDER: the same, from what the folder says was asked for",
+            "status": "FOLDER: how far every stage has come, as a table",
+            "show": "FOLDER: the same as a drawing",
         },
     ),
     "evaluate": Command(
@@ -219,7 +218,15 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             said = f"a recipe, see {command.recipes}"
             own.add_argument("--config", required=not command.actions, metavar="RECIPE", help=said)
         if command.read:
-            _recipe_options(own, command)
+            own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
+            own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
+        if command.actions:
+            said = "; ".join(f"`{name}` {what}" for name, what in command.actions.items())
+            own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
+            own.add_argument("place", nargs="?", metavar="FILE or FOLDER")
+            own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
+            own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
+            own.add_argument("--submit", choices=["slurm"], help=SUBMIT)
         if command.resumes:
             own.add_argument("--resume", action="store_true", help="as without it: the same command goes on")
         # after the command, too; SUPPRESS: its default is the one above
@@ -227,19 +234,6 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if command.verbose:
             own.add_argument("--verbose", action="store_true", default=argparse.SUPPRESS, help=VERBOSE)
     return parser
-
-
-def _recipe_options(own: argparse.ArgumentParser, command: Command) -> None:
-    own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
-    own.add_argument("--overwrite", action="store_true", help="begin anew where the output folder holds a run")
-    if command.actions:
-        said = "; ".join(f"`{name} {place}`: {what}" for name, (place, what) in command.actions.items())
-        own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
-        own.add_argument("place", nargs="?", metavar="FILE or FOLDER")
-        own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
-        own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
-        said = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
-        own.add_argument("--submit", choices=["slurm"], help=said)
 
 
 def _load(name: str) -> Callable[..., Any]:
@@ -260,17 +254,25 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
             return int(_load(command.run)(known))
     from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, read_yaml, shipped_recipe
 
-    beside: dict[str, Any] = {}
+    if command.actions:
+        place = known.config or known.place
+        if place is None:
+            raise ValueError(f"`grpo-lab {known.command}` needs one of {[*command.actions]} and a file or folder")
+        if known.action in ("status", "show"):
+            _load(f"evaluation.pipeline_sections:{known.action}")(Path(place))
+            return 0
+        if known.action == "resume":
+            rest += ["--output_dir", place]
+            place = f"{place}/pipeline.yaml"
+        known.config = place
     if not command.recipes:
         known.config = str(shipped_recipe(QUICKSTART))
         print(f"recipe: {known.config}", flush=True)
-    if command.actions:
-        if known.action in ("status", "show"):
-            _load(f"pipelines.status:{known.action}")(_place(known))
-            return 0
-        known.config, beside = _pipeline_file(known, rest)
-    recipe = _load(command.read)(read_yaml(known.config, parse_overrides(rest)), Path(known.config).stem, **beside)
-    flags = {name: getattr(known, name) for name in FLAGS if hasattr(known, name)}
+    file = Path(known.config)
+    beside = {"beside": file.parent} if command.actions else {}
+    recipe = _load(command.read)(read_yaml(file, parse_overrides(rest)), file.stem, **beside)
+    given = ("overwrite", "resume", "only", "launched")
+    flags = {name: getattr(known, name) for name in given if hasattr(known, name)}
     if getattr(known, "submit", None):
         print(f"submit with: bash {_load('pipelines.slurm:write_batch_scripts')(recipe)}")
         return 0
@@ -292,24 +294,6 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
                 said = NOTHING
             raise StoppedByUser(said) from stop
     return 0
-
-
-def _place(known: argparse.Namespace) -> Path:
-    if known.place is None:
-        place = COMMANDS[known.command].actions[known.action][0]
-        raise ValueError(f"`grpo-lab {known.command} {known.action}` needs a {place}")
-    return Path(known.place)
-
-
-def _pipeline_file(known: argparse.Namespace, rest: list[str]) -> tuple[str, dict[str, Any]]:
-    """The YAML of a pipeline, and where the files that it names may lie; of a folder, with the folder as its output."""
-    if known.action is None and known.config is None:
-        raise ValueError(f"`grpo-lab {known.command}` needs one of {[*COMMANDS[known.command].actions]}, or --config")
-    file = Path(known.config) if known.action is None else _place(known)
-    if known.action == "resume":
-        rest += ["--output_dir", str(file)]
-        file /= "pipeline.yaml"
-    return str(file), {"beside": file.parent}
 
 
 def _serve(known: argparse.Namespace) -> int:

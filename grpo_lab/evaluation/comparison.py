@@ -10,7 +10,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from rich import box
 from rich.table import Table as Columns
 
-from grpo_lab.evaluation.page import Page, Section, Table, text_of
+from grpo_lab.evaluation.page import Page, Section, Table, flat, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
@@ -119,7 +119,7 @@ def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]
     """Which of these settings of an evaluation differ, where both have them, and in what."""
     for key in keys:
         if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
-            yield key, f"{_short(new.settings[key])} and {_short(old.settings[key])}"
+            yield key, f"{text_of('', new.settings[key])} and {text_of('', old.settings[key])}"
 
 
 def shared_problems(old: EvaluationResult, new: EvaluationResult) -> list[tuple[Outcome, Outcome]]:
@@ -151,21 +151,14 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """Settings of run.json, mappings taken apart, that are not the same in all runs; None where a run has it not."""
-    settings = [dict(_flat({k: v for k, v in record.summary.items() if k not in _NOT_SETTINGS})) for record in records]
+    kept = [{name: one for name, one in run.summary.items() if name not in _NOT_SETTINGS} for run in records]
+    settings = [{name: one for name, one in flat(some) if one != {}} for some in kept]
     found = []
     for name in dict.fromkeys(name for one in settings for name in one):
         seen = [one.get(name) for one in settings if one]
         if name != "settings.output_dir" and any(value != seen[0] for value in seen):
             found.append((name, [one.get(name) for one in settings]))
     return found
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
@@ -189,12 +182,6 @@ def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
     if len(made) > 1:
         notes.append(f"{len(made)} tests were made; their p-values are not adjusted for that")
     return notes
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return str(value)
 
 
 def write_comparison(found: Comparison, path: str | Path) -> Path:
@@ -222,7 +209,7 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     """The page; ``folders``: of the runs, as its own folder sees them."""
     names = [run.name for run in found.runs]
     differing = [
-        (name, *(NOT_RECORDED if one is None else text_of(name.rpartition(".")[2], one) for one in values))
+        (name, *(NOT_RECORDED if one is None else text_of(name, one) for one in values))
         for name, values in found.differing
     ]
     settings = Table(["setting", *names], differing, words=range(1, len(names) + 1))

@@ -80,15 +80,14 @@ class Table:
 @dataclass(frozen=True)
 class Section:
     """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading.
-    ``drawings``: one for a ``wide`` screen, one for a ``narrow`` one. ``folded``: the words that are seen until it is
-    opened."""
+    ``drawing``: of stages, with its boxes and arrows. ``folded``: the words that are seen until it is opened."""
 
     title: str
     lead: str = ""
     counts: Sequence[tuple[str, int]] = ()
     points: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    drawings: Sequence[tuple[str, SimpleNamespace]] = ()
+    drawing: SimpleNamespace | None = None
     legend: tuple[str, str] | None = None
     bars: Sequence[Bar] = ()
     samples: Sequence[ShownSample] = ()
@@ -101,7 +100,7 @@ class Section:
     def empty(self) -> bool:
         """Such a section is not shown."""
         rows = self.table.rows if self.table else ()
-        return not any((self.points, self.figures, self.drawings, self.bars, self.samples, rows, self.groups))
+        return not any((self.points, self.figures, self.drawing, self.bars, self.samples, rows, self.groups))
 
 
 @dataclass(frozen=True)
@@ -161,23 +160,27 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
         if isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
             value = {str(place): text_of("", one) for place, one in enumerate(value, start=1)}
         if isinstance(value, Mapping) and value:
-            groups.append((_NAMES.get(key, str(key).replace("_", " ")), list(_entries(value, key))))
+            said = [(name, text_of(key if key == "seconds" else name, one)) for name, one in flat(value)]
+            groups.append((_NAMES.get(key, str(key).replace("_", " ")), said))
         elif key not in ("name", "finished"):  # the heading, and of a notice where it is not
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     found = [*([("run", plain)] if plain else []), *groups]
     return Section("Settings", groups=found, folded="what was run, and with what")
 
 
-def _entries(values: Mapping[str, Any], of: str, before: str = "") -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted name → value, an empty mapping among them."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _entries(value, of, f"{before}{name}.")
+            yield from flat(value, f"{before}{name}.")
         else:
-            yield f"{before}{name}", text_of("seconds" if of == "seconds" else name, value)
+            yield f"{before}{name}", value
 
 
 def text_of(key: object, value: Any, inside: bool = False) -> str:
-    """A value of run.json as a reader wants it, with the unit of ``key``; a mapping of a list in a line of its own."""
+    """A value of run.json as a reader wants it, with the unit of the dotted ``key``; a mapping of a list in a line of
+    its own."""
+    key = str(key).rpartition(".")[2]
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
         return f"({said})" if inside and said else said or "none"
@@ -190,8 +193,8 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
         return str(value)
     if key == "seconds" and abs(value) < 1e12:
         return duration(value)
-    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in str(key) else f"{value:,}"
-    return f"{said} {_UNITS[str(key)]}" if key in _UNITS else said
+    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in key else f"{value:,}"
+    return f"{said} {_UNITS[key]}" if key in _UNITS else said
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:

@@ -14,11 +14,7 @@ from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
-from grpo_lab.evaluation.pipeline_sections import (
-    made_section,
-    pipeline_card,
-    pipeline_sections,
-)
+from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import (
     CURATION,
@@ -109,18 +105,17 @@ def run_page(record: RunRecord) -> Page:
 
 def pipeline_page(record: RunRecord) -> Page:
     """Of `pipeline.json` and the folders of the stages."""
-    stages = record.stages
-    said = {one.name: {"results": one.results, **_said(one.settings)} for one in stages}
+    stages, done = record.stages, sum(one.status == "done" for one in record.stages)
+    said = {one.name: {"why it was done": one.why, "results": one.results, **_said(one.settings)} for one in stages}
     return Page(
         kind="pipeline report",
         title=title_of(record),
         about=[],
-        cards=[*accuracy_cards(record), pipeline_card(record)],
+        cards=[*accuracy_cards(record), Card("Stages done", f"{done}", f" of {len(stages)}")],
         notices=notices_of(record),
         sections=[
             *pipeline_sections([record]),
             *evaluation_sections(record),
-            made_section(stages),
             settings_section({**record.summary, **said}),
         ],
         missing=[] if stages else ["Stages (pipeline.json)"],
@@ -193,13 +188,11 @@ def reliability_figures(before: EvaluationResult | None, after: EvaluationResult
     """How often answers of a confidence are right; a calibrated model's lie on the diagonal."""
     found = []
     for name, of in {"agreement": "agreement of its samples", "log_prob": "its answer's probability per token"}.items():
-        both = {"before": before, "after" if before else "result": after}
-        calibrations = {when: one.calibration[name] for when, one in both.items() if one and name in one.calibration}
-        lines = [
-            Line(f"{when}: ECE {one.ece.value:.3f} [{one.ece.low:.3f}, {one.ece.high:.3f}]",
-                 [(bin.confidence, bin.correct) for bin in one.bins], markers=True)
-            for when, one in calibrations.items()
-        ]  # fmt: skip
+        lines = []
+        for when, result in {"before": before, "after" if before else "result": after}.items():
+            if result and (one := result.calibration.get(name)):
+                said = f"{when}: ECE {one.ece.value:.3f} [{one.ece.low:.3f}, {one.ece.high:.3f}]"
+                lines.append(Line(said, [(bin.confidence, bin.correct) for bin in one.bins], markers=True))
         lines += [Line("calibrated", [(0.0, 0.0), (1.0, 1.0)])] if lines else []
         how: Any = {"unit": "share of answers that are right", "x_unit": of, "share": True}
         found.append(figure(f"Reliability by {name.replace('_', '-')}", "Ten bins of equal width.", lines, **how))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,20 +36,20 @@ _NUMBERED_LINES = 5
 _DEEPEST = 40
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineStage:
-    """A stage as `pipeline.json` says it: why it was done, setting → what it takes ``from`` (``stage.thing``), whose
-    things those are, its facts. ``settings``: from `stage.json` of its folder."""
+    """A stage as `pipeline.json` says it: done, running or waiting (it has not begun), why it was done, its settings,
+    setting → what it takes ``from`` (``stage.thing``), whose things those are, its facts."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
-    status: str
-    why: str
-    inputs: dict[str, dict[str, str]]
-    before: list[str]
-    seconds: float | None
-    results: dict[str, Any]
-    settings: Any = None
+    status: str = "waiting"
+    why: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    seconds: float | None = None
+    results: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def read_run(folder: str | Path) -> RunRecord:
     record.rounds = [{"round": number, **row} for number, row in rounds]
     record.kinds = _kinds_of(record)
     if record.kind == PIPELINE:
-        _read_stages(record)
+        read_stages(record)
         _read_answers(record)
     if record.summary.get("finished") is False:
         record.notices.insert(0, "the run is not finished: this is what it has written so far")
@@ -152,7 +152,7 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _read_stages(record: RunRecord) -> None:
+def read_stages(record: RunRecord) -> None:
     """`pipeline.json` into ``record``: its stages, and what `run.json` does not say."""
     summary = _read_summary(record.folder / STAGES, record.notices)
     try:
@@ -162,14 +162,11 @@ def _read_stages(record: RunRecord) -> None:
         place = ".".join(map(str, ("stages", *first["loc"])))
         record.notices.append(f"{STAGES}: the stages were left out, for {place}: {first['msg']}")
     record.summary = {**summary, **record.summary}
-    known: list[str] = []
+    known: dict[str, PipelineStage] = {}
     for one in listed:
-        if one.name not in known:
-            made_from = _read_summary(record.folder / one.name / "stage.json", record.notices).get("made_from")
-            settings = made_from.get("settings") if isinstance(made_from, dict) else None
-            before = [other for other in one.before if other in known]
-            record.stages.append(replace(one, before=before, settings=settings))
-            known.append(one.name)
+        one.before = [other for other in one.before if other in known]
+        known.setdefault(one.name, one)
+    record.stages = list(known.values())
 
 
 def _read_answers(record: RunRecord) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.statistics import Interval
@@ -89,6 +90,16 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
     for name, old, new, change in comparison_rows(before, after):
         style = "bold" if name == "greedy accuracy" else None
         table.add_row(*[name, new] if before is None else [name, old, new, change], style=style)
+    return table
+
+
+def plain_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A table of a page."""
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+    for row in rows:
+        table.add_row(*map(str, row))
     return table
 
 

@@ -13,9 +13,10 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.pipelines.curate import Curated, curate, curation_recipe_from
 from grpo_lab.pipelines.long2short import Shortened, long2short, long2short_recipe_from
 from grpo_lab.pipelines.rounds import run_rounds
@@ -30,22 +31,15 @@ from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.build import Build
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.fusion import Fusion
-from grpo_lab.stages.sample import Sample, read_lines
+from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
 from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
 
 
-def whole_command(
-    read_recipe: Any,
-    do: Any,
-    facts: Callable[[Any], Facts],
-    names: Collection[str] = (),
-    several: bool = False,
-    **left: str,
-) -> Any:
+def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
     """A kind that is a command: its recipe is the entry, and killed in the stage's folder it goes on by itself.
-    ``names``: its ``no_matter``; ``several``: its ``ranks``; ``left``: what it ``leaves``."""
+    ``facts``: of what the command returns; ``left``: what it ``leaves``."""
 
     @settings(rest="recipe")
     class WholeCommand:
@@ -53,8 +47,8 @@ def whole_command(
 
         leaves: ClassVar[Mapping[str, str]] = left
         locks: ClassVar[bool] = True
-        ranks: ClassVar[bool] = several
-        no_matter: ClassVar[Collection[str]] = names
+        ranks: ClassVar[bool] = do is train
+        no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
         recipe: Mapping[str, Any]
 
         def plan(self) -> str:
@@ -72,29 +66,17 @@ def whole_command(
     return WholeCommand
 
 
-def _of_evaluation(found: Any) -> Facts:
-    if found is None or found.accuracy is None:
-        return {}
-    return {"accuracy": found.accuracy.value, "length": found.mean_length}
-
-
-def _of_training(done: TrainingOutcome) -> Facts:
-    log = done.folder / "metrics.jsonl"
-    steps = [line["step"] for line in read_lines(log) if "step" in line] if log.is_file() else []
-    return {**({"steps": max(steps)} if steps else {}), **_of_evaluation(done.after)}
+def _measured(done: TrainingOutcome | Shortened) -> Facts:
+    found = done.after
+    return {"accuracy": found.accuracy.value, "length": found.mean_length} if found and found.accuracy else {}
 
 
 def _of_curation(done: Curated) -> Facts:
     return {"rows": len(done.rows), "dropped": {one.name: one.dropped for one in done.report.filters}}
 
 
-def _of_rounds(lines: Any) -> Facts:
-    last = lines[-1] if lines else {}
-    return {"rounds": len(lines) - 1, "accuracy": (last.get("accuracy") or {}).get("value")}
-
-
-def _of_long2short(done: Shortened) -> Facts:
-    return {"rows": done.rows, **_of_evaluation(done.after)}
+def _of_rounds(lines: Sequence[Mapping[str, Any]]) -> Facts:
+    return {"rounds": len(lines) - 1, "accuracy": (lines[-1].get("accuracy") or {}).get("value")}
 
 
 KINDS: dict[str, Any] = {
@@ -112,11 +94,13 @@ KINDS: dict[str, Any] = {
     "reward_model": RewardModel,
     "evaluate": Evaluate,
     "rl": whole_command(
-        recipe_from, train, _of_training, CANNOT_CHANGE_THE_PAST.difference(LENGTH), several=True, model="."
+        recipe_from, train, lambda done: {"steps": read_run(done.folder).last_step, **_measured(done)}, model="."
     ),
     "curate": whole_command(curation_recipe_from, curate, _of_curation, rows="curated.jsonl"),
     "rounds": whole_command(rounds_recipe_from, run_rounds, _of_rounds, model="."),
-    "long2short": whole_command(long2short_recipe_from, long2short, _of_long2short, model="."),
+    "long2short": whole_command(
+        long2short_recipe_from, long2short, lambda done: {"rows": done.rows, **_measured(done)}, model="."
+    ),
 }
 
 
@@ -126,6 +110,5 @@ def kind_of(name: str, where: str) -> Any:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)
     if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
-        said = "a kind of stage is a class of `grpo_lab.settings.settings` with `run(at)`"
-        raise ValueError(f"`{where}` is {name!r}; {said}")
+        raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(at)`")
     return kind

@@ -2,13 +2,10 @@
 
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
-      - {stage: select, name: chosen, inputs: {samples: samples.samples}, keep: {per_problem: 2}}
       - {stage: rl, name: rl, recipe: team/rl.yaml, inputs: {model.path: start.model}, launch: team/ddp.yaml}
 
-``inputs``: setting (dotted, in a section; a number is a place in a list) → what a stage before it leaves,
-``<stage>.<thing>``. ``recipe``: a file with the stage's settings; those of the entry take the place of its own (dotted,
-as on the command line). ``launch``: an accelerate file, which starts the stage on its processes. ``slurm``: options of
-`sbatch`. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one."""
+docs/pipelines.md says every key. A file of one stage (``stage`` and its settings, no ``stages``) is a pipeline of one.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +19,19 @@ from pydantic import Field
 
 from grpo_lab.recipe.sections import with_name
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.differences import plain_settings
 from grpo_lab.settings import Hours, did_you_mean, read, settings
 
+RECIPE = "pipeline.yaml"
+"""In the output folder: the pipeline as it was read, which `resume` reads."""
 OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 """Keys of an entry that are not its kind's."""
 
 
 @settings(rest="settings")
 class StageSection:
-    """One entry of ``stages``: its kind, the name of its folder, its inputs; other keys are its kind's."""
+    """One entry of ``stages``: its kind, the name of its folder, its inputs (setting → ``<stage>.<thing>``), an
+    accelerate file, options of `sbatch`; other keys are its kind's."""
 
     stage: str
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -60,9 +61,7 @@ class PipelineRecipe:
     def __post_init__(self) -> None:
         names = [one.name for one in self.stages]
         if twice := [name for name in names if names.count(name) > 1 or name in ("run", "pipeline", "slurm")]:
-            raise ValueError(
-                f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another name"
-            )
+            raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
         """Every stage after those whose things it takes. ValueError for a circle, or a stage that is none."""
@@ -96,13 +95,12 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
 
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
     """An entry with the settings of its ``recipe``, its own in their place."""
-    files = {name: _file(one[name], name, beside) for name in ("recipe", "launch") if one.get(name)}
-    if "recipe" not in files:
-        return {**one, **files}
-    over = {name: value for name, value in one.items() if name not in OWN}
-    found = read_yaml(files.pop("recipe"), over)
-    its_own = {name: one[name] for name in OWN if name in one and name != "recipe"}
-    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **its_own, **files}
+    own = {name: value for name, value in one.items() if name in OWN}
+    own |= {name: _file(own[name], name, beside) for name in ("recipe", "launch") if own.get(name)}
+    if not (file := own.pop("recipe", None)):
+        return {**one, **own}
+    found = read_yaml(file, {name: value for name, value in one.items() if name not in OWN})
+    return {**{name: value for name, value in found.items() if name not in ("name", "output_dir")}, **own}
 
 
 def _file(name: Any, setting: str, beside: Path) -> str:
@@ -114,15 +112,6 @@ def _file(name: Any, setting: str, beside: Path) -> str:
 
 def plain_recipe(recipe: PipelineRecipe) -> dict[str, Any]:
     """The mapping that `pipeline_from` reads back, with the settings of all files in it."""
-    stages = []
-    for one in recipe.stages:
-        own = {"inputs": dict(one.inputs), "launch": one.launch, "slurm": dict(one.slurm)}
-        stages.append({"stage": one.stage, "name": one.name, **{k: v for k, v in own.items() if v}, **one.settings})
-    return {
-        "name": recipe.name,
-        "output_dir": str(recipe.output_dir),
-        "max_hours": recipe.max_hours,
-        "stop_file": recipe.stop_file,
-        "slurm": dict(recipe.slurm),
-        "stages": stages,
-    }
+    plain = plain_settings(recipe)
+    plain["stages"] = [{**{key: one[key] for key in OWN if one.get(key)}, **one["settings"]} for one in plain["stages"]]
+    return plain

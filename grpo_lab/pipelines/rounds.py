@@ -19,11 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
+from grpo_lab.evaluation.terminal import plain_table
 from grpo_lab.io import check_place, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
@@ -88,13 +86,8 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> lis
         if (at / EVALUATION).is_dir():
             shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
     run.write(finished=True)
-    table = Table(title=f"{recipe.name}: {recipe.method}", box=box.SIMPLE_HEAD, title_justify="left")
     found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
-    for title in found.head:
-        table.add_column(title, justify="right")
-    for row in found.rows:
-        table.add_row(*map(str, row))
-    console.print(table)
+    console.print(plain_table(f"{recipe.name}: {recipe.method}", found.head, found.rows))
     console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
     return lines
 

@@ -5,62 +5,46 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe, StageSection
-from grpo_lab.pipelines.runner import prepare
-from grpo_lab.pipelines.status import RECIPE
+from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe
+from grpo_lab.pipelines.runner import entries_of, words_of_stage, write_state
 
-FOLDER, SUBMIT = "slurm", "submit.sh"
 ASKED_EARLIER = {"open-mode": "append", "requeue": True, "signal": "B:TERM@600"}
 """Ten minutes before its end a job is told, and its stage keeps what it has (docs/resume.md)."""
+JOB = """#!/bin/bash
+{options}
+cd "${{SLURM_SUBMIT_DIR:-.}}"
+{command} &
+running=$!
+trap 'kill -TERM $running 2>/dev/null' TERM
+code=0; wait $running || code=$?
+while kill -0 $running 2>/dev/null; do code=0; wait $running || code=$?; done  # a signal ended the wait
+if [ $code = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+"""Asked to stop (exit code 75) it goes back into the queue, and the same command goes on."""
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:
-    """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter."""
-    folder = recipe.output_dir / FOLDER
+    """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter; a recipe's `slurm` over ours."""
+    folder = recipe.output_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
-    prepare(recipe)
+    write_state(recipe, entries_of(recipe))
     lines = ["#!/bin/bash", "# Submits the stages, each after those that it reads: bash slurm/submit.sh", "set -eu"]
     for one in recipe.in_order():
         script = folder / f"{one.name}.sbatch"
-        write_whole_text(script, batch_script(recipe, one))
-        after = ":".join(f"${{{_variable(name)}}}" for name in one.before)
+        ours = {"job-name": f"{recipe.name}-{one.name}", "output": str(folder / f"{one.name}-%j.log"), **ASKED_EARLIER}
+        options = {**ours, **recipe.slurm, **one.slurm}.items()
+        said = "\n".join(f"#SBATCH --{name}{'' if value is True else f'={value}'}" for name, value in options)
+        command = shlex.join([sys.executable, *words_of_stage(recipe, one.name)])
+        write_whole_text(script, JOB.format(options=said, command=command))
+        job, *before = (f"job_{name.replace('-', '_')}" for name in (one.name, *one.before))
+        after = ":".join(f"${{{name}}}" for name in before)
         waits = [f'"--dependency=afterok:{after}"', "--kill-on-invalid-dep=yes"] if after else []
         words = ["sbatch", "--parsable", *waits, shlex.quote(str(script))]
-        lines += [f"{_variable(one.name)}=$({' '.join(words)})", f'echo "{one.name}: job ${{{_variable(one.name)}}}"']
-    write_whole_text(folder / SUBMIT, "\n".join(lines) + "\n")
-    return folder / SUBMIT
-
-
-def batch_script(recipe: PipelineRecipe, one: StageSection) -> str:
-    """One stage as a job: the pipeline's and the stage's own `slurm` options over ours. Asked to stop (exit code 75) it
-    goes back into the queue, and the same command goes on."""
-    log = str(recipe.output_dir / FOLDER / f"{one.name}-%j.log")
-    options: Mapping[str, Any] = {
-        "job-name": f"{recipe.name}-{one.name}", "output": log, **ASKED_EARLIER, **recipe.slurm, **one.slurm
-    }  # fmt: skip
-    words = ["-m", "grpo_lab", "pipeline", "run", str(recipe.output_dir / RECIPE), "--only", one.name]
-    command = shlex.join([sys.executable, *words, "--output_dir", str(recipe.output_dir)])
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *[f"#SBATCH --{name}{'' if value is True else f'={value}'}" for name, value in options.items()],
-            'cd "${SLURM_SUBMIT_DIR:-.}"',
-            f"{command} &",
-            "running=$!",
-            "trap 'kill -TERM $running 2>/dev/null' TERM",
-            "code=0; wait $running || code=$?",
-            "while kill -0 $running 2>/dev/null; do code=0; wait $running || code=$?; done  # a signal ended the wait",
-            'if [ $code = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
-            "exit $code",
-            "",
-        ]
-    )
-
-
-def _variable(name: str) -> str:
-    return "job_" + name.replace("-", "_")
+        lines += [f"{job}=$({' '.join(words)})", f'echo "{one.name}: job ${{{job}}}"']
+    submit = folder / "submit.sh"
+    write_whole_text(submit, "\n".join(lines) + "\n")
+    return submit

@@ -115,32 +115,33 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     if not isinstance(written, dict):
         raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
-        _set(written, key, value)
+        set_at(written, key, value)
     return written
 
 
-def _set(written: dict[str, Any], key: str, value: Any) -> None:
-    """Put ``value`` at the dotted ``key``. A bare name on the way becomes the mapping ``{name: …}``."""
+def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> None:
+    """Put ``value`` at the dotted ``key``; messages say ``where`` before it. A bare name on the way becomes the mapping
+    ``{name: …}``."""
     *path, last = key.split(".")
     place: Any = written
     before = ""
     for step in path:
-        at: Any = _index(place, step, key) if isinstance(place, list) else step
+        at: Any = _index(place, step, where + key) if isinstance(place, list) else step
         if isinstance(place, dict) and place.get(at) is None:
             place[at] = {}
         if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
             place[at] = {"name": place[at]}
         if not isinstance(place[at], dict | list):
             seen = f"{step!r} is {place[at]!r} in the recipe"
-            raise ValueError(f"`--{key}`: {seen}, and not a section that holds {last!r}")
+            raise ValueError(f"`{where}{key}`: {seen}, and not a section that holds {last!r}")
         place, before = place[at], step
-    place[_index(place, last, key) if isinstance(place, list) else last] = value
+    place[_index(place, last, where + key) if isinstance(place, list) else last] = value
 
 
 def _index(place: list[Any], step: str, key: str) -> int:
     if not (step.isascii() and step.isdigit() and int(step) < len(place)):
         allowed = f"a list with {len(place)} entries; places are 0 to {len(place) - 1}"
-        raise ValueError(f"`--{key}`: {step!r} is no place of {allowed}")
+        raise ValueError(f"`{key}`: {step!r} is no place of {allowed}")
     return int(step)
 
 

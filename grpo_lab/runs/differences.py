@@ -84,20 +84,20 @@ def refuse_other_settings(
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Every setting that is not the same in two mappings of plain values."""
-    before, after = dict(_flat(then)), dict(_flat(now))
+    before, after = dict(flat(then)), dict(flat(now))
     every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
     return [one for one in every if one.old != one.new]
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted name → value. Flat settings have no section; what is empty or unset does not appear."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             inside = f"{name}.{key}" if name else str(key)
-            yield from _flat(item, "" if inside in FLAT else inside)
+            yield from flat(item, "" if inside in FLAT else inside)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for place, item in enumerate(value):
-            yield from _flat(item, f"{name}.{place}")
+            yield from flat(item, f"{name}.{place}")
     elif value is not None and value != []:
         yield name.replace(".arguments.", "."), value
 

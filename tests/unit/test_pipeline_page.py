@@ -3,6 +3,7 @@ browser shows of it."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 
 from browser import CHROMIUM, Browser
 from grpo_lab.cli import main
-from grpo_lab.evaluation.drawing import DROP, Drawn, drawing
-from grpo_lab.evaluation.pipeline_sections import matrix, stages_table
-from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.evaluation.pipeline_sections import DROP, WIDTH, drawing, matrix, show, stages_table, status
+from grpo_lab.evaluation.run_record import PipelineStage, read_run
+from grpo_lab.evaluation.terminal import Terminal
 from unit.test_report import Page, assert_self_contained, page_of
 from unit.test_report_kinds import compared, curated, pipelined
 
@@ -67,7 +68,7 @@ def test_the_table_and_the_matrix_by_hand(tmp_path: Path) -> None:
         ["2. start-maths", "evaluate", "25.0%", "50.0%", "100", "1 min 30 s"],
         ["3. traces", "filter", "80", "48", "1 min 30 s"],
     ]
-    assert rows[-2:] == [["7. student", "sft"], ["all stages", "9,100", "9 min 00 s"]]
+    assert rows[-2:] == [["7. student", "sft, waiting"], ["all stages", "9,100", "9 min 00 s"]]
     maths, general = {"maths": [0.75], "maths, no-thinking": [0.5]}, {"general": [1.0]}
     assert matrix([run]) == {"start": {"maths": [0.25]}, "rl": {**maths, **general}}
     found = (run.before, run.after)
@@ -112,7 +113,6 @@ def test_several_runs_are_one_page_with_mean_lowest_and_highest(tmp_path: Path) 
 def test_a_damaged_file_is_said_and_the_rest_is_shown(tmp_path: Path, written: str, said: str) -> None:
     pipelined(tmp_path)
     (tmp_path / "pipeline.json").write_text(written)
-    (tmp_path / "student" / "stage.json").write_text('{"made_from": 3}')
     page = page_of(tmp_path)
     assert_self_contained(page)
     assert said in page.text
@@ -134,34 +134,70 @@ def test_folders_that_are_gone_or_damaged(tmp_path: Path) -> None:
 
 
 @st.composite
-def stages(draw: st.DrawFn) -> list[Drawn]:
-    found: list[Drawn] = []
+def stages(draw: st.DrawFn) -> list[PipelineStage]:
+    found: list[PipelineStage] = []
     for number in range(draw(st.integers(1, 14))):
         before = draw(st.lists(st.sampled_from([one.name for one in found]), unique=True, max_size=3)) if found else []
-        facts = draw(st.lists(st.sampled_from(["accuracy 50.0%", "rows 3", "x" * 90]), max_size=6))
-        found.append(Drawn(f"s{number}", "done", ["kind"], facts, before))
+        names = st.sampled_from(["accuracy", "rows", "tokens", "format", "loss", "length", "steps"])
+        results = draw(st.dictionaries(names, st.sampled_from([0.5, 3, 1e12])))
+        found.append(PipelineStage(f"s{number}", "x" * 90, before=before, results=results))
     return found
 
 
 @settings(max_examples=60)
-@given(stages(), st.sampled_from([(4, 246.0), (2, 166.0), (1, 60.0)]))
-def test_no_box_covers_another_and_no_arrow_passes_behind_one(made: list[Drawn], shape: tuple[int, float]) -> None:
-    found = drawing(made, *shape)
-    width, height = found.box["width"], found.box["height"]
-    place = {one.name: (box.x, box.y) for one, box in zip(made, found.boxes, strict=True)}
-    boxes = list(place.values())
-    assert all(x > 0 and x + width < found.width and y > 0 and y + height < found.height for x, y in boxes)
-    for at, (x, y) in enumerate(boxes):
-        assert all(abs(x - a) > width or abs(y - b) >= height + DROP for a, b in boxes[:at])
-    assert all(place[one.name][1] > place[other][1] for one in made for other in one.before)
-    assert len(found.arrows) == sum(len(one.before) for one in made)
-    for path, _ in found.arrows:
-        upright = re.search(r"([\d.]+) ([\d.]+)V([\d.]+)", path)
-        if upright:  # between two columns; all else of an arrow is between two rows
-            x, y, to_y = map(float, upright.groups())
-            assert 0 < x < found.width
-            assert not any(a < x < a + width and b < to_y and y < b + height for a, b in boxes)
-    assert all(len(line) * 6 < width for box in found.boxes for line in box.lines)
+@given(stages())
+def test_no_box_covers_another_and_no_arrow_passes_behind_one(made: list[PipelineStage]) -> None:
+    found = drawing(made)
+    tops = [box.y for box in found.boxes]
+    assert tops[0] > 0
+    assert found.boxes[-1].bottom < found.height
+    assert all(y == pytest.approx(box.bottom + DROP) for y, box in zip(tops[1:], found.boxes, strict=False))
+    assert all(box.height == 28 + 17 * len(box.lines) for box in found.boxes)
+    assert all(len(line) * 7 < WIDTH for box in found.boxes for line in box.lines)
+    place = {one.name: box for one, box in zip(made, found.boxes, strict=True)}
+    drawn = iter(found.arrows)
+    lanes: dict[str, float] = {}
+    for one in made:
+        for other in one.before:
+            path, _ = next(drawn)
+            aside = re.fullmatch(r"M[\d.]+ ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+", path)
+            if aside is None:  # between two boxes
+                assert place[one.name].y == pytest.approx(place[other].bottom + DROP)
+                assert path == f"M20 {place[other].bottom:g}v{DROP - 7:g}"
+            else:
+                start, lane, end = map(float, aside.groups())
+                assert WIDTH + 1 < lane < found.width
+                assert place[other].y < start < place[other].bottom < place[one.name].y < end < place[one.name].bottom
+                assert lanes.setdefault(other, lane) == lane
+    assert len({*lanes.values()}) == len(lanes)
+    assert next(drawn, None) is None
+
+
+def test_the_terminal_says_what_the_page_says(tmp_path: Path) -> None:
+    pipelined(tmp_path)
+    said = Terminal(file=io.StringIO(), width=200)
+    status(tmp_path, said)
+    show(tmp_path, said)
+    found = " ".join(said.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "a pipeline: 6 of 7 stages done" in found
+    assert "2. start-maths evaluate 25.0% 50.0% 100" in found
+    assert "7. student sft, waiting" in found
+    assert "filter, done, 1 min 30 s │ │ rows 80, kept 48 │ │ ← start.samples" in " ".join(found.split())
+    (tmp_path / "pipeline.json").write_text("{")
+    with pytest.raises(ValueError, match=r"holds no pipeline \(pipeline.json could not be read"):
+        status(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no pipeline \(no pipeline.json with stages is there\)"):
+        show(tmp_path / "rl")
+
+
+def test_a_count_under_a_name_that_is_a_share_elsewhere(tmp_path: Path) -> None:
+    """Rows for thinking that `fusion` counts stood as 1200.0%."""
+    pipelined(tmp_path)
+    change(tmp_path, "traces", results={"thinking": 12})
+    change(tmp_path, "rl-maths", results={"thinking": 0.5})
+    rows = {row[0]: [cell for cell in row if cell] for row in stages_table([read_run(tmp_path)]).rows}
+    assert rows["3. traces"][2] == "12"
+    assert rows["5. rl-maths"][2] == "50.0%"
 
 
 # --- in a browser -------------------------------------------------------------------------------------------------

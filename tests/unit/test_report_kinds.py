@@ -90,9 +90,8 @@ def pipelined(folder: Path, words: str = "") -> None:
         listed.append({**said, "inputs": taken, "before": before, "results": results, **more})
         (folder / name).mkdir(parents=True)
 
-    stage("start", "cold_start", {}, {"rows": 400, "loss": 0.5, f"other{words}": words})
-    made_from = {"settings": {"max_steps": 3, words or "key": words}}
-    (folder / "start" / "stage.json").write_text(json.dumps({"made_from": made_from}))
+    made_from = {"max_steps": 3, words or "key": words}
+    stage("start", "cold_start", {}, {"rows": 400, "loss": 0.5, f"other{words}": words}, settings=made_from)
     stage("start-maths", "evaluate", {"model": "start.model"}, {"accuracy": 0.25, "format": 0.5, "tokens": 100})
     result([0.0, 0.0, 0.0, 1.0], text=words or "#### 7").write(folder / "start-maths" / "evaluation")
     dropped = {"wrong": 30, f"too long{words}": 2}
@@ -127,7 +126,7 @@ KINDS: dict[str, tuple[Callable[..., None], str, list[str]]] = {
     "curation": (curated, "report.html", ["curation report", "Rows kept 2", "Pass rates", "Mean pass rate of the "
         "kept 50.0 %"]),
     "pipeline": (pipelined, "report.html", ["pipeline report", "Stages done 6 of 7", "Gain, same problems +50.0 points",
-        "Stage × task", "3. traces filter 80 48", "samples: start.samples wrong: 30, too long: 2 new", "Reward"]),
+        "Stage × task", "3. traces filter 80 48", "why it was done new", "results.dropped.too long 2", "Reward"]),
     "compare": (compared, "c.html", ["comparison", "Paired tests", "Set differently", "One line a run."]),
 }  # fmt: skip
 
