@@ -7,6 +7,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
     whole     true: asked to stop, it is broken off and done again
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
+    seed      its default, where it draws something: a pipeline's ``seed`` takes its place
     locks     true: it keeps a second process out of its folder by itself
     no_matter names of settings that change nothing of what it leaves
 """
@@ -48,6 +49,7 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
         leaves: ClassVar[Mapping[str, str]] = left
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
+        seed = None  # the recipe's
         no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
         recipe: Mapping[str, Any]
 
