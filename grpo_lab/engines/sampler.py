@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from grpo_lab.engines.grouping import check_logprobs
+from grpo_lab.engines.grouping import GroupedEngine, check_logprobs
 from grpo_lab.signals import handle, put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_lab.engines.grouping import GroupedEngine
 
 Messages = Sequence[Mapping[str, Any]]
 

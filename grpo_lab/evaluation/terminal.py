@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,12 +12,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lab.diagnostics import Diagnosis
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.visible import visible
-
-if TYPE_CHECKING:
-    from grpo_lab.diagnostics import Diagnosis
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20

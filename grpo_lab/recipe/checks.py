@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
@@ -16,9 +18,6 @@ from grpo_lab.recipe.sections import ColdStartSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.supervised.methods import check_rows, check_training
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""

@@ -19,12 +19,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
@@ -35,9 +36,6 @@ from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")

@@ -25,7 +25,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -33,13 +33,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
 from grpo_lab.trainer.rows import EARLIER, Carried
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 #: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")

@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -40,13 +40,11 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 
 from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 logger = logging.getLogger("grpo_lab")
 
