@@ -2,7 +2,7 @@
 
 `TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their
 place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the
-same form (`trainer/generation/thinking.py`).
+same form (`trainer/generation/in_step.py`).
 """
 
 from __future__ import annotations
