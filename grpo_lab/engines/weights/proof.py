@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_lab.batch import padded
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import of_engine
 from grpo_lab.engines.weights.sync import (
@@ -120,10 +121,8 @@ def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids
     in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
-    width = max(len(row) for row in rows)
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    ids, mask = padded(rows, 0, device)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     picked = []
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
