@@ -305,11 +305,8 @@ class RowNumbers:
 
     @staticmethod
     def of(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any) -> RowNumbers:
-        """From this rank's rows. A collective on several ranks.
-
-        Raises:
-            RuntimeError: ranks hold different fields (a team's field that only some rows or ranks have).
-        """
+        """From this rank's rows. A collective on several ranks. RuntimeError: ranks hold different fields (a team's
+        field that only some rows or ranks have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)

@@ -83,11 +83,8 @@ def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
     """The ``rollout_func`` for the constructed ``trainer``: its own where no budget is set, else a ``ThinkingRollout``.
-
-    Raises:
-        ValueError: the inserted text does not fit or does not close the thinking; a rollout function, tools or an
-            environment of the team, which make completions in their own way.
-    """
+    ValueError: the inserted text does not fit or does not close the thinking; a rollout function, tools or an
+    environment of the team, which make completions in their own way."""
     if settings.thinking_budget is None:
         return trainer.rollout_func
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}

@@ -58,8 +58,7 @@ class SavedState:
         Args:
             without: what follows where somebody takes the entry out.
 
-        Raises:
-            ValueError: it is damaged, or does not fit this run.
+        ValueError: it is damaged, or does not fit this run.
         """
         if name not in self.entries:
             return None
@@ -86,11 +85,8 @@ def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> N
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Of this release or an earlier one; without entries where there is none (stock TRL's).
-
-    Raises:
-        ValueError: it is damaged, or of a later release.
-    """
+    """Of this release or an earlier one; without entries where there is none (stock TRL's). ValueError: it is damaged,
+    or of a later release."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
         there = {name: place / file for name, file in EARLIER.items() if (place / file).is_file()}
@@ -154,8 +150,7 @@ def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor]
     Returns:
         Whether it had moved when the checkpoint was written (then it is loaded); ``None``: the checkpoint is silent.
 
-    Raises:
-        ValueError: a file is damaged or missing, or of another model.
+    ValueError: a file is damaged or missing, or of another model.
     """
 
     def read(entry: Any) -> bool:

@@ -47,8 +47,7 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
 
     With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad.
 
-    Raises:
-        ValueError: anything else.
+    ValueError: anything else.
     """
     assert table.local is not None
     rows, mask = table.values.size(0), table.local.mask
@@ -190,11 +189,7 @@ def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, ret
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
-    """Advantages ``[N]`` of ``table`` as TRL's settings ask for.
-
-    Raises:
-        ValueError: settings that TRL does not have.
-    """
+    """Advantages ``[N]`` of ``table`` as TRL's settings ask for. ValueError: settings that TRL does not have."""
     if aggregation == "normalize_then_sum":
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))

@@ -118,9 +118,8 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
     Args:
         kl: the one in the reward.
 
-    Raises:
-        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of
-            the KL alone is the same for every coefficient.
+    ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of the
+    KL alone is the same for every coefficient.
     """
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in given:
@@ -162,8 +161,7 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
         values: the same on every rank.
         home: what returned them, for the sentence: ``"reward function {}"``.
 
-    Raises:
-        ValueError: without a guard. An infinite reward poisons its whole group.
+    ValueError: without a guard. An infinite reward poisons its whole group.
     """
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
@@ -275,11 +273,8 @@ def _gathered_rows(
 
 
 def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
-    """This rank's environments where a group reward reads them, else None for each row.
-
-    Raises:
-        ValueError: a group may lie on several ranks, and an environment cannot be sent from one to another.
-    """
+    """This rank's environments where a group reward reads them, else None for each row. ValueError: a group may lie on
+    several ranks, and an environment cannot be sent from one to another."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows

@@ -92,8 +92,7 @@ def without_faulty(
         sampled: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking budget, whose
             log-probs are NaN).
 
-    Raises:
-        EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
+    EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
     """
     for row, of_tokens in enumerate(logprobs or []):
         made = [1] * len(of_tokens) if sampled is None else sampled[row]

@@ -66,9 +66,8 @@ def train_by(
         train: what trains the trainer; None: its ``train()``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
 
-    Raises:
-        ValueError: a missing column, or an unknown setting.
-        NumbersError: what it has left is not finite; nothing is written.
+    ValueError: a missing column, or an unknown setting. NumbersError: what it has left is not finite; nothing is
+    written.
     """
     config, trainer_class = trl_of(method)
     columns = list(COLUMNS[method])
