@@ -147,13 +147,9 @@ def given(
     environment_factory: Any,
     rollout_func: Any,
 ) -> Given:
-    """Everything that can be refused before a model is loaded is refused here.
-
-    Args:
-        cls: the class that is constructed, ``base`` (``LabTrainer``) or a subclass.
-
-    ValueError: what was seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration.
-    """
+    """Everything that can be refused before a model is loaded is refused here. ``cls``: the class that is constructed,
+    ``base`` (``LabTrainer``) or a subclass. ValueError: what was seen, what is allowed, which setting governs it.
+    TypeError: ``args`` is no configuration."""
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
     if environment_factory is not None and completes:

@@ -226,11 +226,8 @@ def load_critic(folder: str | Path) -> Critic:
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
     """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
-    nothing. From transformers 5.20 on every rank comes here.
-
-    Args:
-        state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
-    """
+    nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
+    the policy; ``None``: it is in memory."""
     if critic is not None and state != {} and trainer.args.should_save:
         whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)

@@ -53,13 +53,8 @@ class SavedState:
     entries: Mapping[str, Any]
 
     def entry(self, name: str, read: Callable[[Any], T], without: str) -> T | None:
-        """What ``read`` makes of an entry; None where there is none.
-
-        Args:
-            without: what follows where somebody takes the entry out.
-
-        ValueError: it is damaged, or does not fit this run.
-        """
+        """What ``read`` makes of an entry; None where there is none. ``without``: what follows where somebody takes the
+        entry out. ValueError: it is damaged, or does not fit this run."""
         if name not in self.entries:
             return None
         try:

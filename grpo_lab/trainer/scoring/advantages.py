@@ -166,11 +166,8 @@ def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
 def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
     """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
     where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
-    token as the mean over a completion's own tokens.
-
-    Args:
-        advantages: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
-    """
+    token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
+    tokens, or TRL's own ``[B]``."""
     batch, mask = made.scored.batch, made.local.mask
     if returns is not None and made.local.values is not None:
         carried = Carried(batch)

@@ -113,14 +113,8 @@ def _is_infinite(score: float | None) -> bool:
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
     """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts tokens gets the run's
-    tokenizer.
-
-    Args:
-        kl: the one in the reward.
-
-    ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of the
-    KL alone is the same for every coefficient.
-    """
+    tokenizer. ``kl``: the one in the reward. ValueError: one without the other; a KL per completion and no outcome that
+    it could be taken from: a z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in given:
         if getattr(reward, "tokenizer", None) is None:
@@ -215,11 +209,7 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
 
 def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
-    rank computes the same.
-
-    Args:
-        values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
-    """
+    rank computes the same. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
     table, size, guarded = values.tolist(), trainer._group_size(), trainer.recorder.faults_in_training is not None
     of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
     known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
