@@ -45,15 +45,13 @@ def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
     """What the run would refuse at its first evaluation or generation, and what a cold start would train out of its
-    context: a ``ValueError`` that names the setting, the tokens and the context.
+    context: a ``ValueError`` that names the setting, the tokens and the context. Returns the context in words, with a
+    warning where completions may run beyond it; None where it is not known here.
 
     Args:
         trainer: its class.
         model: its tokenizer and configuration.
         rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
-
-    Returns:
-        The context in words, with a warning where completions may run beyond it; None where it is not known here.
     """
     from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 

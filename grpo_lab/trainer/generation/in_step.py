@@ -15,7 +15,7 @@ import torch
 from trl import GRPOTrainer
 
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
-from grpo_lab.engines.thinking_budget import Continue, ThinkingBudget, budgeted_generate
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -117,7 +117,14 @@ class ThinkingRollout:
             raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")
         prompt_ids = [list(ids) for ids in tokenized]
         several = trainer.accelerator.num_processes > 1
-        done = budgeted_generate(prompt_ids, self._generating(trainer, prompt_ids), self.budget, in_step=several)
+
+        def generate(ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
+            """Thinking is asked for in groups (a server gets one request with ``n = G``); rows that go on differ within
+            a group, and are asked for one by one."""
+            group = trainer._group_size() if self.budget.budget > 0 and ids == prompt_ids else 1
+            return generate_in_step(trainer, ids, prompt_ids[:1], group, max_new_tokens)
+
+        done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)
         counts = torch.tensor([[sum(one.was_cut for one in done), len(done)]], device=trainer.accelerator.device)
         trainer.recorder.book().add_alike("rollout/cut_share", *trainer.accelerator.gather(counts).sum(0))
         unscored = any(completion.logprobs is None for completion in done)
@@ -127,14 +134,3 @@ class ThinkingRollout:
             "logprobs": None if unscored else [completion.logprobs for completion in done],
             "env_mask": [completion.mask for completion in done],
         }
-
-    def _generating(self, trainer: GRPOTrainer, batch: list[list[int]]) -> Continue:
-        """``generate(prompt_ids, max_new_tokens)`` by TRL's own generation. The thinking of a ``batch`` is asked for in
-        groups (a server gets one request with ``n = G``); rows that go on differ within a group, and are asked for one
-        by one."""
-
-        def generate(prompt_ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-            group = trainer._group_size() if self.budget.budget > 0 and prompt_ids == batch else 1
-            return generate_in_step(trainer, prompt_ids, batch[:1], group, max_new_tokens)
-
-        return generate

@@ -149,14 +149,9 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
 
 
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
-    """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad.
-
-    Args:
-        values: the same on every rank.
-        home: what returned them, for the sentence: ``"reward function {}"``.
-
-    ValueError: without a guard. An infinite reward poisons its whole group.
-    """
+    """``values`` ``[N, F]``, the same on every rank, with infinite ones as NaN (cannot be scored), and the batch marked
+    as bad; ``home``: what returned them, for the sentence (``"reward function {}"``). ValueError: without a guard. An
+    infinite reward poisons its whole group."""
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()

@@ -125,12 +125,7 @@ def trl_of(method: str) -> tuple[Any, Any]:
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
-    """w of each pair, [pairs], in (0, 1).
-
-    Args:
-        chosen, rejected: implicit rewards r̂, [pairs].
-        margin: SimPO's γ.
-    """
+    """w of each pair, [pairs], in (0, 1), from the implicit rewards r̂, [pairs]; ``margin``: SimPO's γ."""
     return torch.sigmoid(rejected - chosen + margin)
 
 
