@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
-from grpo_lab.advantages.group import sample_std
+from grpo_lab.advantages.group import deviation
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
@@ -191,10 +191,10 @@ def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> 
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))
         centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
+        scaled = (centred / (deviation(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
         total = (scaled * table.weights.to(scaled)).nansum(dim=1)
         total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + 1e-4)
+        advantages = (total - total.nanmean()) / (deviation(total, dim=0) + 1e-4)
         return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:
