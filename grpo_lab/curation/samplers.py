@@ -211,9 +211,9 @@ class UniformThenHardSampler(RoundSampler):
 def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rates") -> torch.Tensor:
     """[N] float64, or ValueError."""
     if len(pass_rates) != rows:
-        raise ValueError(f"{name} needs {rows} rates, one a row; got {len(pass_rates)}")
+        raise ValueError(f"{name} needs {rows} pass rates, one a row; got {len(pass_rates)}")
     if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
-        raise ValueError(f"a pass rate of {name} is {wrong[0]}; numbers in [0, 1] are needed (leave others out)")
+        raise ValueError(f"a pass rate is {wrong[0]} ({name}); numbers in [0, 1] are needed (leave unscorable out)")
     return torch.tensor([float(rate) for rate in pass_rates], dtype=torch.float64)
 
 
