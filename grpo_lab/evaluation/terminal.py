@@ -109,10 +109,8 @@ def describe_sampling(result: EvaluationResult) -> str:
 
 
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
-    """(what, before, after, change) as text: the table of the terminal and of the report.
-
-    A change of a share is in percentage points, of a length in tokens; brackets are 95% intervals.
-    """
+    """(what, before, after, change) as text: the table of the terminal and of the report. A change of a share is in
+    percentage points, of a length in tokens; brackets are 95% intervals."""
     gain = None if before is None else paired_gain(before, after)
     rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
     old_shares = dict(_sampled_shares(before)) if before else {}

@@ -81,10 +81,8 @@ def tolerance_for(*dtypes: torch.dtype) -> float:
 
 
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
-    """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token.
-
-    Raises EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
-    """
+    """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token. Raises
+    EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes."""
     total, largest, count = 0.0, 0.0, 0
     for row, both in enumerate(zip(engine, trainer, strict=True)):
         for position, (a, b) in enumerate(zip(*both, strict=True)):
@@ -100,10 +98,8 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 
 
 def draw_probe(llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = 16) -> Probe:
-    """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs.
-
-    The prefix cache is left on: a prompt cached under old weights is one of the things to be found.
-    """
+    """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs. The prefix cache is
+    left on: a prompt cached under old weights is one of the things to be found."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)

@@ -54,10 +54,8 @@ REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
-    """One for a trainer; comes before all other callbacks.
-
-    Limit: where the evaluation itself ends the training (early stopping) one more step is made.
-    """
+    """One for a trainer; comes before all other callbacks. Limit: where the evaluation itself ends the training (early
+    stopping) one more step is made."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer
@@ -270,10 +268,8 @@ def remove(file: Path) -> None:
 
 
 def started(pid: int | None = None) -> float:
-    """When a process (this one) was started, to a hundredth of a second; seconds since 1970.
-
-    The kernel counts ticks since the machine's start; psutil adds them to that moment in whole seconds.
-    """
+    """When a process (this one) was started, to a hundredth of a second; seconds since 1970. The kernel counts ticks
+    since the machine's start; psutil adds them to that moment in whole seconds."""
     try:
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         since_start = time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -43,12 +43,8 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
-    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
-
-    With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad.
-
-    ValueError: anything else.
-    """
+    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``. With a guard
+    (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError: anything else."""
     assert table.local is not None
     rows, mask = table.values.size(0), table.local.mask
     if not isinstance(advantages, Tensor):

@@ -38,10 +38,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off.
-
-    ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``).
-    """
+    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off. ``keep_infinite``:
+    an infinite value is handed on, to be found in the gathered table (``without_infinite``)."""
     if scope_of(reward) == "group":
 
         def put_off(prompts: list[Any], **_: Any) -> list[None]:

@@ -101,9 +101,7 @@ def check_rows(rows: Dataset) -> None:
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
     """``arguments`` in the types that the configuration of ``method`` declares (of others than `COLUMNS`: SFT's).
-
-    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be.
-    """
+    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be."""
     config = trl_of(method)[0]
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
     found: dict[str, Any] = typed(arguments, config, where)
