@@ -63,8 +63,12 @@ class CheckpointNotWritten(RuntimeError):
 
 
 def save_final(trainer: Any, folder: Path) -> None:
-    """The trained model into ``folder``: transformers writes it there file by file. CheckpointNotWritten: of the rank
-    that writes; the checkpoints are as they were. NumbersError: it is not finite."""
+    """The trained model into ``folder``: transformers writes it there file by file.
+
+    Raises:
+        CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
+        NumbersError: it is not finite.
+    """
     if not trainer.lab_settings.keeps_nan:
         refuse_bad_weights(trainer, TRAINED)
     try:
