@@ -21,6 +21,10 @@ from grpo_lab.visible import visible
 
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
+_TAKEN = (
+    "seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite",
+)  # fmt: skip
+"""Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
          "thinking", "thinking_budget", "budget_text")  # fmt: skip
@@ -48,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
-            words = [] if name == "seed" else [f"--{name.replace('_', '-')}"]  # `--seed` is the samples'
+            words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]
             of = f"of the loader{'s' * (len(loaders) > 1)} {', '.join(loaders)}"
             shown: Any = {"metavar": "VALUE", "help": of, "default": argparse.SUPPRESS}
             rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", **shown)
