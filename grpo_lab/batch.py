@@ -18,7 +18,7 @@ which it is where the unselected branch was finite: make inputs safe first (``sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,16 @@ class RewardTable:
         rewards = weighted.size(1) - self.penalties
         total = weighted[:, :rewards].nansum(dim=1).float().double() + weighted[:, rewards:].nansum(dim=1)
         return total.masked_fill(self.values.isnan().all(dim=1), float("nan"))
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ragged rows of token ids → ids and attention mask, ``[rows, widest]``, filled up on the right (or ``left``)."""
+    width = max(map(len, rows))
+    place, lengths = torch.arange(width, device=device), torch.tensor([[len(row)] for row in rows], device=device)
+    mask = place >= width - lengths if left else place < lengths
+    ids = torch.full(mask.shape, pad, device=device)
+    ids[mask] = torch.tensor([token for row in rows for token in row], dtype=ids.dtype, device=device)
+    return ids, mask.long()
 
 
 def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:

@@ -142,13 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(VisibleFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
-    for noisy in (
-        "httpx",
-        "datasets",
-        "transformers",
-        "absl",
-        *(() if known.verbose else ("vllm",)),
-    ):  # at their import
+    for noisy in ("httpx", "datasets", "transformers", "absl", *(() if known.verbose else ("vllm",))):  # at import
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if rest and not COMMANDS[known.command].read:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -33,10 +33,8 @@ def in_words(bad: list[str], of: int) -> str:
 
 
 class FiniteScores:
-    """A logits processor for ``model.generate``; NumbersError where a row has NaN, +∞ or no finite score at all.
-
-    With NaN torch says no more than "probability tensor", and greedy takes any token.
-    """
+    """A logits processor for ``model.generate``; NumbersError where a row has NaN, +∞ or no finite score at all. With
+    NaN torch says no more than "probability tensor", and greedy takes any token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool(scores.amax(-1).isfinite().all()):

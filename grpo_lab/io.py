@@ -21,9 +21,7 @@ from typing import Any
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
     """``path`` as ``write(partial)`` makes it, or as it was; ``partial`` lies beside ``path`` as ``<name>.part``.
-
-    OSError: the file, or its folder, cannot be written. What ``write`` raises comes through.
-    """
+    OSError: the file, or its folder, cannot be written. What ``write`` raises comes through."""
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
     partial.unlink(missing_ok=True)
@@ -65,10 +63,8 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def no_link(path: str, flags: int) -> int:
-    """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to.
-
-    ValueError: a link, a folder, a pipe or a device stands there.
-    """
+    """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to. ValueError:
+    a link, a folder, a pipe or a device stands there."""
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if stat.S_ISREG(os.fstat(opened).st_mode):

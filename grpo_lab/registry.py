@@ -43,10 +43,7 @@ def redefined(before: Any, part: Any) -> bool:
 
 def add(table: MutableMapping[str, Any], name: str, part: Any, reserved: Iterable[str], what: str) -> Any:
     """Put ``part`` into ``table``; gives it back, so that it can stand in a decorator. The same object twice is once.
-
-    Raises:
-        ValueError: as ``check_name``; the part cannot be called, or has a knob that settings mean something else by.
-    """
+    ValueError: as ``check_name``; the part cannot be called, or has a knob that settings mean something else by."""
     if not callable(part) or (isinstance(part, type) and "__call__" not in dir(part)):
         raise ValueError(f"{what} is {part!r}; it must be a class with `__call__`, a function or a callable object")
     taken = sorted(set(knobs_of(part)) & set(reserved))

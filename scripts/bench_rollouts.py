@@ -24,7 +24,7 @@ from bench_shapes import build
 from bench_update_sides import LENGTHS
 from transformers import AutoModelForCausalLM
 
-from grpo_lab.engines.sampler import left_padded
+from grpo_lab.batch import padded
 from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
 GROUP = 8
@@ -59,7 +59,7 @@ class PromptTokens:
 def with_transformers(model: Any, prompts: list[list[int]], tokens: int) -> Callable[[], int]:
     def generate() -> int:
         rows = [ids for ids in prompts for _ in range(GROUP)]
-        ids, mask = left_padded(rows, 0, model.device)
+        ids, mask = padded(rows, 0, model.device, left=True)
         with torch.no_grad():
             out = model.generate(
                 input_ids=ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, pad_token_id=0,

@@ -41,33 +41,32 @@ def is_dead(grouped: Tensor) -> Tensor:
     return high <= low
 
 
-def sample_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """NaN-aware standard deviation with n − 1, as TRL's and the papers' code has it; 0 of a single scorable value."""
-    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+#: setting ``std`` of a rule → what is taken from n in the denominator
+DEVIATIONS = {"population": 0, "sample": 1}
+
+
+def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sample") -> Tensor:
+    """NaN-aware standard deviation, with n − 1 as TRL's and the papers' code has it (0 of a single scorable value), or
+    with n (``population``): of these completions, not of what they came from."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=True) - DEVIATIONS[std]
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return std if keepdim else std.squeeze(dim)
+    found = (squares / count.clamp(min=1)).sqrt()
+    return found if keepdim else found.squeeze(dim)
 
 
-def population_std(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """NaN-aware standard deviation with n in the denominator: of these completions, not of what they came from."""
-    centred = values - values.nanmean(dim=dim, keepdim=True)
-    count = (~values.isnan()).sum(dim=dim, keepdim=True).clamp(min=1)
-    std = (centred.square().nansum(dim=dim, keepdim=True) / count).sqrt()
-    return std if keepdim else std.squeeze(dim)
+@dataclass(frozen=True)
+class Divided:
+    """What the rules share that divide by a standard deviation: which one, and what is added to it."""
 
+    epsilon: float = 1e-4
+    std: str = "sample"
 
-#: setting ``std`` of a rule → the standard deviation it divides by
-DEVIATIONS: dict[str, Callable[[Tensor, int, bool], Tensor]] = {"sample": sample_std, "population": population_std}
-
-
-def check_divisor(epsilon: float, std: str) -> None:
-    """At the door of the rules that divide by a standard deviation: which one, and what is added to it."""
-    if not (math.isfinite(epsilon) and epsilon >= 0):
-        raise ValueError(f"`advantage.epsilon` is {epsilon}; it must be a finite number ≥ 0")
-    if std not in DEVIATIONS:
-        allowed = f"{sorted(DEVIATIONS)} (n or n − 1 in the denominator)"
-        raise ValueError(f"`advantage.std` is {std!r}; it must be one of {allowed}")
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
+            raise ValueError(f"`advantage.epsilon` is {self.epsilon}; it must be a finite number ≥ 0")
+        if self.std not in DEVIATIONS:
+            allowed = f"{list(DEVIATIONS)} (n or n − 1 in the denominator)"
+            raise ValueError(f"`advantage.std` is {self.std!r}; it must be one of {allowed}")
 
 
 def scorable(advantages: Tensor, rewards: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ class LeaveOneOut:
 
 
 @dataclass(frozen=True)
-class GroupZScore:
+class GroupZScore(Divided):
     """Â_i = (r_i − mean r)/(std r + ε), mean and std over the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.2). ``epsilon`` is not given there; 1e-4 is TRL's.
@@ -137,15 +136,9 @@ class GroupZScore:
         std: ``sample`` (n − 1 in the denominator, as TRL and the papers' code) or ``population`` (n).
     """
 
-    epsilon: float = 1e-4
-    std: str = "sample"
-
-    def __post_init__(self) -> None:
-        check_divisor(self.epsilon, self.std)
-
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
-        std = DEVIATIONS[self.std](grouped, 1, True)
+        std = deviation(grouped, 1, True, self.std)
         return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
 
 
@@ -163,7 +156,7 @@ class BatchZScore(GroupZScore):
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:
         grouped = by_group(rewards, group_size)
-        std = DEVIATIONS[self.std](grouped.reshape(-1), 0, False)
+        std = deviation(grouped.reshape(-1), 0, False, self.std)
         return scorable((grouped - group_average(grouped)) / (std + self.epsilon), rewards)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import DEVIATIONS, GroupZScore, check_divisor, group_average
+from grpo_lab.advantages.group import Divided, GroupZScore, deviation, group_average
 from grpo_lab.batch import RewardTable
 
 
@@ -81,7 +81,7 @@ class StepTable:
 
 
 @dataclass(frozen=True)
-class Process:
+class Process(Divided):
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:
@@ -99,11 +99,6 @@ class Process:
     reads_steps: ClassVar[bool] = True
     #: a KL per completion is taken from the outcome's reward: without one it would be compared with itself alone
     penalises_outcome: ClassVar[bool] = True
-    epsilon: float = 1e-4
-    std: str = "sample"
-
-    def __post_init__(self) -> None:
-        check_divisor(self.epsilon, self.std)
 
     def __call__(self, table: RewardTable) -> Tensor:
         """Advantages ``[B, T]`` (float64) of this rank's rows; ValueError for a table without them (``local``)."""
@@ -130,7 +125,7 @@ class Process:
         width = int(torch.bincount(group, minlength=1).max()) if group.numel() else 1
         ragged = table.score.new_full((groups, max(width, 1)), float("nan"))
         ragged[group, place] = table.score
-        standard = (ragged - group_average(ragged)) / (DEVIATIONS[self.std](ragged, 1, True) + self.epsilon)
+        standard = (ragged - group_average(ragged)) / (deviation(ragged, 1, True, self.std) + self.epsilon)
         return StepTable(table.row, table.end, standard[group, place].nan_to_num(nan=0.0), table.rows, table.group_size)
 
 

@@ -208,12 +208,12 @@ class UniformThenHardSampler(RoundSampler):
         return [int(index) for index in order[place * self.batch_size : (place + 1) * self.batch_size]]
 
 
-def checked_rates(pass_rates: Sequence[float], rows: int) -> torch.Tensor:
+def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rates") -> torch.Tensor:
     """[N] float64, or ValueError."""
     if len(pass_rates) != rows:
-        raise ValueError(f"{len(pass_rates)} pass rates for {rows} rows")
+        raise ValueError(f"{name} needs {rows} pass rates, one a row; got {len(pass_rates)}")
     if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
-        raise ValueError(f"a pass rate is {wrong[0]}; numbers in [0, 1] are needed (leave unscorable problems out)")
+        raise ValueError(f"a pass rate is {wrong[0]} ({name}); numbers in [0, 1] are needed (leave unscorable out)")
     return torch.tensor([float(rate) for rate in pass_rates], dtype=torch.float64)
 
 
@@ -240,14 +240,9 @@ class PrioritizedSampler(RoundSampler):
             raise ValueError(f"floor={floor} is not in (0, 1]; without a floor a solved problem would starve")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} is not in [0, 1]")
-        rates = [float(initial)] * self.num_samples if isinstance(initial, int | float) else [float(s) for s in initial]
-        if len(rates) != self.num_samples or not all(0 <= rate <= 1 for rate in rates):
-            raise ValueError(
-                f"initial needs {self.num_samples} rates in [0, 1], one a row; got {len(rates)} between "
-                f"{min(rates, default=None)} and {max(rates, default=None)}"
-            )
+        rates = [initial] * self.num_samples if isinstance(initial, int | float) else initial
+        self._initial = checked_rates(rates, self.num_samples, "initial")
         self.floor, self.decay = floor, decay
-        self._initial = torch.tensor(rates, dtype=torch.float64)
         self._successes = torch.zeros(self.num_samples, dtype=torch.float64)
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 

@@ -122,7 +122,8 @@ class Selection:
             self._dropped_by[index] = name
         count = min(_EXAMPLES, len(newly))  # evenly over the data, not all from its beginning
         spread = [newly[place * len(newly) // count] for place in range(count)]
-        examples = tuple(DroppedExample(index, self._text(index), why[index] or "") for index in spread)
+        texts = [shown_text(self._rows[index][self._shown]) for index in spread]
+        examples = tuple(DroppedExample(at, text, why[at] or "") for at, text in zip(spread, texts, strict=True))
         self._outcomes.append(FilterOutcome(name, setting, before, len(newly), len(refused), examples))
 
     @property
@@ -149,11 +150,11 @@ class Selection:
         if len(values) != len(self._rows):
             raise ValueError(f"{name}: {len(values)} values for {len(self._rows)} rows; every row has one")
 
-    def _text(self, index: int) -> str:
-        shown = self._rows[index][self._shown]
-        if not isinstance(shown, str):
-            shown = "\n".join(str(message.get("content", "")) for message in shown)
-        return str(shown[:_SHOWN_CHARACTERS])
+
+def shown_text(prompt: Any) -> str:
+    """Of a text or message list, cut to what a report shows."""
+    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    return text[:_SHOWN_CHARACTERS]
 
 
 def balance(

@@ -63,10 +63,7 @@ def thought_through(text: str) -> bool:
 
 
 def fusion_rows(
-    thinking: Sequence[Mapping[str, Any]],
-    plain: Sequence[Mapping[str, Any]],
-    shares: FusionShares,
-    seed: int = 0,
+    thinking: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], shares: FusionShares, seed: int = 0
 ) -> tuple[list[Row], dict[str, int]]:
     """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
     where it stands (`user`, `system`, `both`), `none`, or `dialogue`.

@@ -42,11 +42,8 @@ class Diagnosis:
 
 
 def diagnose(history: History, facts: Facts | None = None) -> Diagnosis:
-    """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule.
-
-    Raises:
-        ValueError: no window.
-    """
+    """The verdict on a run from its windows, oldest first. A metric that is not logged trips no rule. ValueError: no
+    window."""
     if not history:
         raise ValueError("no logging window: there is nothing to diagnose")
     found = [(rule, rule.seen(history, facts or Facts())) for rule in RULES]

@@ -2,7 +2,7 @@
 
 `TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their
 place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the
-same form (`trainer/generation/thinking.py`).
+same form (`trainer/generation/in_step.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from grpo_lab.engines.grouping import check_logprobs
+from grpo_lab.engines.grouping import GroupedEngine, check_logprobs
 from grpo_lab.signals import handle, put_back
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from grpo_lab.engines.grouping import GroupedEngine
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -159,6 +157,7 @@ class TransformersSampler:
         import torch
         from tqdm.auto import tqdm
 
+        from grpo_lab.batch import padded
         from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
@@ -187,7 +186,7 @@ class TransformersSampler:
                     torch.manual_seed(seed)
                 for start in range(0, len(tasks), self.batch_size):
                     batch = tasks[start : start + self.batch_size]
-                    ids, mask = left_padded([prompts[index] for index, _ in batch], pad, self.model.device)
+                    ids, mask = padded([prompts[index] for index, _ in batch], pad, self.model.device, left=True)
                     asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
                     asked["synced_gpus"] = False  # in a launch for ZeRO-3 ranks would wait for one another's tokens
                     with torch.no_grad():
@@ -237,16 +236,6 @@ def of_engine(written: Any) -> Completion:
     if written.logprobs is not None:
         logprobs = [entries[token].logprob for token, entries in zip(ids, written.logprobs, strict=True)]
     return Completion(ids, written.finish_reason == "stop", logprobs)
-
-
-def left_padded(rows: Sequence[Sequence[int]], pad_id: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Ragged rows -> (ids [B, T], attention mask [B, T]), padded on the left."""
-    import torch
-
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
 
 
 def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:

@@ -4,13 +4,7 @@ from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.result import EvaluationResult, Outcome, paired_gain
 from grpo_lab.evaluation.run_page import write_report
-from grpo_lab.evaluation.statistics import (
-    Interval,
-    majority_at_k,
-    paired_difference,
-    pass_at_k,
-    wilson_interval,
-)
+from grpo_lab.evaluation.statistics import Interval, majority_at_k, paired_difference, pass_at_k, wilson_interval
 from grpo_lab.evaluation.terminal import headline, terminal_summary
 
 __all__ = [

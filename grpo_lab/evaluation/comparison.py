@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table as Columns
-
 from grpo_lab.evaluation.page import Page, Section, Table, flat, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
-from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points
+from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, plain_table, points
 
 MOST_RUNS = 8
 """As many as a chart can tell apart."""
@@ -244,16 +241,10 @@ def tests_table(tests: Sequence[PairedTest]) -> Table:
 def print_comparison(found: Comparison, console: Terminal | None = None) -> None:
     """The results, the tests and the notes for a terminal; plain lines are not wrapped."""
     console = console or Terminal()
-    table = Columns(box=box.SIMPLE_HEAD, header_style="bold", padding=0, pad_edge=False)
     measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
     rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
-    for cells in zip(["", *(run.name for run in found.runs)], *rows, strict=True):
-        if table.columns:
-            table.add_row(*cells)
-        else:
-            for name in cells:
-                table.add_column(name, justify="right" if name else "left", overflow="fold")
-    console.print(table)
+    head, *cells = zip(["", *(run.name for run in found.runs)], *rows, strict=True)
+    console.print(plain_table("", head, cells, header_style="bold", padding=0, pad_edge=False))
     lines = []
     for test in found.tests:
         change, gained, lost, p = test_cells(test)

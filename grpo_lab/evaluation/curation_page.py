@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation import CurationReport
-from grpo_lab.curation.selection import DroppedExample, FilterOutcome
+from grpo_lab.curation.selection import DroppedExample, FilterOutcome, shown_text
 from grpo_lab.evaluation.page import Bar, Card, Page, Section, Table, about, settings_section
 
 Rows = Sequence[Mapping[str, Any]]
 _KEPT_SHOWN = 6
-_CHARACTERS = 600
 _REASON = 300
 _RATES = (
     'Problems by the share of right completions. "0" and "1" are exact; every other bar holds what lies above the '
@@ -102,17 +101,11 @@ def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
     kept.sort(key=lambda one: -1.0 if one[2] is None else float(one[2]))
     count = min(_KEPT_SHOWN, len(kept))
     chosen = [kept[place * (len(kept) - 1) // max(count - 1, 1)] for place in range(count)]
+    asked = [shown_text(row.get("question") or row.get("prompt") or "") for _, row, _ in chosen]
     return [
-        (str(number), _question(row), str(row.get("solution", ""))[:80], "–" if rate is None else f"{rate:.2f}")
-        for number, row, rate in chosen
+        (str(number), question, str(row.get("solution", ""))[:80], "–" if rate is None else f"{rate:.2f}")
+        for question, (number, row, rate) in zip(asked, chosen, strict=True)
     ]
-
-
-def _question(row: Mapping[str, Any]) -> str:
-    text = row.get("question") or row.get("prompt") or ""
-    if not isinstance(text, str):
-        text = "\n".join(str(message.get("content", "")) for message in text)
-    return text[:_CHARACTERS]
 
 
 def _dropped(one: FilterOutcome) -> Table:

@@ -1,11 +1,20 @@
-"""`evaluate`: rows → prompts → completions → scores → `EvaluationResult`."""
+"""`evaluate`: rows → prompts → completions → scores → `EvaluationResult`, in blocks of prompts: each answered, graded
+and kept on the disk before the next, shared among ranks.
+
+A block's answers follow from its prompts and its seed, not from who makes it or what came before: the result is the
+same on any number of ranks, and after a kill.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,16 +31,18 @@ from grpo_lab.engines.sampler import (
     too_long,
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
-from grpo_lab.evaluation.blocks import Blocks
-from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text
+from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text, read_outcome
+from grpo_lab.io import json_lines, no_link
 from grpo_lab.verifiers.verdict import checked_scores
+from grpo_lab.visible import encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
 Reward = Callable[..., "list[float | None]"]
-_LONGEST = "the longest prompts first"
+KEPT = "answers.{}.jsonl"
+"""The finished blocks of a rank, until the result is written."""
 
 
 class EvaluationStopped(KeyboardInterrupt):
@@ -75,8 +86,7 @@ def evaluate(
 
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
-    answer    reads from a completion the answer that votes in maj@k. Default: as `AccuracyReward` reads it if that is
-              the reward; for any other reward maj@k is left out unless ``answer`` is given
+    answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
@@ -87,17 +97,17 @@ def evaluate(
     """
     started, problems = time.perf_counter(), [dict(row) for row in rows]
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
-    asked = _asked(problems, tokenizer, chat_template_kwargs)
     if generate is None:
         if model is None:
             raise ValueError("evaluate needs a model, or generate= in its place; both are None")
         generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
-    asked = _fitting(asked, context, max_new_tokens)
+    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked)}
     blocks, outcomes = blocks or Blocks(), list[Outcome]()
     blocks.begin(settings, asked)
-    for kind, n, heat in _passes(n_samples, temperature):
+    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
+    for kind, n, heat in passes if n_samples else passes[:1]:
         try:
             for name, first, some in blocks.left(kind, n, progress):
                 written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
@@ -106,20 +116,12 @@ def evaluate(
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
-            found = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
-            settings["stopped"] = f"after {len(found):,} of {len(asked) * n:,} {kind} answers, {_LONGEST}"
-            raise _stopped((*outcomes, *found), settings, started) from None
+            kept = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
+            settings["stopped"] = f"after {len(kept):,} of {len(asked) * n:,} {kind} answers, the longest prompts first"
+            result = EvaluationResult((*outcomes, *kept), settings, time.perf_counter() - started)
+            raise EvaluationStopped(result) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
-
-
-def _stopped(outcomes: tuple[Outcome, ...], settings: Mapping[str, Any], started: float) -> EvaluationStopped:
-    return EvaluationStopped(EvaluationResult(outcomes, settings, time.perf_counter() - started))
-
-
-def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    return passes if n_samples else passes[:1]
 
 
 def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> list[_Asked]:
@@ -253,3 +255,79 @@ def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: 
         raise ValueError(f"temperature must be above 0 to draw n_samples={n_samples} samples, got {temperature!r}")
     asked = {name: value for name, (value, _) in counts.items()}
     return {**asked, "temperature": temperature if n_samples > 0 else None, "seed": seed}
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """As the launcher has numbered them; this rank's device is chosen, too."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    from accelerate import PartialState
+
+    state = PartialState()
+    return state.process_index, state.num_processes
+
+
+class Blocks:
+    """The blocks of an evaluation; those that the same model kept for the same rows and settings are not made again.
+
+    size: completions answered at once; 0: all, by this process alone. folder: where finished blocks are kept; None:
+    nowhere. identity: of the model that writes. in_step: ranks generate together, one without a block calls as well.
+    """
+
+    def __init__(self, size: int = 0, folder: Path | None = None, identity: Any = None, in_step: bool = False) -> None:
+        self.size, self.folder, self.identity, self.in_step = size, folder, identity, in_step
+        self.rank, self.ranks = rank_and_ranks() if size else (0, 1)
+
+    def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
+        """``asked``: the problems, each with its `prompt`."""
+        follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
+        self.digest = hashlib.sha256(follows.encode()).hexdigest()
+        self.asked, self.found = asked, dict[str, list[Outcome]]()
+        for file in sorted(self.folder.glob(KEPT.format("*"))) if self.folder else []:
+            self._read(file)
+        self._exchange()
+
+    def left(self, kind: Kind, n: int, progress: bool) -> Iterator[tuple[str, int, list[Any]]]:
+        """This rank's blocks: name, number of the first problem, problems. Longest prompts first: too large a batch
+        shows at once, and not after an hour."""
+        from tqdm.auto import tqdm
+
+        order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
+        size = max(1, self.size // n) if self.size else len(order)
+        left = [start for start in range(0, len(order), size) if f"{kind} {start}" not in self.found]
+        own = left[self.rank :: self.ranks]
+        silent = not (progress and self.size and self.rank == 0)
+        for start in tqdm(own, desc=f"evaluating, {kind}", unit="block", disable=silent):
+            yield f"{kind} {start}", start, [self.asked[place] for place in sorted(order[start : start + size])]
+        if self.in_step and len(own) * self.ranks < len(left):
+            yield "", 0, []
+
+    def keep(self, name: str, found: list[Outcome], whole: bool) -> None:
+        """A block's outcomes; on the disk as well if they are ``whole``."""
+        if name:
+            self.found[name] = found
+        if name and whole and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            row = {"of": self.digest, "block": name, "outcomes": [encodable(asdict(one)) for one in found]}
+            with open(self.folder / KEPT.format(self.rank), "a", encoding="utf-8", opener=no_link) as file:
+                file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")  # a kill may have left half a line before it
+
+    def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
+        """Those that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""
+        if of_all:
+            self._exchange()
+        every = [one for name, block in self.found.items() if name.startswith(f"{kind} ") for one in block]
+        return sorted(every, key=lambda one: (one.problem, one.sample))
+
+    def _exchange(self) -> None:
+        if self.ranks > 1:
+            from accelerate.utils import gather_object
+
+            self.found = {name: one for of_rank in gather_object([self.found]) for name, one in of_rank.items()}
+
+    def _read(self, file: Path) -> None:
+        """The whole blocks of this evaluation; half a line, and those of another, are made again."""
+        for number, row in json_lines(file):
+            if isinstance(row, dict) and row.get("of") == self.digest and isinstance(row.get("outcomes"), list):
+                block = [read_outcome(one, f"{file}, line {number}: not an outcome:") for one in row["outcomes"]]
+                self.found[str(row.get("block"))] = block

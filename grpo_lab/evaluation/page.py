@@ -215,10 +215,7 @@ def choose_samples(
     before: EvaluationResult | None, after: EvaluationResult | None
 ) -> tuple[list[ShownSample], list[tuple[str, int]], bool]:
     """(the first problems of each kind, in the order of the rows; how many there are of each kind; whether both
-    evaluations are about the same problems).
-
-    Without shared problems: of each verdict of one side.
-    """
+    evaluations are about the same problems). Without shared problems: of each verdict of one side."""
     old, new = ({} if one is None else {outcome.problem: outcome for outcome in one.greedy} for one in (before, after))
     shared = sorted(old.keys() & new.keys())
     if not shared:

@@ -15,10 +15,8 @@ FROM_ZERO = {"from_zero": True}
 
 
 class Panel(NamedTuple):
-    """title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is drawn.
-
-    optional: left out, instead of "not recorded", when the run has none of its metrics. shape: of `draw`.
-    """
+    """title; what to look for; unit of the y axis; label → metrics, of which the first recorded one is drawn. optional:
+    left out, instead of "not recorded", when the run has none of its metrics. shape: of `draw`."""
 
     title: str
     meaning: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,12 +12,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from grpo_lab.diagnostics import Diagnosis
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.visible import visible
-
-if TYPE_CHECKING:
-    from grpo_lab.diagnostics import Diagnosis
 
 NOT_RECORDED = "–"
 TRUNCATED_WARNING = 0.20
@@ -75,8 +73,8 @@ def headline(before: EvaluationResult | None, after: EvaluationResult) -> str:
 
 def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
     """`held-out length: before 5.9 after 27.3 tokens`, means over the greedy completions."""
-    new = _tokens(after.mean_length)
-    return f"held-out length: {new if before is None else f'before {_tokens(before.mean_length)} after {new}'} tokens"
+    new = _written(after.mean_length)
+    return f"held-out length: {new if before is None else f'before {_written(before.mean_length)} after {new}'} tokens"
 
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
@@ -93,11 +91,11 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
     return table
 
 
-def plain_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+def plain_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], **look: Any) -> Table:
     """A table of a page."""
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", **look)
     for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+        table.add_column(name, justify="right" if place else "left", no_wrap=not place, overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
     return table
@@ -111,10 +109,8 @@ def describe_sampling(result: EvaluationResult) -> str:
 
 
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
-    """(what, before, after, change) as text: the table of the terminal and of the report.
-
-    A change of a share is in percentage points, of a length in tokens; brackets are 95% intervals.
-    """
+    """(what, before, after, change) as text: the table of the terminal and of the report. A change of a share is in
+    percentage points, of a length in tokens; brackets are 95% intervals."""
     gain = None if before is None else paired_gain(before, after)
     rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
     old_shares = dict(_sampled_shares(before)) if before else {}
@@ -125,13 +121,12 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     old_numbers, numbers = ({} if one is None else one.numbers for one in (before, after))
     for name, where in _NUMBERS.items():
         was, now = old_numbers.get(where), numbers[where]
-        show, scale = (percent, 100) if where.endswith("share") else (_tokens, 1)
+        how, scale = ("{:.1%}", 100) if where.endswith("share") else ("{:.1f}", 1)
         if where != "mean_thinking" or (was, now) != (None, None):  # only of a model that thinks
-            rows.append((name, show(was), show(now), _change(was, now, scale)))
+            rows.append((name, _written(was, how), _written(now, how), _change(was, now, scale)))
     for name, now in numbers["measures"].items():
         was = old_numbers.get("measures", {}).get(name)
-        change = NOT_RECORDED if was is None or now is None else f"{now - was:+.3f}"
-        rows.append((name, *(NOT_RECORDED if one is None else f"{one:.3f}" for one in (was, now)), change))
+        rows.append((name, *(_written(one, "{:.3f}") for one in (was, now)), _change(was, now, 1, "{:+.3f}")))
     return rows
 
 
@@ -165,16 +160,11 @@ def _warnings(after: EvaluationResult) -> list[str]:
     if cut is not None and cut > TRUNCATED_WARNING:
         budget = after.settings.get("max_new_tokens")
         found.append(
-            f"{percent(cut)} of the answers were cut off at max_new_tokens={budget}; "
-            "a higher limit may raise the accuracy"
+            f"{cut:.1%} of the answers were cut off at max_new_tokens={budget}; a higher limit may raise the accuracy"
         )
     if unscorable:
-        found.append(f"{percent(unscorable)} of the problems could not be scored and are in no accuracy")
+        found.append(f"{unscorable:.1%} of the problems could not be scored and are in no accuracy")
     return found
-
-
-def percent(share: float | None) -> str:
-    return NOT_RECORDED if share is None else f"{100 * share:.1f}%"
 
 
 def duration(seconds: float) -> str:
@@ -199,9 +189,9 @@ def points(gain: Interval | None) -> str:
     return f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
 
 
-def _change(old: float | None, new: float | None, scale: int) -> str:
-    return NOT_RECORDED if old is None or new is None else f"{scale * (new - old):+.1f}"
+def _change(old: float | None, new: float | None, scale: int, how: str = "{:+.1f}") -> str:
+    return NOT_RECORDED if old is None or new is None else how.format(scale * (new - old))
 
 
-def _tokens(length: float | None) -> str:
-    return NOT_RECORDED if length is None else f"{length:.1f}"
+def _written(value: float | None, how: str = "{:.1f}") -> str:
+    return NOT_RECORDED if value is None else how.format(value)

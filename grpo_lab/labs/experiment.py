@@ -73,10 +73,8 @@ def changes_asked(options: Options) -> dict[str, Any]:
 
 
 def carry_out(experiment: Experiment, options: Options) -> None:
-    """Every cell without a record, then the report of what there is. ValueError: an arm that there is not.
-
-    SystemExit: cells failed; the others have run, and the report is of them.
-    """
+    """Every cell without a record, then the report of what there is. ValueError: an arm that there is not. SystemExit:
+    cells failed; the others have run, and the report is of them."""
     if options.run_one is not None:
         arm, seed = options.run_one[0], int(options.run_one[1])
         record = record_file(options.folder, arm, seed)
@@ -162,10 +160,8 @@ def table(found: Found) -> str:
 
 
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False) -> None:
-    """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go.
-
-    ``over``: what x is; ``stairs``: a value holds until the next one.
-    """
+    """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go. ``over``: what x
+    is; ``stairs``: a value holds until the next one."""
     try:
         import matplotlib
     except ModuleNotFoundError:

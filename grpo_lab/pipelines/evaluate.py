@@ -22,17 +22,8 @@ from grpo_lab.visible import visible
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
 _TAKEN = (
-    "seed",
-    "mode",
-    "model",
-    "limit",
-    "output",
-    "batch_size",
-    "n_samples",
-    "temperature",
-    "tokenizer",
-    "overwrite",
-)
+    "seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite",
+)  # fmt: skip
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",

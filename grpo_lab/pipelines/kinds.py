@@ -29,9 +29,8 @@ from grpo_lab.registry import load_named
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
-from grpo_lab.stages.build import Build
+from grpo_lab.stages.build import Build, Fusion
 from grpo_lab.stages.evaluate import Evaluate
-from grpo_lab.stages.fusion import Fusion
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
-from grpo_lab.evaluation.blocks import Blocks
+from grpo_lab.evaluation.measure import Blocks
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
@@ -24,8 +24,7 @@ from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import EvaluationSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
-from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
-from grpo_lab.runs.metrics_file import MetricsFile
+from grpo_lab.runs.folder import RUN, MetricsFile, one_writer, read_marker, write_run
 from grpo_lab.runs.stage import At, Stage, carry_out, console
 from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
 from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model

@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
@@ -16,9 +18,6 @@ from grpo_lab.recipe.sections import ColdStartSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.supervised.methods import check_rows, check_training
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
@@ -46,15 +45,13 @@ def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
     """What the run would refuse at its first evaluation or generation, and what a cold start would train out of its
-    context: a ``ValueError`` that names the setting, the tokens and the context.
+    context: a ``ValueError`` that names the setting, the tokens and the context. Returns the context in words, with a
+    warning where completions may run beyond it; None where it is not known here.
 
     Args:
         trainer: its class.
         model: its tokenizer and configuration.
         rows, held_out, cold_rows: of training, evaluation and cold start; None where there are none, or not here.
-
-    Returns:
-        The context in words, with a warning where completions may run beyond it; None where it is not known here.
     """
     from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_limit
 

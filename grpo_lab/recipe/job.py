@@ -185,10 +185,8 @@ def questions(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> Questions:
-    """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged.
-
-    ``here_only``: a dry run, which may have no network.
-    """
+    """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged. ``here_only``: a dry
+    run, which may have no network."""
     load = rows_here if here_only else load_rows
     judge = parts.build_reward(reward, "reward")
     rows = None if data is None else load(data, "data")
@@ -210,10 +208,8 @@ def check_model(
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
 ) -> tuple[Any, Any] | None:
-    """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them.
-
-    ValueError: no such model or engine, or not one prompt that leaves room for a completion in its context.
-    """
+    """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them. ValueError: no
+    such model or engine, or not one prompt that leaves room for a completion in its context."""
     if model.path is not None:
         check_place(model.path)
     EngineOptions.from_mapping(sampling.engine)

@@ -38,10 +38,8 @@ MAX_UNPARSEABLE_GOLDS = 0.01
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:
-    """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model.
-
-    A reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from.
-    """
+    """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model. A
+    reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from."""
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
     elif section.name in SHAPING:

@@ -105,9 +105,7 @@ class PartSection:
 @settings(rest="arguments")
 class ColdStartSection:
     """``cold_start``: supervised start on worked solutions (a column ``worked_solution``) with TRL's SFTTrainer.
-
-    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …).
-    """
+    ``arguments``: fields of ``trl.SFTConfig`` (``max_steps``, ``learning_rate``, …)."""
 
     data: DataSection
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -196,10 +194,8 @@ class Recipe:
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections).
-
-    ValueError: no such file, not a mapping, unknown or misspelt key (with the nearest match), missing section.
-    """
+    """The recipe in ``path`` with ``--key value`` overrides (dotted keys reach into sections). ValueError: no such
+    file, not a mapping, unknown or misspelt key (with the nearest match), missing section."""
     return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
 
 

@@ -193,12 +193,9 @@ def saved_weights(source: str, head: str) -> Any:
 
 def padded_ids(rows: Sequence[list[int]], pad: int, device: Any) -> dict[str, Any]:
     """What a model is called with for rows of ids, filled up on the right."""
-    import torch
+    from grpo_lab.batch import padded
 
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    return {"input_ids": ids, "attention_mask": mask}
+    return dict(zip(("input_ids", "attention_mask"), padded(rows, pad, device), strict=True))
 
 
 def saved_tokenizer(source: str) -> Any:

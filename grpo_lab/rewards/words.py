@@ -171,10 +171,8 @@ def _piece_words(piece: str, group: str) -> list[Word]:
 
 
 def _script_runs(token: str) -> list[tuple[str | None, str]]:
-    """``token`` cut where the script changes; ``None`` for digits, underscores and the like.
-
-    Marks, apostrophes and joiners belong to the letters before them.
-    """
+    """``token`` cut where the script changes; ``None`` for digits, underscores and the like. Marks, apostrophes and
+    joiners belong to the letters before them."""
     runs: list[tuple[str | None, str]] = []
     for letter in token:
         group: str | None = None
@@ -231,9 +229,7 @@ def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
 
 def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likelihoods:
     """``[W, L + 1]`` for unbroken runs of Han and kana: a run is in one language, p(run | l) = Π p(character | l).
-
-    Relative to the run's likeliest language, since only ratios matter and the product of a long run underflows.
-    """
+    Relative to the run's likeliest language, since only ratios matter and the product of a long run underflows."""
     tables = [_characters(language) for language in languages]
     logs = np.array([[sum(table.get(c, RARE_CHARACTER) for c in run.text) for table in tables] for run in runs])
     for row, run in enumerate(runs):
@@ -245,10 +241,8 @@ def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likeli
 
 @cache
 def _characters(language: str) -> dict[str, float]:
-    """log p(character | language, kind), kind = Han or kana, from the word list.
-
-    Given the kind, so that Japanese with few kana is not taken for Chinese, where a kana is rare.
-    """
+    """log p(character | language, kind), kind = Han or kana, from the word list. Given the kind, so that Japanese with
+    few kana is not taken for Chinese, where a kana is rare."""
     frequency: dict[str, float] = {}
     for word, weight in _frequencies(language).items():
         for character in word:

@@ -1,4 +1,4 @@
-"""A run's output folder: what marks it as whose, and one process at a time that writes into it.
+"""A run's output folder: what marks it as whose, one process at a time that writes into it, and ``metrics.jsonl``.
 
 ``run.lock`` is locked (POSIX, ``fcntl``) by the process that writes, and opened by the kernel when that is killed. On a
 file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL."""
@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.io import no_link, write_json
+from transformers import TrainerCallback
+
+from grpo_lab.io import no_link, write_json, write_whole_text
 
 log = logging.getLogger(__name__)
 
@@ -152,3 +154,32 @@ def kept(recipe: Any) -> str:
     samples = {name: problems_in(folder / f"{name}.jsonl") for name in ("pass_rates", "guesses", "samples")}
     found += [f"{name.replace('_', ' ')} of {count:,} problems" for name, count in samples.items() if count]
     return f"{'; '.join(found)} in {folder} (the same command goes on)" if found else "nothing"
+
+
+class MetricsFile(TrainerCallback):  # type: ignore[misc]
+    """Appends every log of the main process to ``metrics.jsonl``, with its step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
+            with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
+                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")
+
+
+def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
+    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again, and so will, where it
+    is due, the evaluation after ``step``. Half a line goes, too."""
+    if file.is_file():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
+
+
+def _is_before(line: str, step: int, evaluation_due: bool) -> bool:
+    try:
+        row = json.loads(line)
+        again = evaluation_due and row["step"] == step and any(name.startswith("eval_") for name in row)
+        return line.endswith("\n") and bool(row["step"] <= step) and not again
+    except (ValueError, KeyError, TypeError):
+        return False

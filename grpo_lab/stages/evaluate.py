@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
-from grpo_lab.evaluation.blocks import KEPT, Blocks, rank_and_ranks
+from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts

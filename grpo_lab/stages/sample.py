@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from grpo_lab.curation import PassRate, Sampled, Written, pass_rates
+from grpo_lab.curation.rejection import text_of
 from grpo_lab.engines.sampler import (
     Completion,
     Sampler,
@@ -127,11 +128,11 @@ class ModelSampler:
         # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
         limit, seed = max_new_tokens or self.settings.max_completion_length, int.from_bytes(digest[:4], "big") >> 1
-        heat = self.settings.temperature
+        heat, decode = self.settings.temperature, self.tokenizer.decode
         groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
-            [Written(in_form_of(prompt, self._text(completion.ids)), not completion.ended) for completion in group]
+            [Written(in_form_of(prompt, decode(one.ids, skip_special_tokens=True)), not one.ended) for one in group]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 
@@ -139,13 +140,9 @@ class ModelSampler:
         """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
         return render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
     def tokens(self, completion: Any) -> int:
         """Length of a completion's text in this model's tokens, without an end token."""
-        text = completion if isinstance(completion, str) else str(completion[-1]["content"])
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self.tokenizer(text_of(completion), add_special_tokens=False)["input_ids"])
 
     def judged(
         self,

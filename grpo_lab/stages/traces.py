@@ -85,12 +85,9 @@ class NotRepeating:
 
 @settings()
 class Refine:
-    """Every trace in one form, and judged again: one that is not right any more goes.
-
-    Args:
-        form: its ``{reasoning}`` is the inside of the think tags, or all before the answer, without empty lines at its
-            ends and lines that are said twice in a row; its ``{answer}`` is the trace's own, alone.
-    """
+    """Every trace in one form, and judged again: one that is not right any more goes. ``form``: its ``{reasoning}`` is
+    the inside of the think tags, or all before the answer, without empty lines at its ends and lines that are said
+    twice in a row; its ``{answer}`` is the trace's own, alone."""
 
     form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
 

@@ -14,16 +14,15 @@ from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.runs.console import settings_in_words, told
-from grpo_lab.runs.metrics_file import MetricsFile, cut_metrics
+from grpo_lab.runs.folder import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import read_lines
-from grpo_lab.trainer.supervised.methods import COLUMNS, check_training, train_by, worked_pairs
+from grpo_lab.trainer.supervised.methods import COLUMNS, WEIGHT, check_training, train_by, worked_pairs
 
 MODEL, STOPPED = "model", "stopped"
 """Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
-WEIGHT = "rewards/weight"
 Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 

@@ -26,9 +26,8 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
 
     A plain ``GRPOConfig`` is copied field by field. The caller's object is not changed.
 
-    Raises:
-        TypeError: ``args`` is no ``GRPOConfig``.
-        ValueError: configuration and class attribute both name the same part and differ.
+    TypeError: ``args`` is no ``GRPOConfig``. ValueError: configuration and class attribute both name the same part and
+    differ.
     """
     if args is None:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -148,14 +147,9 @@ def given(
     environment_factory: Any,
     rollout_func: Any,
 ) -> Given:
-    """Everything that can be refused before a model is loaded is refused here.
-
-    Args:
-        cls: the class that is constructed, ``base`` (``LabTrainer``) or a subclass.
-
-    Raises:
-        ValueError: what was seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration.
-    """
+    """Everything that can be refused before a model is loaded is refused here. ``cls``: the class that is constructed,
+    ``base`` (``LabTrainer``) or a subclass. ValueError: what was seen, what is allowed, which setting governs it.
+    TypeError: ``args`` is no configuration."""
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
     if environment_factory is not None and completes:

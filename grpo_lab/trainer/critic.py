@@ -71,11 +71,7 @@ class Critic(nn.Module):
 
 def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
     """Build the critic that ``value.model`` names into the trainer's policy; what walks over the policy's parameters
-    goes on seeing the policy alone.
-
-    Raises:
-        ValueError: it is none, or does not fit the policy.
-    """
+    goes on seeing the policy alone. ValueError: it is none, or does not fit the policy."""
     if value is None:
         return None
     model = trainer.model
@@ -128,11 +124,8 @@ def _text(model: Any) -> Any:
 
 
 def _copied_trunk(model: Any) -> nn.Module:
-    """The policy's trunk with adapters merged, trained in full.
-
-    Raises:
-        ValueError: its weights are packed, or on other ranks.
-    """
+    """The policy's trunk with adapters merged, trained in full. ValueError: its weights are packed, or on other
+    ranks."""
     policy = trl_bridge.inside(model)
     if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
         why = "are quantized" if getattr(policy, "is_quantized", False) else "lie on several ranks (DeepSpeed ZeRO-3)"
@@ -148,11 +141,8 @@ def _copied_trunk(model: Any) -> nn.Module:
 
 def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) -> Any:
     """The optimizer that HF made; the critic's parameters stand in groups of their own, which differ in the learning
-    rate. Each call of HF's may find them made already.
-
-    Raises:
-        ValueError: the optimizer's groups do not hold the critic's parameters (an optimizer that makes its own).
-    """
+    rate. Each call of HF's may find them made already. ValueError: the optimizer's groups do not hold the critic's
+    parameters (an optimizer that makes its own)."""
     ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, where a second training begins
     if critic is None or getattr(ours, "grpo_lab_split", False):
         return optimizer
@@ -202,11 +192,7 @@ def is_critic_folder(folder: str | Path) -> bool:
 
 def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
     """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are
-    sharded).
-
-    Raises:
-        ValueError: the state does not hold all of them.
-    """
+    sharded). ValueError: the state does not hold all of them."""
     found = {n.split(f"{trl_bridge.CRITIC}.", 1)[1]: one for n, one in state.items() if trl_bridge.is_critics(n)}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
     if missing := sorted(set(critic.state_dict()) - set(tensors)):
@@ -220,11 +206,7 @@ def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
 
 
 def load_critic(folder: str | Path) -> Critic:
-    """A critic that ``save_critic`` wrote.
-
-    Raises:
-        ValueError: a file is missing or damaged, or of another format.
-    """
+    """A critic that ``save_critic`` wrote. ValueError: a file is missing or damaged, or of another format."""
     place = Path(folder)
     try:
         told = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
@@ -244,11 +226,8 @@ def load_critic(folder: str | Path) -> Critic:
 
 def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
     """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
-    nothing. From transformers 5.20 on every rank comes here.
-
-    Args:
-        state: of the whole module, as HF hands it over for the policy; ``None``: it is in memory.
-    """
+    nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
+    the policy; ``None``: it is in memory."""
     if critic is not None and state != {} and trainer.args.should_save:
         whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
@@ -259,10 +238,7 @@ def take_up(
     trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
     """The critic's tensors of a checkpoint, into the one that trains; FSDP and DeepSpeed have loaded them already.
-
-    Raises:
-        ValueError: the checkpoint holds none, or another kind.
-    """
+    ValueError: the checkpoint holds none, or another kind."""
     if checkpoint is None or critic is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
     folder = Path(checkpoint) / FOLDER

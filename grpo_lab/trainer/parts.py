@@ -12,9 +12,9 @@ from grpo_lab.trainer.arguments import Given
 from grpo_lab.trainer.critic import CriticAlone, with_critic
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
+from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
-from grpo_lab.trainer.generation.thinking import thinking_rollout
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer

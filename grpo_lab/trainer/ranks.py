@@ -66,11 +66,8 @@ class RankLost(RuntimeError):
 
 @contextmanager
 def at(name: str) -> Iterator[None]:
-    """This process is at ``name`` (within the place where it was); also a decorator.
-
-    Raises:
-        RankLost: for torch's error of a collective that passed its time limit or lost its other end.
-    """
+    """This process is at ``name`` (within the place where it was); also a decorator. RankLost: for torch's error of a
+    collective that passed its time limit or lost its other end."""
     global _changed
     _places.append(name)
     _changed = time.monotonic()
@@ -231,11 +228,8 @@ def key_of(rank: int) -> str:
 
 
 def hold_time_limit(args: Any) -> None:
-    """Let ``args.ddp_timeout`` be the limit of gloo's collectives; accelerators' have it from transformers.
-
-    Raises:
-        ValueError: a limit that is no positive number of seconds.
-    """
+    """Let ``args.ddp_timeout`` be the limit of gloo's collectives; accelerators' have it from transformers. ValueError:
+    a limit that is no positive number of seconds."""
     limit = args.ddp_timeout
     if not isinstance(limit, int | float) or limit <= 0:
         must = "it must be a positive number of seconds (how long ranks wait for each other)"
@@ -275,10 +269,7 @@ class RankAwareTrainer(GRPOTrainer):
 
 def refuse_bad_weights(trainer: Any, which: str) -> None:
     """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
-
-    Raises:
-        NumbersError: on every rank, naming tensors.
-    """
+    NumbersError: on every rank, naming tensors."""
     if bad := names_of_bad(trainer):
         blame = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`); nothing is saved"
         if which == TO_START_FROM:

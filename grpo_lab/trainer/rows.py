@@ -204,11 +204,8 @@ class RowTable:
 
     def bin(self, rows: list[int], limit: int | None = None) -> Bin:
         """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
-
-        Args:
-            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
-                at generation would be padded past them; padding stops at the last one.
-        """
+        ``limit``: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
+        at generation would be padded past them; padding stops at the last one."""
         index = torch.tensor(rows or [0], device=self.offset.device)
         prompt, completion = (lengths[index] for lengths in self.lengths)
         padding = start = self.fields["prompt_ids"].size(1) - prompt
@@ -305,11 +302,8 @@ class RowNumbers:
 
     @staticmethod
     def of(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any) -> RowNumbers:
-        """From this rank's rows. A collective on several ranks.
-
-        Raises:
-            RuntimeError: ranks hold different fields (a team's field that only some rows or ranks have).
-        """
+        """From this rank's rows. A collective on several ranks. RuntimeError: ranks hold different fields (a team's
+        field that only some rows or ranks have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)

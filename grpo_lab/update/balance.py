@@ -77,9 +77,7 @@ def greedy_runs(negated: list[int], footprint: int) -> list[tuple[int, int, int]
 
 def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | None:
     """Starts of at most `bins` bins with the smallest possible largest footprint ≤ budget; None if they do not suffice.
-
-    Bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row stands alone.
-    """
+    Bisection on the footprint: the greedy walk needs fewer bins as it grows. A longer row stands alone."""
 
     def needed(footprint: int) -> int:
         return sum(count for _, _, count in greedy_runs(negated, footprint))

@@ -53,11 +53,8 @@ def as_number(value: Any) -> float | None:
 def checked_scores(
     values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
 ) -> list[float | None]:
-    """What ``who`` returned for ``count`` completions: a number or None each.
-
-    ``infinite``, ``nan``: ±inf, NaN is handed on. ``ValueError``: in one line who, what was seen and where, what is
-    allowed.
-    """
+    """What ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
+    handed on. ``ValueError``: in one line who, what was seen and where, what is allowed."""
     try:
         number = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
     except TypeError:  # a number, a tensor without dimensions, a coroutine

@@ -11,7 +11,7 @@ import pytest
 from grpo_lab import LabConfig
 from grpo_lab.objectives import AGGREGATIONS
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.thinking import ThinkingRollout
+from grpo_lab.trainer.generation.in_step import ThinkingRollout
 from rollouts.thinking_oracle import (
     STOP_TEXT,
     TappedTrainer,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_lab.engines.sampler import TransformersSampler, left_padded, until_end
+from grpo_lab.batch import padded
+from grpo_lab.engines.sampler import TransformersSampler, until_end
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from rollouts.thinking_oracle import inserted_mask
 
 
 def test_padding_and_cutting_by_hand() -> None:
-    ids, mask = left_padded([[5, 6], [7]], 0, "cpu")
+    ids, mask = padded([[5, 6], [7]], 0, "cpu", left=True)
     assert ids.tolist() == [[5, 6], [0, 7]]
     assert mask.tolist() == [[1, 1], [0, 1]]
     assert until_end([4, 9, 0, 0], {9}) == [4, 9]

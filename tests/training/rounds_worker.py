@@ -24,7 +24,7 @@ from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.stages import evaluate as measuring
 from grpo_lab.stages import sample, select, train
-from grpo_lab.trainer.supervised import cold_start, preference  # noqa: F401
+from grpo_lab.trainer.supervised import methods  # noqa: F401
 
 ROUND = "round-2"
 
@@ -120,7 +120,7 @@ def asked_again_in_train() -> None:
 
 def asked_in_evaluate() -> None:
     """A stop file, seen within a second: the evaluation, which goes on for ever here, ends."""
-    measure = measuring.evaluate_saved_model
+    measure = measuring.measure_conditions
 
     def measured(model: str, *given: Any, **named: Any) -> Any:
         if ROUND in model:
@@ -129,7 +129,7 @@ def asked_in_evaluate() -> None:
                 time.sleep(0.01)
         return measure(model, *given, **named)
 
-    measuring.evaluate_saved_model = measured
+    measuring.measure_conditions = measured
 
 
 STOPS: tuple[tuple[Callable[[], None], int], ...] = (

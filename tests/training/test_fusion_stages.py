@@ -24,9 +24,9 @@ from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import At
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read, settings
+from grpo_lab.stages.build import Fusion
 from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.filter import Filtering, HardestFilter
-from grpo_lab.stages.fusion import Fusion
 from grpo_lab.testing import tiny_model
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "qwen3"

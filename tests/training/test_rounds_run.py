@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 import forked
 from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.trainer.supervised.methods import train_by
-from grpo_lab.trainer.supervised.preference import implicit_weight
+from grpo_lab.trainer.supervised.methods import implicit_weight, train_by
 from tolerance import log_prob_gap
 from training.curation_rewards import brief
 

@@ -20,7 +20,7 @@ from grpo_lab.advantages import (
     Raw,
     advantage_rule,
 )
-from grpo_lab.advantages.group import group_average, is_dead, population_std, sample_std
+from grpo_lab.advantages.group import deviation, group_average, is_dead
 from grpo_lab.batch import RewardTable
 
 NAN = math.nan
@@ -65,7 +65,7 @@ def test_population_standard_deviation() -> None:
 def test_population_std_is_the_standard_librarys() -> None:
     values = torch.tensor([[1.0, 2.0, 4.0, NAN], [0.5, NAN, NAN, NAN]], dtype=torch.float64)
     expected = [statistics.pstdev([1.0, 2.0, 4.0]), 0.0]
-    assert population_std(values, dim=1).tolist() == pytest.approx(expected, rel=1e-14)
+    assert deviation(values, dim=1, std="population").tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def test_group_zscore_epsilon_is_added_to_the_deviation_not_to_the_variance() -> None:
@@ -144,7 +144,7 @@ def test_dead_groups() -> None:
 def test_sample_std_is_the_standard_librarys() -> None:
     values = torch.tensor([[0.3, -1.2, 2.5, 0.0], [1.0, NAN, 4.0, NAN]], dtype=torch.float64)
     expected = [statistics.stdev([0.3, -1.2, 2.5, 0.0]), statistics.stdev([1.0, 4.0])]
-    assert sample_std(values, dim=1).tolist() == pytest.approx(expected, rel=1e-14)
+    assert deviation(values, dim=1).tolist() == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,8 @@ def test_bad_updates_and_settings_are_named() -> None:
             sampler.update(*arguments)
     for settings, says in [
         ({"decay": 2}, "decay=2"),
-        ({"initial": [0.5]}, "3 rates"),
-        ({"initial": 1.5}, "3 rates"),
+        ({"initial": [0.5]}, "initial needs 3"),
+        ({"initial": 1.5}, r"1.5 \(initial\)"),
         ({"batch_size": 4}, "batch_size=4"),
         ({"repeat_count": 0}, "repeat_count=0"),
         ({"seed": None}, "seed=None"),

@@ -142,10 +142,8 @@ BODIES: dict[str, type[Nothing]] = {
 
 
 class Guard:
-    """ASGI middleware around `app`. Without arguments (as vLLM makes it) they are taken from the environment.
-
-    `hosts`: names of this server beside the machine's own, without a port. ValueError without a token.
-    """
+    """ASGI middleware around `app`. Without arguments (as vLLM makes it) they are taken from the environment. `hosts`:
+    names of this server beside the machine's own, without a port. ValueError without a token."""
 
     def __init__(
         self, app: ASGIApp, token: str | None = None, hosts: Iterable[str] | None = None, max_bytes: int | None = None

@@ -126,10 +126,8 @@ def runs_on_cpu() -> bool:
 def engine_factory(
     options: EngineOptions, *, trainer_dtype: torch.dtype | None = None, run_seed: int = 0
 ) -> Callable[..., GroupedEngine]:
-    """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top.
-
-    The caller's `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`).
-    """
+    """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top. The caller's
+    `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`)."""
 
     def start(**arguments: Any) -> GroupedEngine:
         with engine_environment():

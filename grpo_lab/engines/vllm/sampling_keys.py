@@ -112,10 +112,8 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
 
 
 def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """ValueError where a key says something else than the setting of TRL that it is another name for.
-
-    `settings`: the setting's name -> its value; one that is None or left out decides nothing.
-    """
+    """ValueError where a key says something else than the setting of TRL that it is another name for. `settings`: the
+    setting's name -> its value; one that is None or left out decides nothing."""
     for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:

@@ -54,10 +54,8 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve and where; ValueError for what is not allowed.
-
-    `allow_hosts`: names under which it is asked, beside its address and this machine's.
-    """
+    """What to serve and where; ValueError for what is not allowed. `allow_hosts`: names under which it is asked, beside
+    its address and this machine's."""
 
     model: str
     port: int = 8000
@@ -254,10 +252,8 @@ def refuse_taken_port(port: int, host: str = HOST) -> None:
 
 
 def refuse_no_model(model: str) -> None:
-    """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback.
-
-    A folder must hold a config, weights and a tokenizer; a hub name is asked for its config.
-    """
+    """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback. A folder must hold
+    a config, weights and a tokenizer; a hub name is asked for its config."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         for what, patterns in NEEDED.items():

@@ -147,10 +147,8 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
 
 
 def answer_of(session: Any, base_url: str, url: str, ask: Callable[[], Any]) -> dict[str, Any]:
-    """The response to ``ask()`` as JSON; what is wrong with one that is no success.
-
-    Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused.
-    """
+    """The response to ``ask()`` as JSON; what is wrong with one that is no success. Raises ServerGone, EngineFault for
+    a log-prob that is NaN or infinite, RequestRefused."""
     import requests
 
     token, start = token_of(session), time.monotonic()
@@ -245,10 +243,8 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
 
 
 def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
-    """The result of `call`, a request to a server; its own exception likewise.
-
-    ServerGone where the server showed no sign of work for `silence` seconds; `call` goes on in its thread, for nobody.
-    """
+    """The result of `call`, a request to a server; its own exception likewise. ServerGone where the server showed no
+    sign of work for `silence` seconds; `call` goes on in its thread, for nobody."""
     answer: Future[Any] = Future()
 
     def run() -> None:

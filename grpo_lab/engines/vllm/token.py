@@ -82,10 +82,8 @@ def default_file(base_url: str) -> Path:
 
 
 def of_server(base_url: str, named: Path | None) -> Token:
-    """The token for a server that is about to start; made where there is none yet.
-
-    Raises ValueError for a token that is too short or not plain, OSError where its file cannot be written.
-    """
+    """The token for a server that is about to start; made where there is none yet. Raises ValueError for a token that
+    is too short or not plain, OSError where its file cannot be written."""
     if named is not None and named.exists():
         found = read(named)
     elif named is None and os.environ.get(VARIABLE):
@@ -105,9 +103,7 @@ def of_server(base_url: str, named: Path | None) -> Token:
 
 def of_trainer(base_url: str, named: str | None) -> str | None:
     """The token for a server that is to be talked to; None where there is none (yet, or a server of somebody else's).
-
-    Raises ValueError where its file can be read by others.
-    """
+    Raises ValueError where its file can be read by others."""
     if named is None and (found := os.environ.get(VARIABLE)):
         return plain(found, VARIABLE)
     file = default_file(base_url) if named is None else Path(named).expanduser()
@@ -115,10 +111,8 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
 
 
 def write(file: Path, token: str) -> None:
-    """`token` into `file` with mode 0600; its folder is made with 0700 where it is not there.
-
-    Raises ValueError where others could put a file of theirs in its place.
-    """
+    """`token` into `file` with mode 0600; its folder is made with 0700 where it is not there. Raises ValueError where
+    others could put a file of theirs in its place."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

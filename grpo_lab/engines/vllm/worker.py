@@ -105,10 +105,8 @@ class WeightCourier:
             )
 
     def push(self, named_params: NamedTensors) -> list[dict[str, Any]]:
-        """Load a full stream of parameters into every worker of the server -> the workers' reports.
-
-        Raises WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights.
-        """
+        """Load a full stream of parameters into every worker of the server -> the workers' reports. Raises
+        WeightSyncError where a worker did not load all of it, or kept cached prompts of the old weights."""
         version = self._next_version()
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             tensors = write_shards(named_params, folder)
@@ -137,10 +135,8 @@ class WeightCourier:
         self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
-        """True where the server holds the weights of the last `push`.
-
-        False before the first, after a restart behind the same address, and where another run pushed its own.
-        """
+        """True where the server holds the weights of the last `push`. False before the first, after a restart behind
+        the same address, and where another run pushed its own."""
         return self._version != "" and all(
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_lab.batch import padded
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import of_engine
 from grpo_lab.engines.weights.sync import (
@@ -80,10 +81,8 @@ def tolerance_for(*dtypes: torch.dtype) -> float:
 
 
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
-    """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token.
-
-    Raises EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes.
-    """
+    """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token. Raises
+    EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes."""
     total, largest, count = 0.0, 0.0, 0
     for row, both in enumerate(zip(engine, trainer, strict=True)):
         for position, (a, b) in enumerate(zip(*both, strict=True)):
@@ -99,10 +98,8 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
 
 
 def draw_probe(llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = 16) -> Probe:
-    """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs.
-
-    The prefix cache is left on: a prompt cached under old weights is one of the things to be found.
-    """
+    """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs. The prefix cache is
+    left on: a prompt cached under old weights is one of the things to be found."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
@@ -120,10 +117,8 @@ def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids
     in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
     """
     rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
-    width = max(len(row) for row in rows)
     device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    ids, mask = padded(rows, 0, device)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     picked = []
     for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):

@@ -98,10 +98,8 @@ def needs_repair(llm: Any) -> bool:
 
 
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
-    """Load the trainer's parameters into a packed engine in this process -> number of tensors.
-
-    WeightSyncError for a tensor that the stream did not bring, or where cached prompts of the old weights are kept.
-    """
+    """Load the trainer's parameters into a packed engine in this process -> number of tensors. WeightSyncError for a
+    tensor that the stream did not bring, or where cached prompts of the old weights are kept."""
     tensors = load_into_runner(worker_runner(llm), named_params)
     if not llm.reset_prefix_cache():
         raise WeightSyncError("the engine would not drop its cached prompts after a weight sync: requests are running")

@@ -167,11 +167,8 @@ def joined(parts: list[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def stated_expression(content: str) -> str | None:
-    """The one expression that a short text states, None where it states none or leaves a choice.
-
-    In order: all of it; what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only
-    expression in it.
-    """
+    """The one expression that a short text states, None where it states none or leaves a choice. In order: all of it;
+    what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only expression in it."""
     content = content.strip(_MARKDOWN).rstrip(".")
     if _FIGURES.fullmatch(content):
         return content

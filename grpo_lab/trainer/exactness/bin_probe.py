@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, position_limit
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import RowTable
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-
 
 #: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
 PROMPTS, COMPLETIONS = (3, 8), (4, 8)

@@ -114,10 +114,8 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[str], ...] = ()) -> float:
-    """Largest positive number that a module keeps under a name like ``kind`` and like none of ``others``.
-
-    A value that the module never uses is counted too: the price is a slower update, not a wrong one.
-    """
+    """Largest positive number that a module keeps under a name like ``kind`` and like none of ``others``. A value that
+    the module never uses is counted too: the price is a slower update, not a wrong one."""
     found = [0.0]
     for module in model.modules():
         for name, value in vars(module).items():

@@ -16,7 +16,7 @@ from collections import UserDict
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -27,12 +27,9 @@ from grpo_lab.objectives import Objective, is_ours
 from grpo_lab.trainer.exactness import loss_proof
 from grpo_lab.trainer.exactness.loss_proof import TokenLoss
 from grpo_lab.trainer.metrics.book import unrecorded
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
-
-if TYPE_CHECKING:
-    from grpo_lab.trainer.ports import StepPort
-
 
 #: state larger than this is a table, not a memory; not looked at
 MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3

@@ -17,20 +17,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from grpo_lab.trainer.exactness import model_conditions as seen
 from grpo_lab.trainer.exactness.bin_probe import BinProbe, MaskProbe, apart_from_dropout
 from grpo_lab.trainer.exactness.part_questions import answers, has_team_parts
+from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import hf_runs_the_step, may_bring_images, teams
 from grpo_lab.update import LiveConditions, why_all_rows, why_stock_batches
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from grpo_lab.trainer.ports import StepPort
-
 
 #: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside
 #: its last ``compute_loss``; and what keeps the exact update

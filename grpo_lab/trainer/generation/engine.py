@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.engines.grouping import EngineFault
@@ -25,9 +26,6 @@ from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4

@@ -1,21 +1,23 @@
 """Completions by the engine that TRL drives, outside of its own rollouts: every rank calls, so that ranks stay in step.
 
-Thinking under a budget goes on this way, and an evaluation on the way: greedy answers of the policy as it is.
+`PolicySampler`: greedy answers of the policy as it is, for an evaluation on the way. `ThinkingRollout`: with
+``rollout.thinking_budget`` the trainer's ``rollout_func``, which calls TRL's own generation up to three times with
+another length limit (``engines/thinking_budget.py``), whichever engine TRL drives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from trl import GRPOTrainer
 
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
+from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
+from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 
 class PolicySampler:
@@ -77,3 +79,58 @@ def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
     shared = trainer.use_vllm and (trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
     return most if shared else max(rows, min(most, 1))
+
+
+def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
+    """The ``rollout_func`` for the constructed ``trainer``: its own where no budget is set, else a ``ThinkingRollout``.
+    ValueError: the inserted text does not fit or does not close the thinking; a rollout function, tools or an
+    environment of the team, which make completions in their own way."""
+    if settings.thinking_budget is None:
+        return trainer.rollout_func
+    taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
+    for name, value in taken.items():
+        if value:
+            own = "which makes completions in a way of its own; leave one of them out"
+            raise ValueError(f"`rollout.thinking_budget` does not combine with `{name}`, {own}")
+    ends: dict[str, Any] = {"max_completion_length": trainer.max_completion_length, "eos_ids": trainer.eos_token_ids}
+    asked = settings.thinking_budget
+    return ThinkingRollout(ThinkingBudget.for_tokenizer(trainer._tokenizer, asked, text=settings.budget_text, **ends))
+
+
+class ThinkingRollout:
+    """TRL's ``rollout_func(prompts, trainer)`` under a budget; logs ``rollout/cut_share``.
+
+    Its ``env_mask`` says which tokens the policy wrote. TRL makes it the ``tool_mask``, which multiplies the loss, the
+    sampler correction and every denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as
+    context. Their sampler log-probs are NaN: a use of them would show.
+    """
+
+    #: completions come from the engine that TRL drives, so its limits hold for them
+    drives_trls_engine = True
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self.budget = budget
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        tokenized, images, multimodal = trainer._tokenize_prompts(prompts)
+        if images is not None or multimodal:
+            raise ValueError("`rollout.thinking_budget` handles text only, and these prompts have images")
+        prompt_ids = [list(ids) for ids in tokenized]
+        several = trainer.accelerator.num_processes > 1
+
+        def generate(ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
+            """Thinking is asked for in groups (a server gets one request with ``n = G``); rows that go on differ within
+            a group, and are asked for one by one."""
+            group = trainer._group_size() if self.budget.budget > 0 and ids == prompt_ids else 1
+            return generate_in_step(trainer, ids, prompt_ids[:1], group, max_new_tokens)
+
+        done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)
+        counts = torch.tensor([[sum(one.was_cut for one in done), len(done)]], device=trainer.accelerator.device)
+        trainer.recorder.book().add_alike("rollout/cut_share", *trainer.accelerator.gather(counts).sum(0))
+        unscored = any(completion.logprobs is None for completion in done)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [completion.ids for completion in done],
+            "logprobs": None if unscored else [completion.logprobs for completion in done],
+            "env_mask": [completion.mask for completion in done],
+        }

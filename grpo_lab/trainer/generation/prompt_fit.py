@@ -75,11 +75,8 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
 
 
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
-    """(row, tokens) of the prompts with more than ``limit`` tokens.
-
-    A token stands for at least one byte, so a prompt of few bytes is short and is not tokenized; what a chat template
-    adds is measured on the first.
-    """
+    """(row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a prompt
+    of few bytes is short and is not tokenized; what a chat template adds is measured on the first."""
     if len(prompts) == 0:
         return []
 

@@ -19,12 +19,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
@@ -35,9 +36,6 @@ from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")
@@ -81,10 +79,8 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
 
 
 def connect(generation: Any, settings: ServerSettings) -> None:
-    """``VLLMGeneration._init_vllm`` in server mode: wait for the server, open the way for the weights.
-
-    ``ValueError`` where it serves another model, or its context has no room beside the longest completion.
-    """
+    """``VLLMGeneration._init_vllm`` in server mode: wait for the server, open the way for the weights. ``ValueError``
+    where it serves another model, or its context has no room beside the longest completion."""
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
     def meet(client: LabVLLMClient) -> None:
@@ -174,9 +170,7 @@ def prove(
     generation: Any, model: nn.Module, prompt_ids: list[list[int]], tolerance: Callable[[torch.dtype], float]
 ) -> SyncGap:
     """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
-
-    ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``.
-    """
+    ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``."""
     accelerator, client = generation.accelerator, getattr(generation, "vllm_client", None)
     asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
     probe, dtype, readable = asked
@@ -280,10 +274,8 @@ class ServerReturn:
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
-    """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server.
-
-    A prompt too long for a rank's own engine ends a run of several ranks without one, which would take all of them.
-    """
+    """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server. A
+    prompt too long for a rank's own engine ends a run of several ranks without one, which would take all of them."""
     try:
         yield
     except KEPT as fault:

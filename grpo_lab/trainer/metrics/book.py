@@ -84,12 +84,8 @@ class MetricBook:
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
         """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``; its extreme follows it.
-
-        Args:
-            origin: of the rows of a bin; ``None``: they are a micro-batch as TRL cut it.
-
-        Where T is 1 both readings are the same number: a row has one loss token or none.
-        """
+        ``origin``: of the rows of a bin; ``None``: they are a micro-batch as TRL cut it. Where T is 1 both readings are
+        the same number: a row has one loss token or none."""
         weights = self._weights(values, mask, origin)
         selected = values.float().masked_fill(~weights, 0.0)
         totals, counts = selected.sum(1), weights.sum(1).float()

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from trl import GRPOTrainer
 
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.trainer import trl_bridge
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 
 @contextlib.contextmanager

@@ -52,10 +52,8 @@ class AsStock(ProgressCallback):  # type: ignore[misc]
 
 
 def one_line_for(trainer: Any) -> None:
-    """Put ``OneLine`` where HF's own bar is, unless `log_level` asks for ``info`` or more.
-
-    A notebook's table, a team's own callback and `disable_tqdm` (HF's printer of every metric) stay as they are.
-    """
+    """Put ``OneLine`` where HF's own bar is, unless `log_level` asks for ``info`` or more. A notebook's table, a team's
+    own callback and `disable_tqdm` (HF's printer of every metric) stay as they are."""
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
         if type(callback) is ProgressCallback and trainer.args.log_level not in ("debug", "detail", "info"):

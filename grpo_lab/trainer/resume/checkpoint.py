@@ -87,12 +87,8 @@ def save_final(trainer: Any, folder: Path) -> None:
 @at("checkpoint")
 def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
     """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every
-    rank.
-
-    Raises:
-        CheckpointNotWritten: on every rank where one of them could not write.
-        NumbersError: on every rank where NaN or infinities would be kept.
-    """
+    rank. CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN
+    or infinities would be kept."""
     state, run = trainer.state, Path(trainer._get_output_dir(trial=trial))
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     place, partial = run / name, run / SAVING / name

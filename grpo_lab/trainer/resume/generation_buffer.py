@@ -25,7 +25,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -33,13 +33,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
 from grpo_lab.trainer.rows import EARLIER, Carried
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 #: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")
@@ -48,12 +46,8 @@ VERDICTS = ("fits", "absent", "changed", "broken")
 def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """``value`` → (description for ``json.dumps``, tensors on the CPU by key). A tensor that stands in several places
     (``num_items_in_batch``) is stored once and is one object again afterwards: the exact update asks by ``is`` whether
-    micro-batches come from one generation batch.
-
-    Raises:
-        ValueError: something in it is neither a plain tensor, None, bool, number, string, list, tuple nor a dict with
-            string keys; the message says where it stands and what it is.
-    """
+    micro-batches come from one generation batch. ValueError: something in it is neither a plain tensor, None, bool,
+    number, string, list, tuple nor a dict with string keys; the message says where it stands and what it is."""
     tensors: dict[str, Tensor] = {}
     keys: dict[int, str] = {}
 
@@ -75,11 +69,8 @@ def flattened(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The inverse of ``flattened``; tensors that were not on the CPU come to ``device``.
-
-    Raises:
-        ValueError: the description is not one of ours. KeyError: a tensor that it names is missing.
-    """
+    """The inverse of ``flattened``; tensors that were not on the CPU come to ``device``. ValueError: the description is
+    not one of ours. KeyError: a tensor that it names is missing."""
 
     @functools.cache
     def tensor(key: str, on: str) -> Tensor:
@@ -223,10 +214,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def load(self, saved: SavedState | None) -> None:
         """Go on where the checkpoint was written, or say why not; called on every rank, which all do the same.
-
-        Raises:
-            ValueError: the entry is damaged, or the rows of a rank are damaged or missing.
-        """
+        ValueError: the entry is damaged, or the rows of a rank are damaged or missing."""
         if saved is None:
             return
         self._begin(resumed=True)

@@ -41,11 +41,8 @@ class WasRead(str):
 
 
 def chosen(trainer: Any, given: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: ``True`` is the newest *whole* checkpoint.
-
-    Raises:
-        ValueError: there are checkpoints, and none is whole; or the one of this path is not what was written.
-    """
+    """What ``resume_from_checkpoint`` means: ``True`` is the newest *whole* checkpoint. ValueError: there are
+    checkpoints, and none is whole; or the one of this path is not what was written."""
     reads = trainer.args.local_process_index == 0
     if given is True:
         newest, passed = newest_read(Path(trainer.args.output_dir), reads)
@@ -167,11 +164,7 @@ class ResumableTrainer(InOrder, RankAwareTrainer):
 
 def load_other_names(trainer: Any, checkpoint: str) -> None:
     """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it
-    has them all.
-
-    Raises:
-        ValueError: the checkpoint has not all of them, under any name.
-    """
+    has them all. ValueError: the checkpoint has not all of them, under any name."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return  # adapters; formats of their own

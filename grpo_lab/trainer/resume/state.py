@@ -53,14 +53,8 @@ class SavedState:
     entries: Mapping[str, Any]
 
     def entry(self, name: str, read: Callable[[Any], T], without: str) -> T | None:
-        """What ``read`` makes of an entry; None where there is none.
-
-        Args:
-            without: what follows where somebody takes the entry out.
-
-        Raises:
-            ValueError: it is damaged, or does not fit this run.
-        """
+        """What ``read`` makes of an entry; None where there is none. ``without``: what follows where somebody takes the
+        entry out. ValueError: it is damaged, or does not fit this run."""
         if name not in self.entries:
             return None
         try:
@@ -86,11 +80,8 @@ def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> N
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Of this release or an earlier one; without entries where there is none (stock TRL's).
-
-    Raises:
-        ValueError: it is damaged, or of a later release.
-    """
+    """Of this release or an earlier one; without entries where there is none (stock TRL's). ValueError: it is damaged,
+    or of a later release."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
         there = {name: place / file for name, file in EARLIER.items() if (place / file).is_file()}
@@ -130,12 +121,8 @@ def save_reference(
     checkpoint: str | os.PathLike[str], tensors: Mapping[str, Tensor] | None, writes: bool
 ) -> dict[str, Any]:
     """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of
-    them. Returns the record's entry.
-
-    Args:
-        tensors: by name; ``None``: it has not moved, which is an answer, too.
-        writes: whether this rank writes.
-    """
+    them, and one ``writes``. Returns the record's entry. ``tensors``: by name; ``None``: it has not moved, which is an
+    answer, too."""
     place, pieces = Path(checkpoint) / REFERENCE, 0
     for piece in _pieces(tensors or {}, writes):
         if writes:
@@ -146,17 +133,10 @@ def save_reference(
 
 
 def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor] | None]) -> bool | None:
-    """Put the saved weights into this run's reference, whole or sharded, to the bit.
-
-    Args:
-        tensors: its weights by name, asked for where there is something to load; ``None``: the run has no reference.
-
-    Returns:
-        Whether it had moved when the checkpoint was written (then it is loaded); ``None``: the checkpoint is silent.
-
-    Raises:
-        ValueError: a file is damaged or missing, or of another model.
-    """
+    """Put the saved weights into this run's reference, whole or sharded, to the bit; ``tensors``: its weights by name,
+    asked for where there is something to load, ``None``: the run has no reference. Returns whether it had moved when
+    the checkpoint was written (then it is loaded), ``None``: the checkpoint is silent. ValueError: a file is damaged or
+    missing, or of another model."""
 
     def read(entry: Any) -> bool:
         place, into = saved.checkpoint / REFERENCE, tensors() if entry["moved"] else None

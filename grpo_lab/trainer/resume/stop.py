@@ -32,7 +32,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -40,13 +40,11 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 
 from grpo_lab.signals import Handlers, handle, put_back
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 logger = logging.getLogger("grpo_lab")
 
@@ -56,10 +54,8 @@ REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
-    """One for a trainer; comes before all other callbacks.
-
-    Limit: where the evaluation itself ends the training (early stopping) one more step is made.
-    """
+    """One for a trainer; comes before all other callbacks. Limit: where the evaluation itself ends the training (early
+    stopping) one more step is made."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer
@@ -272,10 +268,8 @@ def remove(file: Path) -> None:
 
 
 def started(pid: int | None = None) -> float:
-    """When a process (this one) was started, to a hundredth of a second; seconds since 1970.
-
-    The kernel counts ticks since the machine's start; psutil adds them to that moment in whole seconds.
-    """
+    """When a process (this one) was started, to a hundredth of a second; seconds since 1970. The kernel counts ticks
+    since the machine's start; psutil adds them to that moment in whole seconds."""
     try:
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         since_start = time.clock_gettime(time.CLOCK_BOOTTIME)

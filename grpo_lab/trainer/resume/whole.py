@@ -195,9 +195,7 @@ def damaged(checkpoint: Path) -> str | None:
     if listed is None:
         return not_finite(checkpoint)
     try:
-        batch = (
-            "generation" in read_state(checkpoint).entries
-        )  # else it was taken out by hand, and its rows are not read
+        batch = "generation" in read_state(checkpoint).entries  # else taken out by hand, and its rows are not read
     except ValueError:
         batch = True
     wanted: dict[str, str] = listed.get("sha256") or {}

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import Moments, advantage_rule, masked_moments, whiten
-from grpo_lab.advantages.group import sample_std
+from grpo_lab.advantages.group import deviation
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
@@ -43,13 +43,8 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
-    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``.
-
-    With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``. With a guard
+    (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError: anything else."""
     assert table.local is not None
     rows, mask = table.values.size(0), table.local.mask
     if not isinstance(advantages, Tensor):
@@ -167,11 +162,8 @@ def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
 def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
     """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
     where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
-    token as the mean over a completion's own tokens.
-
-    Args:
-        advantages: ``[N]`` over all ranks, ``[B, T]`` of this rank's tokens, or TRL's own ``[B]``.
-    """
+    token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
+    tokens, or TRL's own ``[B]``."""
     batch, mask = made.scored.batch, made.local.mask
     if returns is not None and made.local.values is not None:
         carried = Carried(batch)
@@ -190,19 +182,15 @@ def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, ret
 
 
 def trl_advantages(table: RewardTable, scale_rewards: Any, aggregation: str) -> Tensor:
-    """Advantages ``[N]`` of ``table`` as TRL's settings ask for.
-
-    Raises:
-        ValueError: settings that TRL does not have.
-    """
+    """Advantages ``[N]`` of ``table`` as TRL's settings ask for. ValueError: settings that TRL does not have."""
     if aggregation == "normalize_then_sum":
         values = table.values.double()
         grouped = values.view(-1, table.group_size, values.size(1))
         centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        scaled = (centred / (sample_std(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
+        scaled = (centred / (deviation(grouped, dim=1, keepdim=True) + 1e-4)).view_as(values)
         total = (scaled * table.weights.to(scaled)).nansum(dim=1)
         total = total.masked_fill(values.isnan().all(dim=1), float("nan"))
-        advantages = (total - total.nanmean()) / (sample_std(total, dim=0) + 1e-4)
+        advantages = (total - total.nanmean()) / (deviation(total, dim=0) + 1e-4)
         return advantages.nan_to_num(nan=0.0).to(table.values.dtype)
     rules = {scaling: name for name, scaling in TRL_SCALING.items()}
     if aggregation != "sum_then_normalize" or scale_rewards not in rules:

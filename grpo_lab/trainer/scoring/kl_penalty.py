@@ -38,8 +38,7 @@ class KLController(TrainerCallback):  # type: ignore[misc]
     Attributes:
         coefficient: β in force; None where no KL is charged in the reward.
 
-    Raises:
-        ValueError: a penalty per completion, and TRL's own advantages, which are made before it is known.
+    ValueError: a penalty per completion, and TRL's own advantages, which are made before it is known.
     """
 
     def __init__(self, trainer: StepPort) -> None:

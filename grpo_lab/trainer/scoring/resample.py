@@ -63,12 +63,8 @@ class Resampler:
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
         """``first`` with its dead groups replaced by live ones of further rounds, as far as ``max_rounds`` allows; as
-        it is where that is not asked for.
-
-        Args:
-            first: one generation batch, scored.
-            score: generates and scores the rows of one more batch; called on all ranks alike.
-        """
+        it is where that is not asked for. ``score`` generates and scores the rows of one more batch; called on all
+        ranks alike."""
         if self.trainer.lab_settings.update.dead_groups != "resample":
             return first
         if trl_bridge.is_multimodal(first.batch):

@@ -38,10 +38,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off.
-
-    ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``).
-    """
+    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off. ``keep_infinite``:
+    an infinite value is handed on, to be found in the gathered table (``without_infinite``)."""
     if scope_of(reward) == "group":
 
         def put_off(prompts: list[Any], **_: Any) -> list[None]:
@@ -113,15 +111,8 @@ def _is_infinite(score: float | None) -> bool:
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
     """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts tokens gets the run's
-    tokenizer.
-
-    Args:
-        kl: the one in the reward.
-
-    Raises:
-        ValueError: one without the other; a KL per completion and no outcome that it could be taken from: a z-score of
-            the KL alone is the same for every coefficient.
-    """
+    tokenizer. ``kl``: the one in the reward. ValueError: one without the other; a KL per completion and no outcome that
+    it could be taken from: a z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
     for reward in given:
         if getattr(reward, "tokenizer", None) is None:
@@ -156,15 +147,9 @@ def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[
 
 
 def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | None, home: str) -> Tensor:
-    """``values`` ``[N, F]`` with infinite ones as NaN (cannot be scored), and the batch marked as bad.
-
-    Args:
-        values: the same on every rank.
-        home: what returned them, for the sentence: ``"reward function {}"``.
-
-    Raises:
-        ValueError: without a guard. An infinite reward poisons its whole group.
-    """
+    """``values`` ``[N, F]``, the same on every rank, with infinite ones as NaN (cannot be scored), and the batch marked
+    as bad; ``home``: what returned them, for the sentence (``"reward function {}"``). ValueError: without a guard. An
+    infinite reward poisons its whole group."""
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()
@@ -217,11 +202,7 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
 
 def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
-    rank computes the same.
-
-    Args:
-        values: ``[N, F]`` completion rewards, NaN in the columns of group rewards.
-    """
+    rank computes the same. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
     table, size, guarded = values.tolist(), trainer._group_size(), trainer.recorder.faults_in_training is not None
     of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
     known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
@@ -275,11 +256,8 @@ def _gathered_rows(
 
 
 def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
-    """This rank's environments where a group reward reads them, else None for each row.
-
-    Raises:
-        ValueError: a group may lie on several ranks, and an environment cannot be sent from one to another.
-    """
+    """This rank's environments where a group reward reads them, else None for each row. ValueError: a group may lie on
+    several ranks, and an environment cannot be sent from one to another."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows

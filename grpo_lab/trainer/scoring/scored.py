@@ -86,15 +86,9 @@ def without_faulty(
     logprobs: list[list[float | None]] | None, sampled: list[list[int]] | None, faults: Faults | None
 ) -> None:
     """Log-probs ``[completion][token]`` that are NaN or infinite become None, which TRL weighs with 1; the batch is
-    marked as bad.
-
-    Args:
-        sampled: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking budget, whose
-            log-probs are NaN).
-
-    Raises:
-        EngineFault: in an evaluation (``faults`` is None), where there is no step to leave out.
-    """
+    marked as bad. ``sampled``: TRL's ``tool_mask``: 0 where a token was put in (a tool's answer, the end of a thinking
+    budget, whose log-probs are NaN). EngineFault: in an evaluation (``faults`` is None), where there is no step to
+    leave out."""
     for row, of_tokens in enumerate(logprobs or []):
         made = [1] * len(of_tokens) if sampled is None else sampled[row]
         numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]

@@ -34,10 +34,7 @@ NAN_IS_MEANT = (f"{OURS}returns",)
 
 def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> str | None:
     """Write the step's batch; called on every rank, which all reach it → a sentence that says where, or None.
-
-    Args:
-        facts: what was seen, for ``facts.json``.
-    """
+    ``facts``: what was seen, for ``facts.json``."""
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"
     rank = trainer.accelerator.process_index
     rows, tensors = _chosen(faults)

@@ -50,11 +50,8 @@ class ExactUpdate:
         self.verdict.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
-        """The loss that HF should run the next backward on (a constant 0 while the step is being collected).
-
-        Args:
-            trls: TRL's ``compute_loss`` of this micro-batch, which asks ``_compute_loss``, a team's or ours.
-        """
+        """The loss that HF should run the next backward on (a constant 0 while the step is being collected). ``trls``:
+        TRL's ``compute_loss`` of this micro-batch, which asks ``_compute_loss``, a team's or ours."""
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found

@@ -41,8 +41,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
         taken: the last optimizer step that was.
 
-    Raises:
-        ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
+    ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
     """
 
     def __init__(self, trainer: StepPort) -> None:

@@ -99,11 +99,8 @@ def empty_optimizer(optimizer: Any) -> None:
 class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     """Empties the optimizer with the last update of a generation batch, so that checkpoints hold no moments either, and
     before a new batch is generated. Weights, gradients and the learning-rate schedule are not touched. A run resumed
-    inside a batch goes on with the moments of its updates so far (``generation_buffer``).
-
-    Raises:
-        ValueError: DeepSpeed, or an optimizer with state in its parameter groups (schedule-free, Prodigy).
-    """
+    inside a batch goes on with the moments of its updates so far (``generation_buffer``). ValueError: DeepSpeed, or an
+    optimizer with state in its parameter groups (schedule-free, Prodigy)."""
 
     def __init__(self, trainer: StepPort) -> None:
         if trainer.is_deepspeed_enabled:

@@ -106,11 +106,8 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
 @torch.no_grad()
 def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
     """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
-    token. Every rank runs the same number of forwards (with sharded weights each one is a collective).
-
-    Args:
-        fields: those of ``TEXT``; where each row stood only of rows that were put together from several generations.
-    """
+    token. Every rank runs the same number of forwards (with sharded weights each one is a collective). ``fields``:
+    those of ``TEXT``; where each row stood only of rows that were put together from several generations."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
     prompts, completions = table.lengths
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)

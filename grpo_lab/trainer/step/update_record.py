@@ -135,11 +135,8 @@ def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
-    """Entropy, KL, the surrogate's and the critic's diagnostics into the book.
-
-    Args:
-        origin: of the rows of a bin; ``None``: the batch is a micro-batch as TRL cut it.
-    """
+    """Entropy, KL, the surrogate's and the critic's diagnostics into the book. ``origin``: of the rows of a bin;
+    ``None``: the batch is a micro-batch as TRL cut it."""
     objective, critic = trainer.algorithm.objective, trainer.algorithm.value
     assert objective is not None
     values = dict(objective.diagnostics(batch))

@@ -1,25 +1,38 @@
 """Training by TRL's trainers that are not RL's: on rows (SFT, the cold start), on pairs (DPO, SimPO, reward models), by
 a teacher. The losses are TRL's, untouched.
 
+    DPO     −log σ(r̂(y⁺) − r̂(y⁻))       r̂ = β log π(y|x)/π₀(y|x)       arXiv 2305.18290, eq. 7
+    SimPO   −log σ(r̂(y⁺) − r̂(y⁻) − γ)   r̂ = β log π(y|x)/|y|           arXiv 2405.14734, eq. 6
+
+SimPO needs no reference model and divides by the length, so a long answer is not dispreferred for being long but for
+being in the second place. TRL's CPO adds a likelihood term to it by default (`cpo_alpha` 1): off here, as in SimPO's
+paper, unless it is set. TRL's `simpo_gamma` is γ itself (TRL divides it by β before multiplying by β). γ = 0 is the
+form in which lecture notes write it.
+
+Both log ``rewards/weight``, how strongly each pair pulls: the mean of w(θ) = σ(r̂(y⁻) − r̂(y⁺)), with γ added inside of σ
+for SimPO (section 2.3). It is the weight in DPO's gradient, ∇L = −β E[w (∇log π(y⁺) − ∇log π(y⁻))]: near 1 where the
+model's own reward has the pair the wrong way round, ½ where it is undecided, near 0 where it is learned.
+
 The trainer saves, not the model: under FSDP and ZeRO each process holds a part of it, and all must join in.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from trl import DistillationConfig, DPOConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from grpo_lab.engines.sampler import in_form_of
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
-from grpo_lab.trainer.supervised.preference import WeightedDPOTrainer, weighted_cpo
 
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
@@ -28,6 +41,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
 }
 """Of the configuration, where it is not set."""
+WEIGHT = "rewards/weight"
 
 
 def train_by(
@@ -52,9 +66,8 @@ def train_by(
         train: what trains the trainer; None: its ``train()``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
 
-    Raises:
-        ValueError: a missing column, or an unknown setting.
-        NumbersError: what it has left is not finite; nothing is written.
+    ValueError: a missing column, or an unknown setting. NumbersError: what it has left is not finite; nothing is
+    written.
     """
     config, trainer_class = trl_of(method)
     columns = list(COLUMNS[method])
@@ -88,9 +101,7 @@ def check_rows(rows: Dataset) -> None:
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
     """``arguments`` in the types that the configuration of ``method`` declares (of others than `COLUMNS`: SFT's).
-
-    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be.
-    """
+    ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be."""
     config = trl_of(method)[0]
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
     found: dict[str, Any] = typed(arguments, config, where)
@@ -109,3 +120,59 @@ def trl_of(method: str) -> tuple[Any, Any]:
         return weighted_cpo()
     of = {"dpo": (DPOConfig, WeightedDPOTrainer), "reward": (RewardConfig, RewardTrainer)}
     return {**of, "distill": (DistillationConfig, Distillation)}.get(method, (SFTConfig, SFTTrainer))
+
+
+def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
+    """w of each pair, [pairs], in (0, 1), from the implicit rewards r̂, [pairs]; ``margin``: SimPO's γ."""
+    return torch.sigmoid(rejected - chosen + margin)
+
+
+class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
+    """For the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the rewards before it
+    logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the models' way
+    out."""
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        seen: list[torch.Tensor] = []
+
+        def note(_module: Any, _inputs: Any, out: Any) -> None:
+            if (found := getattr(out, "log_probs", None)) is not None:
+                seen.append(found.detach())
+
+        models = [one for one in (self.model, self.ref_model) if one is not None]
+        hooks = [self.accelerator.unwrap_model(one).register_forward_hook(note) for one in models]
+        mode = "train" if self.model.training else "eval"
+        try:
+            loss = super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.f_divergence_type == "reverse_kl" and self.ld_alpha is None:
+            length = inputs["completion_mask"].shape[1] - 1
+            # the two halves of TRL's batch: chosen and rejected
+            policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
+            saved = self.precompute_ref_logps
+            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+            rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
+            weights = self.accelerator.gather(implicit_weight(*rewards))
+            self._metrics[mode][WEIGHT].append(weights.mean().item())
+        return loss
+
+
+def weighted_cpo() -> tuple[Any, Any]:
+    """Configuration and trainer."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
+        """Where its reward is the log-prob itself (``alpha`` 0). γ counts for ``simpo`` alone, as in TRL's loss."""
+
+        def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
+            found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
+            if self.alpha == 0.0:
+                margin = float(self.simpo_gamma) if self.loss_type == "simpo" else 0.0
+                weights = self.accelerator.gather_for_metrics(implicit_weight(found[1], found[2], margin))
+                self.store_metrics({WEIGHT: weights.mean().item()}, "train" if self.model.training else "eval")
+            return found
+
+    return CPOConfig, WeightedCPOTrainer

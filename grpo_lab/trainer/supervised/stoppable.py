@@ -64,11 +64,8 @@ class StoppableTraining:
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
     def __call__(self, trainer: Any) -> None:
-        """
-        Raises:
-            TrainingStopped: asked to, after the checkpoint.
-            CheckpointNotWritten: asked to, and it could not be written; what was there before is as it was.
-        """
+        """TrainingStopped: asked to, after the checkpoint. CheckpointNotWritten: asked to, and it could not be written;
+        what was there before is as it was."""
         answer = _Answer(trainer, self)
         trainer.add_callback(answer)
         given = None if self.checkpoint is None else str(self.checkpoint)

@@ -20,9 +20,7 @@ from grpo_lab.trainer.trl_bridge.values import without_critic
 
 def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
-
-    DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary).
-    """
+    DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary)."""
     stack, state = contextlib.ExitStack(), trainer.accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
     state._set_sync_gradients(False)
