@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -38,6 +40,10 @@ _TAKEN = (
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
          "thinking", "thinking_budget", "budget_text")  # fmt: skip
 """Options that are settings of a recipe's ``evaluation``."""
+
+
+_ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)(\.part)?")
+"""Files of one condition."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +98,7 @@ def run(known: argparse.Namespace) -> int:
 
     plan = plan_of(known)
     main = int(os.environ.get("RANK", "0")) == 0
-    ours = [AGAINST, *conditions_in(plan.section)]
+    ours = [*conditions_in(plan.section), *([AGAINST] if known.against else [])]
     with claim_output(known.output, known.overwrite, ours) if main and known.output else nullcontext():
         if main and (note := _unlike_its_run(known, plan.section.data)):
             print(visible(f"note: {note}"))
@@ -202,20 +208,29 @@ def title(model: str, plan: HeldOut) -> str:
 
 
 def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:
-    """The output folder, made and this process's now, so that nothing is computed in vain. ValueError: it cannot be
-    made, is in use, or holds a whole evaluation (without ``overwrite``) or something else."""
+    """The output folder, made and this process's now, so that nothing is computed in vain; with ``overwrite`` without
+    what an earlier evaluation left of other ``conditions``. ValueError: it cannot be made, is in use, or holds a whole
+    evaluation (without ``overwrite``) or something else."""
     from grpo_lab.evaluation import EvaluationResult
-    from grpo_lab.evaluation.sweep import SWEEP
+    from grpo_lab.evaluation.sweep import AGAINST, SWEEP
 
-    ours = ["summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK, SWEEP, *conditions]
-    ours += [file.name for file in folder.glob("answers.*.jsonl")]
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if strangers := sorted(name for name in names if name.removesuffix(".part") not in ours):
+    there = {one.name: one for one in folder.iterdir()} if folder.is_dir() else {}
+    begun = any(_ANSWERS.fullmatch(name) for name in there)
+    below = [*there.values(), *(folder / AGAINST).glob("*")]
+    stale = [one for one in below if begun and one.is_dir() and one.name not in conditions and _is_evaluation(one)]
+    strangers = sorted(
+        name
+        for name, one in there.items()
+        if one not in stale
+        and name.removesuffix(".part") not in ("report.html", LOCK, SWEEP, *conditions)
+        and not _ANSWERS.fullmatch(name)
+    )
+    if strangers:
         raise ValueError(
             f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
         )
-    ended = "summary.json" in names and LOCK not in names  # a kill leaves the lock
-    if not overwrite and ended and EvaluationResult.read(folder).stopped is None:
+    ended = "summary.json" in there and LOCK not in there  # a kill leaves the lock
+    if not overwrite and (stale or (ended and EvaluationResult.read(folder).stopped is None)):
         raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
     writer = ExitStack()
     try:
@@ -224,7 +239,19 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
+    for one in stale:
+        shutil.rmtree(one, ignore_errors=True)
+    if stale:
+        (folder / SWEEP).unlink(missing_ok=True)  # which lists them
     return writer
+
+
+def _is_evaluation(folder: Path) -> bool:
+    """Whether nothing but what an evaluation writes below its output folder is in it."""
+    below = [] if folder.is_symlink() else [*folder.iterdir()]
+    return bool(below) and all(
+        _is_evaluation(one) if one.is_dir() else _ANSWERS.fullmatch(one.name) is not None for one in below
+    )
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

@@ -152,18 +152,25 @@ class StopRequests:
         self.check()
 
     @contextlib.contextmanager
-    def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
-        """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
-        self.check()
+    def ctrl_c_too(self) -> Iterator[None]:
+        """In the block Ctrl-C asks as the signals do; the second one ends it."""
         before = handle(self._heard, signal.SIGINT) if self._before else {}
         self._held += 1
         try:
-            yield StoppableTraining(place, identity, self.asked)
-        except TrainingStopped as stopped:
-            self._leave(stopped.step)
+            yield
         finally:
             self._held -= 1
             put_back(before)
+
+    @contextlib.contextmanager
+    def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
+        """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
+        self.check()
+        with self.ctrl_c_too():
+            try:
+                yield StoppableTraining(place, identity, self.asked)
+            except TrainingStopped as stopped:
+                self._leave(stopped.step)
 
 
 def identity_of(rows: Any, made_from: Any) -> str:

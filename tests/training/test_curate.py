@@ -330,3 +330,14 @@ def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path
     filters = {"hardest": {"n": 3}}  # which are measured where a filter needs it
     done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters, output_dir=str(tmp_path / "hardest")))
     assert [row["solution"] for row in done.rows] == ["11"] * 3
+    filters = {"balance": {"by": "successes"}}
+    done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters, output_dir=str(tmp_path / "balance")))
+    assert len(set(Counter(row["successes"] for row in done.rows).values())) == 1
+
+
+@pytest.mark.parametrize(("by", "model"), [("pass_rate", None), ("kind", {}), ("guesses_right", {})])
+def test_a_score_that_nothing_makes_is_refused(by: str, model: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    model = model if model is None else {"path": str(tiny_folder)}
+    made = recipe(tmp_path, tiny_folder, model=model, filters={"balance": {"by": by}})
+    with pytest.raises(ValueError, match=f"`filters.balance.by` is {by!r}; the columns are .* the scores made here"):
+        curate(made)

@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+import forked
 from grpo_lab.cli import main
 from grpo_lab.pipelines.kinds import KINDS
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
@@ -249,6 +254,45 @@ def test_a_stage_is_launched_on_its_processes_alone_or_from_a_file(
     assert stages(tmp_path / "out")["more"]["status"] == "waiting"
     assert main(["pipeline", "run", str(file)]) == 0
     assert stages(tmp_path / "out")["more"]["why"] == "new"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGINT, 130)], ids=["evaluate", "rl"]
+)
+def test_a_launched_stage_that_is_asked_to_stop_ends_with_what_it_has(
+    ranks: int, number: int, code: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Of `evaluate`, which is `whole`, the pipeline alone ended; of one process the launcher alone."""
+    launch = {"distributed_type": "MULTI_CPU" if ranks > 1 else "NO", "num_processes": ranks, "use_cpu": True}
+    launch |= {"mixed_precision": "no", "main_process_port": free_port()}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
+    out, data = tmp_path / "out", {**DATA, "n": 4000}
+    entry: dict[str, Any] = {"stage": "evaluate", "model": str(tiny_folder), "batch_size": 4, "use_cpu": True}
+    waits, keeps = "stage/evaluation/answers.0.jsonl", "stage/evaluation/answers.0.jsonl"
+    if ranks > 1:
+        entry = {"stage": "rl", "model": {"path": str(tiny_folder)}, "rewards": ["accuracy"], **TRAINING}
+        entry |= {"num_generations": 2, "max_steps": 5000, "logging_steps": 1}
+        waits, keeps = "stage/metrics.jsonl", "stage/checkpoint-*/trainer_state.json"
+    entry |= {"name": "stage", "data": data, "max_completion_length": 4, "launch": str(tmp_path / "launch.yaml")}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"output_dir": str(out), "stages": [entry]}))
+    words = [sys.executable, "-m", "grpo_lab", "pipeline", "run", str(tmp_path / "pipeline.yaml")]
+    with (tmp_path / "log").open("w") as log:
+        running = psutil.Popen(words, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
+    children: list[psutil.Process] = []
+    try:
+        while not (out / waits).is_file() and running.poll() is None:
+            time.sleep(0.1)
+        children = running.children(recursive=True)
+        assert [one for one in children if "--launched" in one.cmdline()], (tmp_path / "log").read_text()
+        running.send_signal(number)
+        assert running.wait(timeout=300) == code, (tmp_path / "log").read_text()
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+    finally:
+        for one in (running, *children):
+            forked.end_with_children(one.pid)
+    assert [*out.glob(keeps)]
+    assert stages(out)["stage"]["status"] == "running"
 
 
 def test_batch_scripts_wait_for_what_they_read(tmp_path: Path) -> None:
