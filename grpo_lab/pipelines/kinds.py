@@ -14,6 +14,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import read_run
@@ -66,6 +67,15 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
     return WholeCommand
 
 
+def _of_training(done: TrainingOutcome) -> Facts:
+    """Reward and length are means of the last ten logs; the recipe's ``evaluation`` says what the model does now."""
+    run = read_run(done.folder)
+    last = {"reward": run.metrics.get("reward"), "length": run.metrics.get("completions/mean_length")}
+    means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}
+    said = {"steps": run.summary["trained"], "tokens": run.summary.get("tokens")}  # none: an earlier version's
+    return {**said, **means, **_measured(done)}
+
+
 def _measured(done: TrainingOutcome | Shortened) -> Facts:
     found = done.after
     return {"accuracy": found.accuracy.value, "length": found.mean_length} if found and found.accuracy else {}
@@ -76,7 +86,8 @@ def _of_curation(done: Curated) -> Facts:
 
 
 def _of_rounds(lines: Sequence[Mapping[str, Any]]) -> Facts:
-    return {"rounds": len(lines) - 1, "accuracy": (lines[-1].get("accuracy") or {}).get("value")}
+    last = lines[-1]
+    return {"rounds": len(lines) - 1, "tokens": last["tokens_total"], "accuracy": last["accuracy"]}
 
 
 KINDS: dict[str, Any] = {
@@ -93,9 +104,7 @@ KINDS: dict[str, Any] = {
     "build": Build,
     "reward_model": RewardModel,
     "evaluate": Evaluate,
-    "rl": whole_command(
-        recipe_from, train, lambda done: {"steps": read_run(done.folder).last_step, **_measured(done)}, model="."
-    ),
+    "rl": whole_command(recipe_from, train, _of_training, model="."),
     "curate": whole_command(curation_recipe_from, curate, _of_curation, rows="curated.jsonl"),
     "rounds": whole_command(rounds_recipe_from, run_rounds, _of_rounds, model="."),
     "long2short": whole_command(

@@ -103,6 +103,7 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
     judged = {"data": DATA, "reward": reward, "n_samples": 6, **limits}
     training = {**TRAINING, "max_length": 256}
     rl = {"rewards": [reward], "objective": "dr_grpo", "num_generations": 4, "per_device_train_batch_size": 4, **limits}
+    rl |= {"logging_steps": 1}
     taken = {"model.path": "rl.model", "data.source": "curated.rows"}
     written = {
         "output_dir": str(tmp_path / "out"),
@@ -117,7 +118,8 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
             {"stage": "rl", "name": "rl", "model": {"path": str(tiny_folder)}, **rl, "bf16": False, "max_steps": 1}
             | {"inputs": {"data.source": "curated.rows"}, "data": {"loader": "file", "template": "chat"}},
             {"stage": "rounds", "name": "rounds", "inputs": taken, "method": "expert_iteration", "rounds": {"count": 1}}
-            | {**judged, "data": {"loader": "file", "template": "chat"}, "training": training},
+            | {**judged, "data": {"loader": "file", "template": "chat"}, "training": training}
+            | {"evaluation": {"data": DATA, "before": False}},
             {"stage": "long2short", "name": "short", "method": "merge", "use_cpu": True}
             | {"inputs": {"model.path": "rl.model", "short_model": "rounds.model"}},
             {**SAMPLED, "inputs": {"model": "short.model"}},
@@ -135,6 +137,10 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
     done = run_pipeline(recipe)
     assert list(done) == ["curated", "rl", "rounds", "short", "samples", "chosen", "student"]
     assert done["student"]["steps"] == 2
+    assert done["rl"] == {"steps": 1, "tokens": pytest.approx(4 * done["rl"]["length"])} | {
+        name: done["rl"][name] for name in ("reward", "length")
+    }
+    assert {"rounds", "tokens", "accuracy"} == {*done["rounds"]}
     before = files(tmp_path / "out")
     assert {"rl/model.safetensors", "rounds/round-1/model/model.safetensors", "short/model.safetensors"} <= {*before}
     for marker in ("round-1/train.json", "round-1/evaluate.json"):
