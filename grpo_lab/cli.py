@@ -206,8 +206,8 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         shape: dict[str, Any] = {"allow_abbrev": name != "evaluate"}
         if command.read:
-            asks = "--config RECIPE " if command.recipes else ""
-            asks = f"{{{','.join(command.actions)}}} FILE or FOLDER " if command.actions else asks
+            asks = f"{{{','.join(command.actions)}}} FILE or FOLDER " if command.actions else "--config RECIPE "
+            asks = asks if command.recipes else ""
             shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
             shape["description"] = f"{command.help}. {OVERRIDES}"
         own = commands.add_parser(name, help=command.help, **shape)

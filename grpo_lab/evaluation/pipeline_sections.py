@@ -61,12 +61,15 @@ def status(folder: Path, console: Console | None = None) -> None:
     title = f"{run.summary.get('name')}: {done} of {len(run.stages)} stages done"
     found = plain_table(title, table.head, table.rows)
     if console.measure(found, options=console.options.update(width=10_000)).maximum > console.width:
-        _, _, *names, _ = table.head
-        rows = []
-        for stage, kind, *cells, took in table.rows:
-            facts = [f"{name.removesuffix(' generated')} {cell}" for name, cell in zip(names, cells, strict=True) if cell]
-            rows.append([stage, took, ": ".join(filter(None, [kind, ", ".join(facts)]))])
-        found = plain_table(title, ["stage", "time", "kind: facts"], rows)
+        rows = [
+            [
+                stage,
+                took,
+                ", ".join(f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell),
+            ]
+            for stage, *facts, took in table.rows
+        ]
+        found = plain_table(title, ["stage", "time", "kind, facts"], rows)
         found.columns[1].no_wrap, found.columns[2].justify = True, "left"
     console.print(found)
 

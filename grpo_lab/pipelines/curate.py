@@ -44,7 +44,6 @@ from grpo_lab.stages.filter import (
     Filters,
     leave_room,
     measure_pass_rates,
-    scores_made,
     shown_column,
     to_be_measured,
 )
@@ -195,8 +194,9 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
     found = questions(recipe.data, recipe.reward, here_only=here_only)
     by = filters.balance and filters.balance.by
     if by and found.rows is not None:
+        of = {"kind": filters.kind, "guesses_right": filters.guessable}
+        made = [*(name for name in SCORES if of.get(name, recipe.model) is not None), DOMAIN]
         own = [name for name in found.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
-        made = [*scores_made(own, filters, recipe.model is not None), DOMAIN]
         if by not in (*own, *made):
             raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {own}, the scores made here {made}")
     load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,8 @@ from grpo_lab.visible import visible
 _ROWS = ("source", "split", "template")
 """Loader arguments with an option of their own."""
 _TAKEN = (
-    "seed",
-    "mode",
-    "model",
-    "limit",
-    "output",
-    "batch_size",
-    "n_samples",
-    "temperature",
-    "tokenizer",
-    "overwrite",
-)
+    "seed", "mode", "model", "limit", "output", "batch_size", "n_samples", "temperature", "tokenizer", "overwrite",
+)  # fmt: skip
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
@@ -42,7 +34,7 @@ _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm"
 """Options that are settings of a recipe's ``evaluation``."""
 
 
-_ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)(\.part)?")
+_ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)")
 """Files of one condition."""
 
 
@@ -212,24 +204,19 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
     what an earlier evaluation left of other ``conditions``. ValueError: it cannot be made, is in use, or holds a whole
     evaluation (without ``overwrite``) or something else."""
     from grpo_lab.evaluation import EvaluationResult
-    from grpo_lab.evaluation.sweep import AGAINST, SWEEP
+    from grpo_lab.evaluation.sweep import SWEEP
 
-    there = {one.name: one for one in folder.iterdir()} if folder.is_dir() else {}
-    begun = any(_ANSWERS.fullmatch(name) for name in there)
-    below = [*there.values(), *(folder / AGAINST).glob("*")]
-    stale = [one for one in below if begun and one.is_dir() and one.name not in conditions and _is_evaluation(one)]
-    strangers = sorted(
-        name
-        for name, one in there.items()
-        if one not in stale
-        and name.removesuffix(".part") not in ("report.html", LOCK, SWEEP, *conditions)
-        and not _ANSWERS.fullmatch(name)
-    )
-    if strangers:
-        raise ValueError(
-            f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
-        )
-    ended = "summary.json" in there and LOCK not in there  # a kill leaves the lock
+    begun = any(_ANSWERS.fullmatch(one.name) for one in folder.glob("*"))
+
+    def ours(file: Path) -> bool:
+        name, beside = file.name.removesuffix(".part"), file.parent == folder
+        found = (beside and name in ("report.html", LOCK, SWEEP)) or (file.is_dir() and not file.is_symlink())
+        return found or ((beside or begun) and _ANSWERS.fullmatch(name) is not None)
+
+    if found := sorted(str(one.relative_to(folder)) for one in islice(filterfalse(ours, folder.rglob("*")), 5)):
+        raise ValueError(f"--output {str(folder)!r} holds something else ({', '.join(found)}); choose a new folder")
+    stale = [one for one in folder.glob("*") if begun and one.is_dir() and one.name not in conditions]
+    ended = (folder / "summary.json").is_file() and not (folder / LOCK).exists()  # a kill leaves the lock
     if not overwrite and (stale or (ended and EvaluationResult.read(folder).stopped is None)):
         raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
     writer = ExitStack()
@@ -240,18 +227,9 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
     for one in stale:
-        shutil.rmtree(one, ignore_errors=True)
-    if stale:
         (folder / SWEEP).unlink(missing_ok=True)  # which lists them
+        shutil.rmtree(one)
     return writer
-
-
-def _is_evaluation(folder: Path) -> bool:
-    """Whether nothing but what an evaluation writes below its output folder is in it."""
-    below = [] if folder.is_symlink() else [*folder.iterdir()]
-    return bool(below) and all(
-        _is_evaluation(one) if one.is_dir() else _ANSWERS.fullmatch(one.name) is not None for one in below
-    )
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:

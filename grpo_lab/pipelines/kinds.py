@@ -5,6 +5,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     run(at)   does it in ``at.folder`` (`runs.stage.At`) and returns facts: the results in its `stage.json`
     plan()    its words for ``--dry-run``; it may be left out, as the rest
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
+    perhaps   names of those that it leaves where its settings say so
     whole     true: asked to stop, it is broken off and done again
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
     locks     true: it keeps a second process out of its folder by itself
@@ -36,6 +37,7 @@ from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
 from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
+from grpo_lab.trainer.scoring.preference import FOLDER
 
 
 def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
@@ -47,6 +49,7 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
         """``rl``, ``curate``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
 
         leaves: ClassVar[Mapping[str, str]] = left
+        perhaps: ClassVar[Collection[str]] = ("preference",)
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
         no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
@@ -68,12 +71,11 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
 
 
 def _of_training(done: TrainingOutcome) -> Facts:
-    """Reward and length are means of the last ten logs; the recipe's ``evaluation`` says what the model does now."""
+    """Reward and length are means of the last ten logs; ``evaluation`` measures the last model in their place."""
     run = read_run(done.folder)
-    last = {"reward": run.metrics.get("reward"), "length": run.metrics.get("completions/mean_length")}
+    last = {"reward": run.first_of("reward"), "length": run.first_of("completions/mean_length")}
     means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}
-    said = {"steps": run.summary["trained"], "tokens": run.summary.get("tokens")}  # none: an earlier version's
-    return {**said, **means, **_measured(done)}
+    return {"steps": run.summary["trained"], "tokens": run.summary.get("tokens"), **means, **_measured(done)}
 
 
 def _measured(done: TrainingOutcome | Shortened) -> Facts:
@@ -104,7 +106,7 @@ KINDS: dict[str, Any] = {
     "build": Build,
     "reward_model": RewardModel,
     "evaluate": Evaluate,
-    "rl": whole_command(recipe_from, train, _of_training, model="."),
+    "rl": whole_command(recipe_from, train, _of_training, model=".", preference=FOLDER),
     "curate": whole_command(curation_recipe_from, curate, _of_curation, rows="curated.jsonl"),
     "rounds": whole_command(rounds_recipe_from, run_rounds, _of_rounds, model="."),
     "long2short": whole_command(

@@ -65,7 +65,8 @@ class Entry:
         """Whether it is to be done; its folder is ready then."""
         no_matter = {*OF_NO_FILE, *getattr(self.kind, "no_matter", ())}
         kept = {name: value for name, value in plain_facts(self.section.settings).items() if name not in no_matter}
-        left = getattr(self.kind, "leaves", {}).values()
+        leaves, perhaps = getattr(self.kind, "leaves", {}), getattr(self.kind, "perhaps", ())
+        left = [place for thing, place in leaves.items() if thing not in perhaps]
         settings = {**kept, "inputs": dict(self.section.inputs)}
         return record.begin(self.folder, settings, digests_of(kept, self.inputs), left)
 
@@ -159,7 +160,7 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
     launch += [*words_of_stage(recipe, entry.name), "--launched"]
     running = psutil.Popen(launch, process_group=0, preexec_fn=partial(die_with_parent, signal.SIGTERM))
     told = set[int]()
-    with stop.ctrl_c_too():
+    with stop.patient(signal.SIGINT):
         while running.poll() is None:
             with suppress(psutil.Error):  # one has just ended
                 for rank in running.children() if stop.asked() else ():

@@ -37,10 +37,10 @@ SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``
 MAX_UNPARSEABLE_GOLDS = 0.01
 
 
-def judges_of(section: EvaluationSection) -> tuple[Any, dict[str, Any]]:
-    """The reward of a recipe's ``evaluation``, and its measures by name."""
+def judges_of(section: EvaluationSection) -> dict[str, Any]:
+    """``reward`` and ``measures`` of a recipe's ``evaluation``, built."""
     measures = {name: build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()}
-    return build_reward(section.reward, "evaluation.reward"), measures
+    return {"reward": build_reward(section.reward, "evaluation.reward"), "measures": measures}
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:

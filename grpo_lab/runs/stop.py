@@ -144,17 +144,14 @@ class StopRequests:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """What the block does is not broken off by a signal: ``check`` says where it may end, and at its end it may."""
-        self._held += 1
-        try:
+        with self.patient():
             yield
-        finally:
-            self._held -= 1
         self.check()
 
     @contextlib.contextmanager
-    def ctrl_c_too(self) -> Iterator[None]:
-        """In the block Ctrl-C asks as the signals do; the second one ends it."""
-        before = handle(self._heard, signal.SIGINT) if self._before else {}
+    def patient(self, *more: int) -> Iterator[None]:
+        """The signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask and break nothing off."""
+        before = handle(self._heard, *more) if self._before else {}
         self._held += 1
         try:
             yield
@@ -166,7 +163,7 @@ class StopRequests:
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
         """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
         self.check()
-        with self.ctrl_c_too():
+        with self.patient(signal.SIGINT):
             try:
                 yield StoppableTraining(place, identity, self.asked)
             except TrainingStopped as stopped:

@@ -165,13 +165,11 @@ class HeldOutRows:
         self.section, self.ways = section, conditions_in(section)
         templates = {way.template for way in self.ways.values()}
         self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
-        reward, measures = parts.judges_of(section)
         self.asked: Any = {
             **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")},
             "max_new_tokens": section.max_new_tokens or max_new_tokens,
             "seed": seed,
-            "reward": reward,
-            "measures": measures,
+            **parts.judges_of(section),
         }
 
     def asking(

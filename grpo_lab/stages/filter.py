@@ -329,13 +329,6 @@ def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
     return bool(needed) or "completion" not in columns
 
 
-def scores_made(columns: Collection[str], filters: Filters, model: bool) -> list[str]:
-    """Those of `SCORES` that a row will have."""
-    rated = model and to_be_measured(columns, filters)
-    made = {"kind": filters.kind, "prompt_tokens": model, "guesses_right": filters.guessable}
-    return [name for name in SCORES if made.get(name, rated)]
-
-
 def shown_column(rows: Any) -> str:
     """The column of the questions' text."""
     return "question" if "question" in rows.column_names else "prompt"

@@ -183,7 +183,7 @@ def test_overwrite_takes_the_place_of_other_conditions_and_of_nothing_else(
     assert main([*words, *both, "--overwrite"]) == 0
     (out / "none" / "thesis.tex").write_text("x")
     assert main([*words, "--overwrite"]) == 2
-    assert "holds something else (none)" in capsys.readouterr().err
+    assert "holds something else (none/thesis.tex)" in capsys.readouterr().err
     assert (out / "sweep.json").is_file()
 
 

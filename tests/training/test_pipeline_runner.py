@@ -151,6 +151,7 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
         (tmp_path / "out" / "rounds" / "run.json").read_text().replace('"finished": true', '"finished": false')
     )
     run_pipeline(recipe)
+    assert not [*(tmp_path / "out").glob("*.before-*")]  # what `rl` may leave, and did not, makes nothing again
     pages = {name for name in before if name.endswith("report.html")}
     again = files(tmp_path / "out")
     assert {name for name in before if before[name] != again.get(name)} <= pages
