@@ -9,8 +9,10 @@ runs/compare/EXPERIMENT.
     python scripts/compare.py reinforce --seeds 0      # 4 deltas x 3 losses, four updates a rollout
     python scripts/compare.py reinforce --gamma 0.98   # the same, discounted per token
     python scripts/compare.py curation --start DIR     # curated against random, prioritized against uniform
+    python scripts/compare.py preference --start DIR   # paid by a preference model alone: frozen, and kept in training
 
-DIR: the cold start of another run, here runs/lab-misreading/cold_start.
+DIR: the cold start of another run, for curation runs/lab-misreading/cold_start, for preference
+runs/r1-pipeline-quickstart/second_sft/model, whose run has the preference model, too.
 
 Seeds change the problems, their order and the sampling; the start is shared (seed 0). A finished arm is not repeated,
 one that was broken off goes on from its last checkpoint.
@@ -259,6 +261,23 @@ def chosen(arm: str) -> Callable[[Options, int], Changes]:
     return changes
 
 
+def paid_by_preference(every: int | None) -> Callable[[Options, int], Changes]:
+    """The preference model of a run of R1's quick start is the only reward; accuracy is its judge, and only logged."""
+
+    def changes(options: Options, seed: int) -> Changes:
+        run = options.start.parents[1]
+        learned = {"model": str(run / "preference/model"), "comparisons": str(run / "pairs/rows.jsonl")}
+        how = {"judge": "accuracy_reward", "every": every, "noise": 0.1, "steps": 20, "learning_rate": 3.0e-4}
+        return {"rewards": [{**ACCURACY, "weight": 0.0}, {"name": "preference", **learned, **how, "seed": seed}]}
+
+    return changes
+
+
+def of_preference(result: EvaluationResult, log: Log) -> dict[str, float]:
+    metrics = {"proxy": "rewards/preference_reward/mean", "right pairs, held out": "preference/pair_accuracy"}
+    return of_the_end(result, log) | {f"{name}, last quarter": part_mean(log, one, 4) for name, one in metrics.items()}
+
+
 EXPERIMENTS = {
     "length": Arms(
         "kimi/quickstart.yaml",
@@ -331,6 +350,25 @@ EXPERIMENTS = {
         pairs=[("curated", "random"), ("prioritized", "uniform")],
         prepare=pools,
     ),
+    "preference": Arms(
+        "r1/quickstart.yaml",
+        {"frozen": paid_by_preference(None), "kept in training": paid_by_preference(5)},
+        {
+            "proxy": "rewards/preference_reward/mean",
+            "true quality: accuracy": SAMPLES,
+            "right pairs, held out": "preference/pair_accuracy",
+        },
+        of_preference,
+        {
+            "data.template": "chat",
+            "data.steps": [1, 3],
+            "evaluation.data.steps": [1, 3],
+            "evaluation.before": True,
+            "max_completion_length": 100,
+            "max_steps": 80,
+            "per_device_train_batch_size": 256,
+        },
+    ),
 }
 
 
@@ -344,8 +382,8 @@ def main() -> None:
     options = words.parse_args()
     options.folder /= options.experiment
     one = EXPERIMENTS[options.experiment]
-    if options.start is None and one.prepare is pools:
-        words.error("curation: --start is the model whose pass rates choose the problems")
+    if options.start is None and options.experiment in ("curation", "preference"):
+        words.error(f"{options.experiment}: give --start")
     carry_out(Experiment(list(one.arms), one.run, one.report, one.make_ready), options)
 
 

@@ -8,6 +8,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     perhaps   names of those that it leaves where its settings say so
     whole     true: asked to stop, it is broken off and done again
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
+    seed      its default, where it draws something: a pipeline's ``seed`` takes its place
     locks     true: it keeps a second process out of its folder by itself
     no_matter names of settings that change nothing of what it leaves
 """
@@ -52,6 +53,7 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
         perhaps: ClassVar[Collection[str]] = ("preference",)
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
+        seed = None  # the recipe's
         no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
         recipe: Mapping[str, Any]
 

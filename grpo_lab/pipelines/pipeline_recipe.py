@@ -20,7 +20,7 @@ from pydantic import Field
 from grpo_lab.recipe.sections import with_name
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.differences import plain_settings
-from grpo_lab.settings import Hours, did_you_mean, read, settings
+from grpo_lab.settings import Hours, Whole, did_you_mean, read, settings
 
 RECIPE = "pipeline.yaml"
 """In the output folder: the pipeline as it was read, which `resume` reads."""
@@ -48,12 +48,14 @@ class StageSection:
 
 @settings()
 class PipelineRecipe:
-    """A whole pipeline. ``max_hours``, ``stop_file``: as in a recipe of `grpo-lab train` (docs/resume.md). ``slurm``:
-    options of `sbatch` for every stage (``--submit slurm``), before the stage's own."""
+    """A whole pipeline. ``seed``: of every stage that has one and does not say it (rows keep theirs). ``max_hours``,
+    ``stop_file``: as in a recipe of `grpo-lab train` (docs/resume.md). ``slurm``: options of `sbatch` for every stage
+    (``--submit slurm``), before the stage's own."""
 
     name: str
     output_dir: Path
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
+    seed: Whole | None = None
     max_hours: Hours | None = None
     stop_file: str | None = None
     slurm: Mapping[str, Any] = field(default_factory=dict)

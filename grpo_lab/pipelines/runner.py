@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ def entries_of(recipe: PipelineRecipe) -> list[Entry]:
     ordered, found = recipe.in_order(), list[Entry]()
     kinds = {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages}
     for number, section in enumerate(ordered, 1):
+        if recipe.seed is not None and hasattr(kinds[section.name], "seed"):
+            section = replace(section, settings={"seed": recipe.seed, **section.settings})
         given, places = plain_facts(section.settings), dict[str, Path]()
         for setting, wanted in section.inputs.items():
             before, _, thing = wanted.partition(".")

@@ -45,6 +45,7 @@ class Sample:
     """``sample``: completions of each row by a model, judged. Other keys: `SamplingSettings`."""
 
     leaves: ClassVar[Mapping[str, str]] = {"samples": SAMPLES}
+    seed = None  # the sampling's
     model: str
     data: DataSection
     reward: RewardSection = STRICT_ACCURACY

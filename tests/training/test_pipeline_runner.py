@@ -21,7 +21,7 @@ import forked
 from grpo_lab.cli import main
 from grpo_lab.pipelines.kinds import KINDS
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
-from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
+from grpo_lab.pipelines.runner import entries_of, plan_of_pipeline, run_pipeline
 from grpo_lab.pipelines.slurm import write_batch_scripts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.stages.train import Merge
@@ -370,6 +370,17 @@ def test_mistakes_are_named_before_a_stage_is_done(stages: list[dict[str, Any]],
     with pytest.raises(ValueError, match=said):
         plan_of_pipeline(pipeline_from({"output_dir": str(tmp_path / "o"), "stages": stages}))
     assert not (tmp_path / "o").exists()
+
+
+def test_a_seed_of_the_pipeline_is_that_of_every_stage_which_says_none(tmp_path: Path) -> None:
+    model = {"stage": "cold_start", "model": {"tiny": {}}, "data": DATA}
+    own = {**SAMPLED, "name": "own", "seed": 5, "inputs": {"model": "m.model"}}
+    written = [{**model, "name": "m"}, {**SAMPLED, "inputs": {"model": "m.model"}}, own]
+    written += [{"stage": "select", "name": "s", "inputs": {"samples": "own.samples"}, "keep": {}}]
+    one, *_ = found = entries_of(pipeline_from({"output_dir": str(tmp_path), "seed": 3, "stages": written}))
+    assert [entry.section.settings.get("seed") for entry in found] == [3, 3, 5, None]
+    assert one.kind.seed == found[1].kind.sampling.seed == 3
+    assert "seed" not in entries_of(pipeline_from({"output_dir": str(tmp_path), "stages": written}))[0].section.settings
 
 
 def test_every_kind_says_what_it_is_and_leaves() -> None:
