@@ -162,7 +162,7 @@ def test_without_a_model_only_the_text_is_read(tiny_folder: Path, tmp_path: Path
     done = curate(recipe(tmp_path, tiny_folder, model=None, filters={"kind": True, "duplicates": True}))
     assert len(done.rows) == len(QUESTIONS) - 2
     assert "pass_rate" not in done.rows[0]
-    with pytest.raises(ValueError, match="need a `model`"):
+    with pytest.raises(ValueError, match="needs a `model`"):
         recipe(tmp_path, tiny_folder, model=None)
 
 

@@ -103,7 +103,7 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
     for words in (
         "12 from word_problems",
         "keep open",
-        "low 0.0, high 0.5",
+        "band rule learnable, high 0.5",
         "at most 72 in all",
         "of at most 16 tokens",
     ):
