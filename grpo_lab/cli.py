@@ -200,7 +200,8 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         shape: dict[str, Any] = {"allow_abbrev": name != "evaluate"}
         if command.read:
-            asks = "--config RECIPE " if command.recipes else ""
+            asks = f"{{{','.join(command.actions)}}} FILE or FOLDER " if command.actions else "--config RECIPE "
+            asks = asks if command.recipes else ""
             shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
             shape["description"] = f"{command.help}. {OVERRIDES}"
         own = commands.add_parser(name, help=command.help, **shape)
@@ -209,7 +210,7 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if not command.read:
             _load(command.options)(own)
         elif command.recipes:
-            said = f"a recipe, see {command.recipes}"
+            said = argparse.SUPPRESS if command.actions else f"a recipe, see {command.recipes}"
             own.add_argument("--config", required=not command.actions, metavar="RECIPE", help=said)
         if command.read:
             own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
@@ -217,7 +218,8 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if command.actions:
             said = "; ".join(f"`{name}` {what}" for name, what in command.actions.items())
             own.add_argument("action", nargs="?", choices=list(command.actions), help=said)
-            own.add_argument("place", nargs="?", metavar="FILE or FOLDER")
+            said = f"a recipe, see {command.recipes}; the output folder of a run"
+            own.add_argument("place", nargs="?", metavar="FILE or FOLDER", help=said)
             own.add_argument("--only", metavar="STAGE", help="one stage alone; those that it reads are done")
             own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)
             own.add_argument("--submit", choices=["slurm"], help=SUBMIT)

@@ -35,7 +35,7 @@ FACTS: dict[str, Callable[[float], str]] = {
     **dict.fromkeys((*_SHARES, "language", "pair_accuracy"), _share),
     "length": "{:.1f}".format,
     **dict.fromkeys(("rows", "kept", "steps"), "{:,.0f}".format),
-    "loss": "{:.3g}".format,
+    **dict.fromkeys(("loss", "reward"), "{:.3g}".format),
     "tokens": "{:,.0f}".format,
     "seconds": duration,
 }
@@ -53,12 +53,25 @@ CHARACTERS = 42
 
 
 def status(folder: Path, console: Console | None = None) -> None:
-    """Print the table of the pipeline in ``folder``, one row a stage. ValueError: no pipeline is there."""
-    run = _pipeline_in(folder)
+    """Print the table of the pipeline in ``folder``, one row a stage; on a narrow terminal with its facts in one
+    column. ValueError: no pipeline is there."""
+    run, console = _pipeline_in(folder), console or Terminal()
     table = stages_table([run])
     done = sum(one.status == "done" for one in run.stages)
     title = f"{run.summary.get('name')}: {done} of {len(run.stages)} stages done"
-    (console or Terminal()).print(plain_table(title, table.head, table.rows))
+    found = plain_table(title, table.head, table.rows)
+    if console.measure(found, options=console.options.update(width=10_000)).maximum > console.width:
+        rows = [
+            [
+                stage,
+                took,
+                ", ".join(f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell),
+            ]
+            for stage, *facts, took in table.rows
+        ]
+        found = plain_table(title, ["stage", "time", "kind, facts"], rows)
+        found.columns[1].no_wrap, found.columns[2].justify = True, "left"
+    console.print(found)
 
 
 def show(folder: Path, console: Console | None = None) -> None:

@@ -192,9 +192,13 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
         if filters.guessable is not None:
             refuse_other_count(folder / GUESSES, filters.guessable.tries, "filters.guessable.tries", instead)
     found = questions(recipe.data, recipe.reward, here_only=here_only)
-    by, columns = filters.balance and filters.balance.by, found.rows.column_names if found.rows is not None else None
-    if by and columns is not None and by not in (*columns, *SCORES, DOMAIN):
-        raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {columns} and {(*SCORES, DOMAIN)}")
+    by = filters.balance and filters.balance.by
+    if by and found.rows is not None:
+        of = {"kind": filters.kind, "guesses_right": filters.guessable}
+        made = [*(name for name in SCORES if of.get(name, recipe.model) is not None), DOMAIN]
+        own = [name for name in found.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
+        if by not in (*own, *made):
+            raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {own}, the scores made here {made}")
     load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against
     against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
     if recipe.model is not None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,10 @@ _TAKEN = (
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
          "thinking", "thinking_budget", "budget_text")  # fmt: skip
 """Options that are settings of a recipe's ``evaluation``."""
+
+
+_ANSWERS = re.compile(r"(summary\.json|outcomes\.(jsonl|parquet)|answers\.\d+\.jsonl)")
+"""Files of one condition."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +90,7 @@ def run(known: argparse.Namespace) -> int:
 
     plan = plan_of(known)
     main = int(os.environ.get("RANK", "0")) == 0
-    ours = [AGAINST, *conditions_in(plan.section)]
+    ours = [*conditions_in(plan.section), *([AGAINST] if known.against else [])]
     with claim_output(known.output, known.overwrite, ours) if main and known.output else nullcontext():
         if main and (note := _unlike_its_run(known, plan.section.data)):
             print(visible(f"note: {note}"))
@@ -193,20 +200,24 @@ def title(model: str, plan: HeldOut) -> str:
 
 
 def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:
-    """The output folder, made and this process's now, so that nothing is computed in vain. ValueError: it cannot be
-    made, is in use, or holds a whole evaluation (without ``overwrite``) or something else."""
+    """The output folder, made and this process's now, so that nothing is computed in vain; with ``overwrite`` without
+    what an earlier evaluation left of other ``conditions``. ValueError: it cannot be made, is in use, or holds a whole
+    evaluation (without ``overwrite``) or something else."""
     from grpo_lab.evaluation import EvaluationResult
     from grpo_lab.evaluation.sweep import SWEEP
 
-    ours = ["summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html", LOCK, SWEEP, *conditions]
-    ours += [file.name for file in folder.glob("answers.*.jsonl")]
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if strangers := sorted(name for name in names if name.removesuffix(".part") not in ours):
-        raise ValueError(
-            f"--output {str(folder)!r} holds something else ({', '.join(strangers[:5])}); choose a new folder"
-        )
-    ended = "summary.json" in names and LOCK not in names  # a kill leaves the lock
-    if not overwrite and ended and EvaluationResult.read(folder).stopped is None:
+    begun = any(_ANSWERS.fullmatch(one.name) for one in folder.glob("*"))
+
+    def ours(file: Path) -> bool:
+        name, beside = file.name.removesuffix(".part"), file.parent == folder
+        found = (beside and name in ("report.html", LOCK, SWEEP)) or (file.is_dir() and not file.is_symlink())
+        return found or ((beside or begun) and _ANSWERS.fullmatch(name) is not None)
+
+    if found := sorted(str(one.relative_to(folder)) for one in islice(filterfalse(ours, folder.rglob("*")), 5)):
+        raise ValueError(f"--output {str(folder)!r} holds something else ({', '.join(found)}); choose a new folder")
+    stale = [one for one in folder.glob("*") if begun and one.is_dir() and one.name not in conditions]
+    ended = (folder / "summary.json").is_file() and not (folder / LOCK).exists()  # a kill leaves the lock
+    if not overwrite and (stale or (ended and EvaluationResult.read(folder).stopped is None)):
         raise ValueError(f"--output {str(folder)!r} holds an evaluation already; choose another, or give --overwrite")
     writer = ExitStack()
     try:
@@ -215,6 +226,9 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
         raise ValueError(
             f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
         ) from error
+    for one in stale:
+        (folder / SWEEP).unlink(missing_ok=True)  # which lists them
+        shutil.rmtree(one)
     return writer
 
 

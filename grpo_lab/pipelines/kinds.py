@@ -5,6 +5,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     run(at)   does it in ``at.folder`` (`runs.stage.At`) and returns facts: the results in its `stage.json`
     plan()    its words for ``--dry-run``; it may be left out, as the rest
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
+    perhaps   names of those that it leaves where its settings say so
     whole     true: asked to stop, it is broken off and done again
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
     seed      its default, where it draws something: a pipeline's ``seed`` takes its place
@@ -15,6 +16,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import read_run
@@ -35,6 +37,7 @@ from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
 from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
+from grpo_lab.trainer.scoring.preference import FOLDER
 
 
 def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
@@ -46,6 +49,7 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
         """``rl``, ``curate``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
 
         leaves: ClassVar[Mapping[str, str]] = left
+        perhaps: ClassVar[Collection[str]] = ("preference",)
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
         seed = None  # the recipe's
@@ -67,6 +71,14 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
     return WholeCommand
 
 
+def _of_training(done: TrainingOutcome) -> Facts:
+    """Reward and length are means of the last ten logs; ``evaluation`` measures the last model in their place."""
+    run = read_run(done.folder)
+    last = {"reward": run.first_of("reward"), "length": run.first_of("completions/mean_length")}
+    means = {name: fmean(value for _, value in series[-10:]) for name, series in last.items() if series}
+    return {"steps": run.summary["trained"], "tokens": run.summary.get("tokens"), **means, **_measured(done)}
+
+
 def _measured(done: TrainingOutcome | Shortened) -> Facts:
     found = done.after
     return {"accuracy": found.accuracy.value, "length": found.mean_length} if found and found.accuracy else {}
@@ -77,7 +89,8 @@ def _of_curation(done: Curated) -> Facts:
 
 
 def _of_rounds(lines: Sequence[Mapping[str, Any]]) -> Facts:
-    return {"rounds": len(lines) - 1, "accuracy": (lines[-1].get("accuracy") or {}).get("value")}
+    last = lines[-1]
+    return {"rounds": len(lines) - 1, "tokens": last["tokens_total"], "accuracy": last["accuracy"]}
 
 
 KINDS: dict[str, Any] = {
@@ -94,9 +107,7 @@ KINDS: dict[str, Any] = {
     "build": Build,
     "reward_model": RewardModel,
     "evaluate": Evaluate,
-    "rl": whole_command(
-        recipe_from, train, lambda done: {"steps": read_run(done.folder).last_step, **_measured(done)}, model="."
-    ),
+    "rl": whole_command(recipe_from, train, _of_training, model=".", preference=FOLDER),
     "curate": whole_command(curation_recipe_from, curate, _of_curation, rows="curated.jsonl"),
     "rounds": whole_command(rounds_recipe_from, run_rounds, _of_rounds, model="."),
     "long2short": whole_command(

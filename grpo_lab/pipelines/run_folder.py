@@ -33,6 +33,7 @@ from grpo_lab.runs.folder import RUN, check_writable, cut_metrics, read_marker, 
 from grpo_lab.trainer.resume.going_on import newest_read
 from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole, step_of
+from grpo_lab.trainer.scoring.preference import FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
         critic = value.get("model") if isinstance(value, Mapping) else value
         needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
         earlier = [*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"), folder / SAVING]
-        for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic"):
+        for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic", folder / FOLDER):
             if not any(one.is_relative_to(stale.resolve()) for one in needed):
                 shutil.rmtree(stale, ignore_errors=True)
     if not begun:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.pipeline_sections import status
@@ -31,7 +34,8 @@ from grpo_lab.recipe.yaml import set_at, written
 from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, versions
 from grpo_lab.runs.folder import one_writer, read_marker, write_run
 from grpo_lab.runs.stage import At, Facts, Words, console, plain_facts, under_way, working
-from grpo_lab.runs.stop import EXIT_INTERRUPTED, Interrupted, StopRequests
+from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import read
 
 
@@ -61,7 +65,8 @@ class Entry:
         """Whether it is to be done; its folder is ready then."""
         no_matter = {*OF_NO_FILE, *getattr(self.kind, "no_matter", ())}
         kept = {name: value for name, value in plain_facts(self.section.settings).items() if name not in no_matter}
-        left = getattr(self.kind, "leaves", {}).values()
+        leaves, perhaps = getattr(self.kind, "leaves", {}), getattr(self.kind, "perhaps", ())
+        left = [place for thing, place in leaves.items() if thing not in perhaps]
         settings = {**kept, "inputs": dict(self.section.inputs)}
         return record.begin(self.folder, settings, digests_of(kept, self.inputs), left)
 
@@ -100,6 +105,7 @@ def run_pipeline(
     if only is not None:
         entry = next(one for one in entries if one.name == only)
         if launched:
+            die_with_parent(signal.SIGUSR1)
             record = entry.record()  # of which the first process keeps the results, for the pipeline that launched it
             record.results = plain_facts(entry.kind.run(At(entry.folder, StopRequests(folder))))
             if int(os.environ.get("RANK", "0")) == 0:
@@ -130,7 +136,7 @@ def _carry_out(entry: Entry, recipe: PipelineRecipe, entries: Sequence[Entry], a
     console.print(record.why, style="dim", soft_wrap=True)
     began, done_before = time.perf_counter(), record.seconds or 0.0
     try:
-        with under_way(at.stop, getattr(entry.kind, "whole", False)):
+        with under_way(at.stop, getattr(entry.kind, "whole", False) and not entry.section.launch):
             if entry.section.launch:
                 _launch(entry, recipe, at.stop)
                 record.results = entry.record().results
@@ -150,17 +156,22 @@ def _carry_out(entry: Entry, recipe: PipelineRecipe, entries: Sequence[Entry], a
 
 
 def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
-    """The stage on the processes that its accelerate file says. ``Interrupted``: asked to stop, and they did."""
+    """The stage on the processes that its accelerate file says. ``Interrupted``: asked to stop, and they did. They are
+    asked one by one: the launcher itself would kill them 30 seconds later, or leave a single one behind."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(entry.section.launch)]
-    running = subprocess.Popen([*launch, *words_of_stage(recipe, entry.name), "--launched"])
-    while running.poll() is None and stop.asked() is None:
-        time.sleep(0.2)
-    if asked := running.poll() is None:
-        running.terminate()
-    if running.wait() == EXIT_INTERRUPTED or asked:
-        stop.check()
-        raise Interrupted("the launched stage was asked", None, entry.folder)
+    launch += [*words_of_stage(recipe, entry.name), "--launched"]
+    running = psutil.Popen(launch, process_group=0, preexec_fn=partial(die_with_parent, signal.SIGTERM))
+    told = set[int]()
+    with stop.patient(signal.SIGINT):
+        while running.poll() is None:
+            with suppress(psutil.Error):  # one has just ended
+                for rank in running.children() if stop.asked() else ():
+                    if rank.pid not in told and "--launched" in rank.cmdline():
+                        rank.send_signal(signal.SIGUSR1)
+                        told.add(rank.pid)
+            time.sleep(0.2)
     if running.returncode:
+        stop.check()
         raise ValueError(f"stage {entry.name!r} ended with exit code {running.returncode}; what it said stands above")
 
 

@@ -203,7 +203,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
     save_final(trainer, folder)
     trainer.create_model_card(model_name=job.name)
-    record["trained"] = trainer.state.global_step
+    record["trained"], record["tokens"] = trainer.state.global_step, trainer.parts.generated
     if main:
         write_run(folder, record)
     late = next(filter(None, gather_object([trainer.parts.stop.late])), None)

@@ -83,8 +83,7 @@ class Job:
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
-            for name, one in {"reward": evaluation.reward, **evaluation.measures}.items():
-                parts.build_reward(one, f"evaluation.{name}")
+            parts.judges_of(evaluation)
         model = tokenizer_and_config(recipe.model, here_only)
         made = recipe.cold_start if cold_start else None
         cold_rows = None if made is None else checks.cold_start_rows(made, model, here_only)
@@ -196,7 +195,7 @@ def questions(
         parts.check_golds(rows, [judge])
     held_out = None
     if evaluation is not None:
-        parts.build_reward(evaluation.reward, "evaluation.reward")
+        parts.judges_of(evaluation)
         held_out = load(evaluation.data, "evaluation.data")
     return Questions(rows, judge, held_out)
 

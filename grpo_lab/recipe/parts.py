@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.models import loading, lora_config
-from grpo_lab.recipe.sections import PartSection, Recipe, RewardSection
+from grpo_lab.recipe.sections import EvaluationSection, PartSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, refuse_misfit, refuse_unknown_arguments, typed
 
@@ -35,6 +35,12 @@ REWARDS = {
 }
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
 MAX_UNPARSEABLE_GOLDS = 0.01
+
+
+def judges_of(section: EvaluationSection) -> dict[str, Any]:
+    """``reward`` and ``measures`` of a recipe's ``evaluation``, built."""
+    measures = {name: build_reward(one, f"evaluation.measures.{name}") for name, one in section.measures.items()}
+    return {"reward": build_reward(section.reward, "evaluation.reward"), "measures": measures}
 
 
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:

@@ -144,26 +144,30 @@ class StopRequests:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """What the block does is not broken off by a signal: ``check`` says where it may end, and at its end it may."""
+        with self.patient():
+            yield
+        self.check()
+
+    @contextlib.contextmanager
+    def patient(self, *more: int) -> Iterator[None]:
+        """The signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask and break nothing off."""
+        before = handle(self._heard, *more) if self._before else {}
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
-        self.check()
+            put_back(before)
 
     @contextlib.contextmanager
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
         """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
         self.check()
-        before = handle(self._heard, signal.SIGINT) if self._before else {}
-        self._held += 1
-        try:
-            yield StoppableTraining(place, identity, self.asked)
-        except TrainingStopped as stopped:
-            self._leave(stopped.step)
-        finally:
-            self._held -= 1
-            put_back(before)
+        with self.patient(signal.SIGINT):
+            try:
+                yield StoppableTraining(place, identity, self.asked)
+            except TrainingStopped as stopped:
+                self._leave(stopped.step)
 
 
 def identity_of(rows: Any, made_from: Any) -> str:

@@ -52,6 +52,7 @@ class Evaluate:
     effort_by: str | None = None
 
     def plan(self) -> str:
+        parts.judges_of(self.section)
         found = questions(self.section.data, self.section.reward, here_only=True)
         if found.rows is not None:
             self._difficulty(found.rows)
@@ -164,13 +165,11 @@ class HeldOutRows:
         self.section, self.ways = section, conditions_in(section)
         templates = {way.template for way in self.ways.values()}
         self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
-        build, measures = parts.build_reward, section.measures.items()
         self.asked: Any = {
             **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")},
             "max_new_tokens": section.max_new_tokens or max_new_tokens,
             "seed": seed,
-            "reward": build(section.reward, "evaluation.reward"),
-            "measures": {name: build(one, f"evaluation.measures.{name}") for name, one in measures},
+            **parts.judges_of(section),
         }
 
     def asking(

@@ -30,16 +30,8 @@ from grpo_lab.settings import Count, Number, Positive, must_be, settings
 from grpo_lab.stages.sample import ModelSampler
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-SCORES = (
-    "kind",
-    "prompt_tokens",
-    "pass_rate",
-    "successes",
-    "trials",
-    "mean_tokens",
-    "mean_tokens_right",
-    "guesses_right",
-)
+RATES = ("pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right")
+SCORES = ("kind", "prompt_tokens", *RATES, "guesses_right")
 DOMAIN = "domain"
 """A score, too, but a column of the data that is called so stays as it is."""
 BANDS = {"learnable": (0.0, 1.0), "hard": (0.0, 0.3)}
@@ -333,7 +325,8 @@ def measure_pass_rates(at: Filtering, filters: Filters) -> None:
 
 def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
     """Rows to imitate are answers to problems that were sampled before: measured where a filter needs it."""
-    return (filters.band or filters.hardest) is not None or "completion" not in columns
+    needed = filters.band or filters.hardest or (filters.balance and filters.balance.by in RATES)
+    return bool(needed) or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:

@@ -54,6 +54,7 @@ class Parts:
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
+        self.generated = 0  # tokens that this training's policy has made, over all ranks and resumes
         self.due_evaluation = DueEvaluation(trainer)
         self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
@@ -93,6 +94,7 @@ class Parts:
         of all."""
         trainer, entries = self.guard.trainer, dict[str, Any]()
         asked: dict[str, Callable[[], Any]] = {
+            "generated": lambda: self.generated,
             "sampler": self.prompts.state,
             "generation": lambda: self.generation_buffer.save(folder),
             "guard": self.guard.state,
@@ -110,6 +112,7 @@ class Parts:
 
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
+        self.generated = 0 if saved is None else saved.entry("generated", int, "the tokens before it do not count") or 0
         parts = (self.prompts, self.generation_buffer, self.reference, self.kl, self.guard, self.due_evaluation)
         for part in (*parts, self.preference):
             part.load(saved)

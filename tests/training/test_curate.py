@@ -162,7 +162,7 @@ def test_without_a_model_only_the_text_is_read(tiny_folder: Path, tmp_path: Path
     done = curate(recipe(tmp_path, tiny_folder, model=None, filters={"kind": True, "duplicates": True}))
     assert len(done.rows) == len(QUESTIONS) - 2
     assert "pass_rate" not in done.rows[0]
-    with pytest.raises(ValueError, match="need a `model`"):
+    with pytest.raises(ValueError, match="needs a `model`"):
         recipe(tmp_path, tiny_folder, model=None)
 
 
@@ -330,3 +330,14 @@ def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path
     filters = {"hardest": {"n": 3}}  # which are measured where a filter needs it
     done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters, output_dir=str(tmp_path / "hardest")))
     assert [row["solution"] for row in done.rows] == ["11"] * 3
+    filters = {"balance": {"by": "successes"}}
+    done = curate(recipe(tmp_path, tiny_folder, data=data, filters=filters, output_dir=str(tmp_path / "balance")))
+    assert len(set(Counter(row["successes"] for row in done.rows).values())) == 1
+
+
+@pytest.mark.parametrize(("by", "model"), [("pass_rate", None), ("kind", {}), ("guesses_right", {})])
+def test_a_score_that_nothing_makes_is_refused(by: str, model: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    model = model if model is None else {"path": str(tiny_folder)}
+    made = recipe(tmp_path, tiny_folder, model=model, filters={"balance": {"by": by}})
+    with pytest.raises(ValueError, match=f"`filters.balance.by` is {by!r}; the columns are .* the scores made here"):
+        curate(made)

@@ -165,6 +165,28 @@ def test_the_output_folder_is_looked_at_first(
     assert (out / "outcomes.jsonl").read_bytes() != first["outcomes.jsonl"]
 
 
+def test_overwrite_takes_the_place_of_other_conditions_and_of_nothing_else(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It "held something else": the folder of a condition that is none of this evaluation's."""
+    out = tmp_path / "out"
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", *SMALL, "--output", str(out)]
+    both = ["--template", "chat", "none"]
+    assert main([*words, *both]) == 0
+    assert (out / "none" / "summary.json").is_file()
+    assert main(words) == 2
+    assert "holds an evaluation already" in capsys.readouterr().err
+    assert main([*words, "--overwrite"]) == 0
+    assert {path.name for path in out.iterdir()} == {
+        "summary.json", "outcomes.jsonl", "outcomes.parquet", "report.html",
+    }  # fmt: skip
+    assert main([*words, *both, "--overwrite"]) == 0
+    (out / "none" / "thesis.tex").write_text("x")
+    assert main([*words, "--overwrite"]) == 2
+    assert "holds something else (none/thesis.tex)" in capsys.readouterr().err
+    assert (out / "sweep.json").is_file()
+
+
 @pytest.mark.parametrize(
     "after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "no page", "Ctrl-C"]
 )

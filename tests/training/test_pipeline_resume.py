@@ -141,6 +141,7 @@ def same(one: Path, other: Path) -> None:
     ours, theirs = weights(one), weights(other)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert metrics(one) == metrics(other)
+    assert run_of(one)["tokens"] == run_of(other)["tokens"] > 0
 
 
 def copy(whole: Path, name: str, steps: int) -> Path:

@@ -6,13 +6,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
+import forked
 from grpo_lab.cli import main
 from grpo_lab.pipelines.kinds import KINDS
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
@@ -98,6 +103,7 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
     judged = {"data": DATA, "reward": reward, "n_samples": 6, **limits}
     training = {**TRAINING, "max_length": 256}
     rl = {"rewards": [reward], "objective": "dr_grpo", "num_generations": 4, "per_device_train_batch_size": 4, **limits}
+    rl |= {"logging_steps": 1}
     taken = {"model.path": "rl.model", "data.source": "curated.rows"}
     written = {
         "output_dir": str(tmp_path / "out"),
@@ -112,7 +118,8 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
             {"stage": "rl", "name": "rl", "model": {"path": str(tiny_folder)}, **rl, "bf16": False, "max_steps": 1}
             | {"inputs": {"data.source": "curated.rows"}, "data": {"loader": "file", "template": "chat"}},
             {"stage": "rounds", "name": "rounds", "inputs": taken, "method": "expert_iteration", "rounds": {"count": 1}}
-            | {**judged, "data": {"loader": "file", "template": "chat"}, "training": training},
+            | {**judged, "data": {"loader": "file", "template": "chat"}, "training": training}
+            | {"evaluation": {"data": DATA, "before": False}},
             {"stage": "long2short", "name": "short", "method": "merge", "use_cpu": True}
             | {"inputs": {"model.path": "rl.model", "short_model": "rounds.model"}},
             {**SAMPLED, "inputs": {"model": "short.model"}},
@@ -130,6 +137,10 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
     done = run_pipeline(recipe)
     assert list(done) == ["curated", "rl", "rounds", "short", "samples", "chosen", "student"]
     assert done["student"]["steps"] == 2
+    assert done["rl"] == {"steps": 1, "tokens": pytest.approx(4 * done["rl"]["length"])} | {
+        name: done["rl"][name] for name in ("reward", "length")
+    }
+    assert {"rounds", "tokens", "accuracy"} == {*done["rounds"]}
     before = files(tmp_path / "out")
     assert {"rl/model.safetensors", "rounds/round-1/model/model.safetensors", "short/model.safetensors"} <= {*before}
     for marker in ("round-1/train.json", "round-1/evaluate.json"):
@@ -140,6 +151,7 @@ def test_whole_commands_are_stages_and_go_on_where_they_were_killed(tiny_folder:
         (tmp_path / "out" / "rounds" / "run.json").read_text().replace('"finished": true', '"finished": false')
     )
     run_pipeline(recipe)
+    assert not [*(tmp_path / "out").glob("*.before-*")]  # what `rl` may leave, and did not, makes nothing again
     pages = {name for name in before if name.endswith("report.html")}
     again = files(tmp_path / "out")
     assert {name for name in before if before[name] != again.get(name)} <= pages
@@ -249,6 +261,45 @@ def test_a_stage_is_launched_on_its_processes_alone_or_from_a_file(
     assert stages(tmp_path / "out")["more"]["status"] == "waiting"
     assert main(["pipeline", "run", str(file)]) == 0
     assert stages(tmp_path / "out")["more"]["why"] == "new"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGINT, 130)], ids=["evaluate", "rl"]
+)
+def test_a_launched_stage_that_is_asked_to_stop_ends_with_what_it_has(
+    ranks: int, number: int, code: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Of `evaluate`, which is `whole`, the pipeline alone ended; of one process the launcher alone."""
+    launch = {"distributed_type": "MULTI_CPU" if ranks > 1 else "NO", "num_processes": ranks, "use_cpu": True}
+    launch |= {"mixed_precision": "no", "main_process_port": free_port()}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
+    out, data = tmp_path / "out", {**DATA, "n": 4000}
+    entry: dict[str, Any] = {"stage": "evaluate", "model": str(tiny_folder), "batch_size": 4, "use_cpu": True}
+    waits, keeps = "stage/evaluation/answers.0.jsonl", "stage/evaluation/answers.0.jsonl"
+    if ranks > 1:
+        entry = {"stage": "rl", "model": {"path": str(tiny_folder)}, "rewards": ["accuracy"], **TRAINING}
+        entry |= {"num_generations": 2, "max_steps": 5000, "logging_steps": 1}
+        waits, keeps = "stage/metrics.jsonl", "stage/checkpoint-*/trainer_state.json"
+    entry |= {"name": "stage", "data": data, "max_completion_length": 4, "launch": str(tmp_path / "launch.yaml")}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"output_dir": str(out), "stages": [entry]}))
+    words = [sys.executable, "-m", "grpo_lab", "pipeline", "run", str(tmp_path / "pipeline.yaml")]
+    with (tmp_path / "log").open("w") as log:
+        running = psutil.Popen(words, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
+    children: list[psutil.Process] = []
+    try:
+        while not (out / waits).is_file() and running.poll() is None:
+            time.sleep(0.1)
+        children = running.children(recursive=True)
+        assert [one for one in children if "--launched" in one.cmdline()], (tmp_path / "log").read_text()
+        running.send_signal(number)
+        assert running.wait(timeout=300) == code, (tmp_path / "log").read_text()
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+    finally:
+        for one in (running, *children):
+            forked.end_with_children(one.pid)
+    assert [*out.glob(keeps)]
+    assert stages(out)["stage"]["status"] == "running"
 
 
 def test_batch_scripts_wait_for_what_they_read(tmp_path: Path) -> None:

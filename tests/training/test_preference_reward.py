@@ -20,6 +20,7 @@ from grpo_lab.runs.stage import At
 from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.train import RewardModel
+from grpo_lab.trainer.resume.checkpoint import save_final
 from grpo_lab.trainer.scoring.preference import COMPARISONS, FOLDER
 from parity.harness import arguments, problems, with_entry
 
@@ -141,6 +142,12 @@ def test_a_run_keeps_it_in_training_and_a_resumed_run_goes_on_with_it(
     assert torch.equal(weights(again.reward_funcs[0].classifier), weights(whole.reward_funcs[0].classifier))
     assert again.parts.preference.pairs == part.pairs
     assert seen(again) == seen(whole)
+    save_final(whole, tmp_path / "whole")
+    last = PreferenceReward(
+        str(tmp_path / "whole" / FOLDER), comparisons=str(tmp_path / "whole" / FOLDER / COMPARISONS)
+    )
+    assert torch.equal(weights(last.classifier), weights(whole.reward_funcs[0].classifier))
+    assert (last.held_out, len(last.earlier())) == (0.2, sum(not holds_out(one["prompt"], 0.2) for one in part.pairs))
     place = tmp_path / "whole" / "checkpoint-3" / FOLDER
     assert 0 < len((place / COMPARISONS).read_text().splitlines()) < len(part.pairs)
     PreferenceReward(str(place))  # a reward model by itself

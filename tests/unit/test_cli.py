@@ -72,13 +72,14 @@ def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture
         assert words in said
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "curate", "long2short", "rounds"])
+@pytest.mark.parametrize("command", ["quickstart", "train", "curate", "long2short", "rounds", "pipeline"])
 def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only `grpo-lab --help` said so, of two of them."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "[options] [--key value …]" in said
+    assert ("--config" in said) == (command not in ("quickstart", "pipeline"))
     assert "Every setting of the recipe can be replaced by --key value" in said
 
 
@@ -102,7 +103,7 @@ def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
     for words in (
         "12 from word_problems",
         "keep open",
-        "low 0.0, high 0.5",
+        "band rule learnable, high 0.5",
         "at most 72 in all",
         "of at most 16 tokens",
     ):

@@ -179,6 +179,12 @@ def test_the_terminal_says_what_the_page_says(tmp_path: Path) -> None:
     status(tmp_path, said)
     show(tmp_path, said)
     found = " ".join(said.file.getvalue().split())  # type: ignore[attr-defined]
+    narrow = Terminal(file=io.StringIO(), width=80)
+    status(tmp_path, narrow)  # every column was cut to a letter or two
+    lines = narrow.file.getvalue()  # type: ignore[attr-defined]
+    assert "evaluate, accuracy 25.0%, format 50.0%, tokens generated 100" in " ".join(lines.split())
+    assert "…" not in lines
+    assert max(map(len, lines.splitlines())) <= 80
     assert "a pipeline: 6 of 7 stages done" in found
     assert "2. start-maths evaluate 25.0% 50.0% 100" in found
     assert "7. student sft, waiting" in found

@@ -54,6 +54,8 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (ALL, ["--data.loader", "no_such_team:rows"], "`data.loader` is 'no_such_team:rows', which cannot be loaded"),
     (("train", "rounds", "long2short"), ["--evaluation", "{data: {loader: sorting, n: 0}}"], r"`evaluation.data` .*: "
         r"n is 0;"),
+    (("train", "rounds", "long2short"), ["--evaluation", "{data: {loader: sorting, n: 4}, measures: {m: acuracy}}"],
+        r"`evaluation.measures.m`: unknown reward 'acuracy'; did you mean 'accuracy'"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 0}}"], r"`cold_start.data` .*: n is 0;"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, learning_rate: -1}"],
         "`cold_start.learning_rate` is -1; it"),

@@ -48,7 +48,8 @@ def test_hashes_by_hand(text: str, last: float, first: float) -> None:
 
 
 def test_hashes_refuses_what_it_cannot_score() -> None:
-    assert HashesReward()(completions=["#### 18", "#### 18"], solution=["", None]) == [None, None]
+    assert HashesReward()(completions=["#### 18", "#### 18"], solution=["", 10**5000]) == [None, None]
+    assert HashesReward()(completions=["#### 18", "#### 18"], solution=[None, 18]) == [None, 1.0]
     with pytest.raises(ValueError, match="one to one"):
         HashesReward()(completions=["a"], solution=[])
     with pytest.raises(ValueError, match="take must be 'last' or 'first'"):

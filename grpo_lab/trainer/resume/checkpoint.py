@@ -63,7 +63,7 @@ class CheckpointNotWritten(RuntimeError):
 
 
 def save_final(trainer: Any, folder: Path) -> None:
-    """The trained model into ``folder``: transformers writes it there file by file.
+    """The trained model into ``folder``: transformers writes it there file by file. Beside it the preference model.
 
     Raises:
         CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
@@ -75,6 +75,7 @@ def save_final(trainer: Any, folder: Path) -> None:
         if trainer.args.should_save:
             _must_be_there(folder)
         trainer.save_model(str(folder))
+        trainer.parts.preference.save(folder)
     except (OSError, SafetensorError) as error:
         newest, _ = newest_whole(folder)
         again = f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"

@@ -21,7 +21,7 @@ from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.state import STATE, SavedState
 
 FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
-"""In a checkpoint: the model as transformers saves it, and the comparisons."""
+"""Beside a policy: the model as transformers saves it, and the comparisons."""
 PER_GROUP = 2
 """Fresh comparisons of a group, at most."""
 
@@ -77,7 +77,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                         weights.copy_(broadcast(weights.detach().clone()))
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Into a checkpoint; called on every rank, of which one writes."""
+        """Beside a policy, in a checkpoint or the last one; called on every rank, of which one writes."""
         if self.reward is None or not self.kept:
             return None
         if self.trainer.args.should_save:
