@@ -13,6 +13,7 @@ from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.pipelines.train import resolve
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
+from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.runs.console import count_of, settings_in_words, told
@@ -34,6 +35,7 @@ NOT_BUILT: dict[str, Any] = {
 """What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded."""
 
 
+@asking_the_hub_once()
 def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
     """What `grpo-lab train` will do, in words. Loads rows and (local) configs, trains nothing. ValueError: whatever
     ``train`` would refuse, as far as it can be known here."""
@@ -48,7 +50,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     values = f"; the paper's values: {dict(preset.paper)}" if preset and preset.paper else ""
     facts = {
         "model": recipe.model.name,
-        "takes": Estimates().of(recipe),
+        "takes": Estimates().of(recipe).strip(),
         "rows": count_of(job.rows, recipe.data),
         "prompt template": recipe.data.template,
         "rewards": _rewards(recipe, job, config),

@@ -6,8 +6,8 @@ Bytes; N parameters (tied ones once), w bytes of a weight, R processes; arXiv 19
                  float32 weights; + wN: DDP's buckets. ZeRO-1, 2: 4N + 12N/R. ZeRO-3, FSDP: 16N/R + 4 bytes for each
                  parameter of a layer and the embeddings. LoRA: the adapter; its base is as one that answers
     answering    wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
-    activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI for hidden size
-                 h, L layers, queries q, keys k and MLP I wide, fused attention; LM head: 4Vh, of `distill` 40V a token
+    activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
+                 h hidden size, L layers, queries q, keys k, MLP I wide, attention fused; LM head: 4Vh, `distill` 40V a token
     writing      wN; a row 12V, a token of the prompt a, each token 2wLk. By vLLM: wN, and what its share leaves
 
 Not in it: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
@@ -57,7 +57,7 @@ def meta_model(section: ModelSection) -> Any:
         return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
 
 
-def sizes(model: Any) -> tuple[int, ...]:
+def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
     """h, L, V, k, a; parameters of a layer and the embeddings."""
     c = model.config.get_text_config()
     h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
@@ -65,7 +65,7 @@ def sizes(model: Any) -> tuple[int, ...]:
     k = head * (getattr(c, "num_key_value_heads", None) or heads)
     experts = getattr(c, "moe_intermediate_size", 0) * getattr(c, "num_experts_per_tok", 0)
     mlp = max(experts, getattr(c, "intermediate_size", None) or 4 * h)
-    a = 28 * h + model.dtype.itemsize * (8 * (head * heads + k) + 4 * mlp)
+    a = 28 * h + (2 if half else model.dtype.itemsize) * (8 * (head * heads + k) + 4 * mlp)
     tables = h * c.vocab_size * (1 if getattr(c, "tie_word_embeddings", True) else 2)
     return h, layers, c.vocab_size, k, a, tables + (model.num_parameters() - tables) // layers
 
@@ -86,9 +86,9 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
     return base + (5 if str(kind).startswith("MULTI_") else 4) * weights + copies
 
 
-def activations(model: Any, tokens: int, checkpointing: bool) -> int:
+def activations(model: Any, tokens: int, checkpointing: bool, half: bool = False) -> int:
     """Bytes that the layers keep of so many tokens for the backward."""
-    h, layers, _, _, a, _ = sizes(model)
+    h, layers, _, _, a, _ = sizes(model, half)
     return tokens * (4 * h * (layers + 1) + a if checkpointing else a * (layers + 1))
 
 
@@ -117,20 +117,20 @@ class Estimates:
         self.most, self.tokens, self.open = 0, {"generated": 0, "trained on": 0}, False
 
     def of(self, kind: Any, launch: str | None = None, folder: Path = Path()) -> str:
-        """Of a stage's kind with its settings, or a command's recipe; empty: without a model. ``launch``: its
-        accelerate file."""
+        """A line on a stage's kind with its settings, or on a command's recipe; nothing on one without a model, or of a
+        team's. ``launch``: its accelerate file."""
+        if not type(kind).__module__.startswith("grpo_lab."):
+            return ""
         stage = kind.as_read() if hasattr(kind, "as_read") else kind
         s, said = flat(stage), read_yaml(launch) if launch else {}
         if s.get("model") is None or not (s["method"] or {"batch_size", "short_model"} & s.keys()):
             return ""
         section, model = self._model(s["model"])
-        if s["method"] in ("rl", "reward") and not isinstance(
-            model, str
-        ):  # TRL loads it, in float32 if nothing is said
+        if s["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
             asked = str((s["model_init_kwargs"] or {}).get("dtype") or "float32")
             model = model if asked == "auto" else deepcopy(model).to(getattr(torch, asked))
         self.left[str(folder / getattr(kind, "leaves", {}).get("model", "."))] = section, model
-        return "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
+        return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
         """Of what was asked about so far."""
@@ -178,10 +178,10 @@ class Estimates:
             length = length if method in ("rl", "distill") else s["max_length"] or 0
             if section.lora is None and (method == "dpo" or (method == "rl" and s["beta"])):
                 parts["reference"] = states(model, launch, trained=False)
-            parts["trained"] = states(model, launch, half=s["bf16"] is not False or bool(s["fp16"]))
-            parts["activations"] = activations(model, rows * (prompt + length), s["gradient_checkpointing"])
-            whole = method == "distill"
-            parts["LM head"] = 40 * vocabulary * rows * (prompt + length) if whole else 4 * vocabulary * h
+            tokens, half = rows * (prompt + length), s["bf16"] is not False or bool(s["fp16"])
+            parts["trained"] = states(model, launch, half=half)
+            parts["activations"] = activations(model, tokens, s["gradient_checkpointing"], half)
+            parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
         self.most = max(self.most, sum(parts.values()))
         each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
         engine = ", besides what vLLM takes" if s.get("use_vllm") else ""
@@ -201,8 +201,10 @@ class Estimates:
         if guess := getattr(s.get("filters"), "guessable", None):
             jobs.append(("generated", s["data"], guess.tries, guess.max_new_tokens))
         if held_out is not None:
-            times = held_out.before + rounds + (s["max_steps"] // held_out.every if held_out.every else 0)
-            jobs.append(("generated", held_out.data, _answers(held_out) * times, held_out.max_new_tokens or length))
+            steps, every, each = s.get("max_steps", 0), held_out.every, held_out.max_new_tokens or length
+            times = held_out.before + rounds + (steps // every if every else 0)
+            each = None if every and steps < 1 else each  # how often, the number of steps says
+            jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
         if s["method"] is not None:
             jobs.append(_of_training(s, length, launch.get("num_processes", 1)))
         words = []

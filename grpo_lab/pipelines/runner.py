@@ -94,7 +94,7 @@ def run_pipeline(
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins
     anew; ``only``: one stage, whose inputs are there (``launched``: as one of its processes). ValueError: something
     else is in the folder, or a setting does not fit; Interrupted: asked to stop."""
-    plan_of_pipeline(recipe, overwrite, only, launched, estimated=False)  # a mistake leaves the folder as it was
+    plan_of_pipeline(recipe, overwrite, only, launched, run=True)  # a mistake leaves the folder as it was
     entries, folder = entries_of(recipe), recipe.output_dir
     if only is not None:
         entry = next(one for one in entries if one.name == only)
@@ -188,14 +188,10 @@ def write_state(recipe: PipelineRecipe, entries: Sequence[Entry]) -> None:
 
 
 def plan_of_pipeline(
-    recipe: PipelineRecipe,
-    overwrite: bool = False,
-    only: str | None = None,
-    launched: bool = False,
-    estimated: bool = True,
+    recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False, run: bool = False
 ) -> Words:
-    """What `grpo-lab pipeline` will do, in words, and what it takes (``estimated``). ValueError for what would stop it,
-    as far as it can be known before."""
+    """What `grpo-lab pipeline` will do, in words, and (not for a ``run``) what it takes. ValueError for what would stop
+    it, as far as it can be known before."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launched:
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)
@@ -215,11 +211,10 @@ def plan_of_pipeline(
     plan, estimates = {}, Estimates()
     with asking_the_hub_once():
         for one in entries:
-            takes = estimates.of(one.kind, one.section.launch, one.folder) if estimated else ""
+            takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
             if only not in (None, one.name):
                 continue
             words = [one.kind.plan()] if hasattr(one.kind, "plan") else []
-            plan[f"{one.number}. {one.name}"] = ": ".join([one.section.stage, *words]) + (takes and f"\n{takes}")
-    if estimated:
-        plan["in all"] = estimates.in_all()
+            plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, *words])) + takes
+    plan |= {} if run else {"in all": estimates.in_all()}
     return {**plan, "done already": ", ".join(done) or "nothing", "output folder": str(recipe.output_dir)}
