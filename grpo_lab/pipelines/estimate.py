@@ -7,7 +7,7 @@ Bytes; N parameters (tied ones once), w bytes of a weight, R processes; arXiv 19
                  parameter of a layer and the embeddings. LoRA: the adapter; its base is as one that answers
     answering    wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
     activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
-                 h hidden size, L layers, queries q, keys k, MLP I wide, attention fused; LM head: 4Vh, `distill` 40V a token
+                 h wide, L layers, queries q, keys k, MLP I wide, fused attention; head 4Vh, `distill` 40V a token
     writing      wN; a row 12V, a token of the prompt a, each token 2wLk. By vLLM: wN, and what its share leaves
 
 Not in it: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
@@ -48,13 +48,14 @@ def meta_model(section: ModelSection) -> Any:
             if section.tiny is None:
                 kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
             model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
-            if not hasattr(model.config.get_text_config(), "num_attention_heads"):
-                return f"{path!r} is no transformer"
-            return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
     except ValueError:
         if section.tiny is not None or is_local(path):
             raise
         return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return f"{path!r} is no transformer"
+    with torch.device("meta"):
+        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
 
 
 def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
