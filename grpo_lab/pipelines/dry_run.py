@@ -7,12 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.io import is_local
 from grpo_lab.objectives import PRESETS
+from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.pipelines.train import resolve
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
-from grpo_lab.recipe.models import load_model, load_tokenizer, loading, lora_config, model_class
+from grpo_lab.recipe.models import load_model, load_tokenizer
+from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.runs.console import count_of, settings_in_words, told
@@ -34,6 +35,7 @@ NOT_BUILT: dict[str, Any] = {
 """What the stand-in is built without, besides: the engine, the hub, and how the real model is loaded."""
 
 
+@asking_the_hub_once()
 def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
     """What `grpo-lab train` will do, in words. Loads rows and (local) configs, trains nothing. ValueError: whatever
     ``train`` would refuse, as far as it can be known here."""
@@ -48,7 +50,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     values = f"; the paper's values: {dict(preset.paper)}" if preset and preset.paper else ""
     facts = {
         "model": recipe.model.name,
-        "parameters": _parameters(recipe),
+        "takes": Estimates().of(recipe).strip(),
         "rows": count_of(job.rows, recipe.data),
         "prompt template": recipe.data.template,
         "rewards": _rewards(recipe, job, config),
@@ -145,31 +147,6 @@ def _scorer(name: str) -> Any:
 
     score.__name__ = name.split("/")[-1]
     return score
-
-
-def _parameters(recipe: Recipe) -> str:
-    """Counted without allocating weights; a hub model is not. An adapter's target modules must be in the model."""
-    import copy
-
-    import torch
-    from peft import get_peft_model
-
-    section = recipe.model
-    if section.tiny is not None:
-        model, _ = load_model(section, seed=0)
-    elif section.path is None or not is_local(section.path):
-        return f"not counted: {section.path!r} is a hub name and is loaded when training starts"
-    elif (Path(section.path) / "adapter_config.json").is_file():
-        return f"not counted: {section.path!r} is an adapter"
-    else:
-        with torch.device("meta"), loading(section.path):
-            kind, config = model_class(section.path)
-            model = kind.from_config(config)
-        load_tokenizer(section)
-        if section.lora is not None:
-            with torch.device("meta"):
-                get_peft_model(copy.deepcopy(model), lora_config(section))
-    return f"{sum(p.numel() for p in model.parameters()):,}"
 
 
 def first_prompt(recipe: Recipe, rows: Any) -> str:

@@ -56,8 +56,11 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
         no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
         recipe: Mapping[str, Any]
 
+        def as_read(self) -> Any:
+            return read_recipe({**self.recipe, "output_dir": "."})
+
         def plan(self) -> str:
-            read_recipe({**self.recipe, "output_dir": "."})
+            self.as_read()
             plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
             return ", ".join(f"{name} {value}" for name, value in plain.items())
 

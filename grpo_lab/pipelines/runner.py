@@ -26,6 +26,7 @@ from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.pipeline_sections import status
 from grpo_lab.evaluation.run_record import PIPELINE, STAGES
 from grpo_lab.io import write_json, write_whole_text
+from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.kinds import kind_of
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, StageSection, plain_recipe
 from grpo_lab.pipelines.stage_record import DONE, StageRecord, digests_of
@@ -100,7 +101,7 @@ def run_pipeline(
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder: stage → facts. ``overwrite`` begins
     anew; ``only``: one stage, whose inputs are there (``launched``: as one of its processes). ValueError: something
     else is in the folder, or a setting does not fit; Interrupted: asked to stop."""
-    plan_of_pipeline(recipe, overwrite, only, launched)  # a mistake leaves the folder as it was
+    plan_of_pipeline(recipe, overwrite, only, launched, run=True)  # a mistake leaves the folder as it was
     entries, folder = entries_of(recipe), recipe.output_dir
     if only is not None:
         entry = next(one for one in entries if one.name == only)
@@ -200,10 +201,10 @@ def write_state(recipe: PipelineRecipe, entries: Sequence[Entry]) -> None:
 
 
 def plan_of_pipeline(
-    recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False
+    recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False, run: bool = False
 ) -> Words:
-    """What `grpo-lab pipeline` will do, in words. ValueError for what would stop it, as far as it can be known
-    before."""
+    """What `grpo-lab pipeline` will do, in words, and (not for a ``run``) what it takes. ValueError for what would stop
+    it, as far as it can be known before."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launched:
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)
@@ -220,11 +221,13 @@ def plan_of_pipeline(
         if missing := [name for name in named[only].before if name not in done]:
             said = f"stage {missing[0]!r}, which it reads, is not done in {recipe.output_dir}"
             raise ValueError(f"`--only {only}`: {said}")
-    plan = {}
+    plan, estimates = {}, Estimates()
     with asking_the_hub_once():
         for one in entries:
+            takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
             if only not in (None, one.name):
                 continue
             words = [one.kind.plan()] if hasattr(one.kind, "plan") else []
-            plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, *words]))
+            plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, *words])) + takes
+    plan |= {} if run else {"in all": estimates.in_all()}
     return {**plan, "done already": ", ".join(done) or "nothing", "output folder": str(recipe.output_dir)}

@@ -79,7 +79,7 @@ def check_room(
         )
     risk = None
     if looked_at:
-        longest = _longest(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
+        longest = longest_prompt(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
         risk = check_prompt_lengths([longest], shape, limit)
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
 
@@ -112,7 +112,7 @@ def _check_cold_start(section: ColdStartSection, rows: Any, words: Any, context:
         return
     pairs = ((row["prompt"], row["worked_solution"]) for row in rows)
     whole = (a + b if isinstance(a, str) else [*a, {"role": "assistant", "content": b}] for a, b in pairs)
-    longest = _longest(whole, words, context)
+    longest = longest_prompt(whole, words, context)
     if longest > context:
         limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
         raise ValueError(
@@ -137,8 +137,8 @@ def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
     return own or images or recipe.environment_factory is not None or bool(recipe.tools)
 
 
-def _longest(
-    prompts: Iterable[Any], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
+def longest_prompt(
+    prompts: Iterable[Any], words: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
     """Tokens of the longest prompt, 0 where none can have more than ``limit``: a token stands for at least one byte."""
     longest, added = 0, None

@@ -123,11 +123,12 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
         return model_class(section.path)[0].from_pretrained(section.path), load_tokenizer(section)
 
 
-def model_class(path: str) -> tuple[Any, Any]:
-    """transformers' class for a saved model, and its config: a language model, or one that takes images, too."""
+def model_class(path: str, **how: Any) -> tuple[Any, Any]:
+    """transformers' class for a saved model, and its config: a language model, or one that takes images, too. ``how``:
+    of the config's loading."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, **how)
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
             return kind, config

@@ -99,15 +99,16 @@ def every_argument(section: DataSection) -> dict[str, Any]:
     return {**defaults, **section.arguments}
 
 
-_ASKED_ONCE = ContextVar("_ASKED_ONCE", default=False)
+_ASKED_ONCE: ContextVar[dict[str, Any] | None] = ContextVar("_ASKED_ONCE", default=None)
 
 
 @contextmanager
 def asking_the_hub_once() -> Iterator[None]:
-    """Inside, a hub that is out of reach (23 s of retries) is not asked again: what `rows_here` reads is offline."""
+    """Inside, rows are read once, and a hub that is out of reach (23 s of retries) is not asked again: what `rows_here`
+    reads is offline."""
     from datasets import config
 
-    offline, place = config.HF_HUB_OFFLINE, _ASKED_ONCE.set(True)
+    offline, place = config.HF_HUB_OFFLINE, _ASKED_ONCE.set({})
     try:
         yield
     finally:
@@ -120,15 +121,21 @@ def rows_here(section: DataSection, where: str) -> Any:
     from datasets import config
     from datasets.exceptions import DatasetsError
 
+    read = _ASKED_ONCE.get()
+    if read is not None and str(section) in read:
+        return read[str(section)]
+    found = None
     try:
-        return load_rows(section, where)
+        found = load_rows(section, where)
     except ValueError as error:
         source = section.arguments.get("source")
         local = source is not None and (is_local(source) or looks_local(str(source)))
         if local or section.loader not in READ or not _caused_by(error, OSError, DatasetsError):
             raise
-        config.HF_HUB_OFFLINE |= _ASKED_ONCE.get() and _caused_by(error, ConnectionError)
-        return None
+        config.HF_HUB_OFFLINE |= read is not None and _caused_by(error, ConnectionError)
+    if read is not None:
+        read[str(section)] = found
+    return found
 
 
 def _caused_by(error: BaseException | None, *kinds: type[BaseException]) -> bool:

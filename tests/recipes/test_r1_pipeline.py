@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ def small(entry: dict[str, Any]) -> dict[str, Any]:
     """A stage with little of everything, on a model that can do nothing: the filters that ask for words are let go."""
     found = {name: FEWER.get(name, value) for name, value in entry.items() if name not in STRICT}
     if "data" in found:
-        found["data"] = {**found["data"], "n": 24}
+        found["data"] = {**found["data"], **({"n": 24} if "n" in found["data"] else {})}
     if "reward" in found:
         found["reward"] = JUDGE
     if "rows" in found:
-        found["rows"]["general"]["data"]["n"] = 24
+        found["rows"]["general"].get("data", {})["n"] = 24
     if entry["stage"] == "rl":
         found["save_strategy"] = "no"
         found["rewards"] = [{**one, "steps": 1, "every": 1} if "judge" in one else one for one in entry["rewards"]]
@@ -62,6 +63,45 @@ def test_both_have_the_same_stages() -> None:
         taken = {} if entry["stage"] == "sample" else {"model": "base.model", "model.path": "base.model"}
         missing = quick[name]["inputs"].items() - entry.get("inputs", {}).items()
         assert missing <= taken.items()
+
+
+def here(entry: Any, model: Path, gsm8k: Path, general: Path) -> Any:
+    """What is on the hub, and the reader's own file, as something here; a GPU's settings without."""
+    if isinstance(entry, list):
+        return [here(one, model, gsm8k, general) for one in entry]
+    if not isinstance(entry, dict):
+        places = {"Qwen/Qwen2.5-1.5B": model, "openai/gsm8k": gsm8k, "data/general.jsonl": general}
+        return str(places[entry]) if entry in places else entry
+    more = {"limit": 12} if "loader" in entry else {}
+    more |= {"use_cpu": True} if entry.get("stage") in ("rl", "sample", "sft", "evaluate", "reward_model") else {}
+    more |= {name: False for name in ("bf16", "gradient_checkpointing", "use_vllm") if name in entry}
+    left = {
+        name: here(one, model, gsm8k, general) for name, one in entry.items() if name not in ("vllm_mode", "engine")
+    }
+    return {**left, **more}
+
+
+@pytest.mark.slow
+def test_the_real_pipeline_runs_from_end_to_end_with_a_small_model(
+    tiny_folder: Path, tmp_path: Path, grpo_lab_data: Path
+) -> None:
+    """Every stage of the file; the model, the number of rows and steps, and what needs a GPU are others."""
+    general = tmp_path / "general.jsonl"
+    general.write_text("".join(json.dumps({"prompt": f"Say {i}.", "completion": f"{i}"}) + "\n" for i in range(4)))
+    written = read_yaml(R1 / "pipeline.yaml", {"output_dir": str(tmp_path / "out")})
+    names = [one["name"] for one in written["stages"]]
+    real = (here(one, tiny_folder, grpo_lab_data / "gsm8k", general) for one in written["stages"])
+    fewer = {"num_generations": 4, "gradient_accumulation_steps": 2, "problems_per_save": 12, "warmup_steps": 0}
+    written["stages"] = [{name: fewer.get(name, value) for name, value in small(one).items()} for one in real]
+    for name in ("cold_start", "second_sft", "preference"):
+        stages(written)[name]["max_steps"] = 2
+    facts = run_pipeline(pipeline_from(written))
+    assert [*facts] == names
+    assert {name for name, found in facts.items() if found.get("steps") == 2} == {
+        *("zero", "reasoning", "final", "cold_start", "second_sft", "preference")
+    }
+    assert facts["mixed"]["sources"].keys() == {"reasoning", "general"}
+    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

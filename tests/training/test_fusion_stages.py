@@ -167,7 +167,7 @@ FEW: dict[str, dict[str, Any]] = {
     "sft": {**TWO_STEPS, "max_length": 384},
     "rl": {**TWO_STEPS, "num_generations": 4, "use_vllm": False, "max_completion_length": 8},
     "curate": {**SAMPLED, "n_samples": 2, "filters": {"hardest": {"n": 6}}},
-    "evaluate": {"max_new_tokens": 8, "use_cpu": True},
+    "evaluate": {"max_new_tokens": 8, "use_cpu": True, "use_vllm": False, "engine": {}},
 }
 
 
@@ -226,7 +226,7 @@ def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
             stage["data"] = {**stage["data"], "n": 8}
     recipe = pipeline_from(written)
     plan = plan_of_pipeline(recipe)
-    assert len(plan) == len(recipe.stages) + 2
+    assert len(plan) == len(recipe.stages) + 3
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,243 @@
+"""What a stage takes, worked out before it runs: memory of a process, at most how many tokens it makes or learns.
+
+Bytes; N parameters (tied ones once), w bytes of a weight, R processes; arXiv 1910.02054, scripts/memory_table.py:
+
+    trained      4wN: weights, gradients, AdamW's moments (any optimizer counts as it); + 2N: copies that bf16 makes of
+                 float32 weights; + wN: DDP's buckets. ZeRO-1, 2: 4N + 12N/R. ZeRO-3, FSDP: 16N/R + 4 bytes for each
+                 parameter of a layer and the embeddings. LoRA: the adapter; its base is as one that answers
+    answering    wN, under ZeRO-3 and FSDP wN/R: the reference (β > 0, DPO), a teacher, a reward model, a second model
+    activations  a token: a(L + 1), with gradient checkpointing 4h(L + 1) + a; a = 28h + 8w(q + k) + 4wI (bf16: w = 2),
+                 h wide, L layers, queries q, keys k, MLP I wide, fused attention; head 4Vh, `distill` 40V a token
+    writing      wN; a row 12V, a token of the prompt a, each token 2wLk. By vLLM: wN, and what its share leaves
+
+Not in it: what an allocator wastes, the device's context, a colocated engine, a critic, rewards that are no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from peft import get_peft_model
+
+from grpo_lab import LabConfig
+from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.checks import longest_prompt
+from grpo_lab.recipe.models import load_model, loading, lora_config, model_class, tokenizer_and_config
+from grpo_lab.recipe.rows import rows_here
+from grpo_lab.recipe.sections import DataSection, EvaluationSection, ModelSection
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.settings import typed
+from grpo_lab.stages.evaluate import conditions_in
+from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
+
+
+def meta_model(section: ModelSection) -> Any:
+    """Without weights; of a hub name where its config is in the cache or can be had. Text: why there is none."""
+    path = str(section.path)
+    if (Path(path) / "adapter_config.json").is_file() or (looks_local(path) and not is_local(path)):
+        return f"{path!r} is an adapter, or not here yet"
+    try:
+        with torch.device("meta"), loading(path):
+            if section.tiny is None:
+                kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
+            model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
+    except ValueError:
+        if section.tiny is not None or is_local(path):
+            raise
+        return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return f"{path!r} is no transformer"
+    with torch.device("meta"):
+        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
+
+
+def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
+    """h, L, V, k, a; parameters of a layer and the embeddings."""
+    c = model.config.get_text_config()
+    h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
+    head = getattr(c, "head_dim", None) or h // heads
+    k = head * (getattr(c, "num_key_value_heads", None) or heads)
+    experts = getattr(c, "moe_intermediate_size", 0) * getattr(c, "num_experts_per_tok", 0)
+    mlp = max(experts, getattr(c, "intermediate_size", None) or 4 * h)
+    a = 28 * h + (2 if half else model.dtype.itemsize) * (8 * (head * heads + k) + 4 * mlp)
+    tables = h * c.vocab_size * (1 if getattr(c, "tie_word_embeddings", True) else 2)
+    return h, layers, c.vocab_size, k, a, tables + (model.num_parameters() - tables) // layers
+
+
+def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bool = False) -> int:
+    """Bytes of weights, and of gradients and moments where ``trained``. ``launch``: what an accelerate file says;
+    ``half``: under bf16 or fp16."""
+    kind, ranks = launch.get("distributed_type"), launch.get("num_processes", 1)
+    zero = (launch.get("deepspeed_config") or {}).get("zero_stage", 2) if kind == "DEEPSPEED" else 0
+    own = [p for p in model.parameters() if p.requires_grad and trained]
+    n, weights = sum(p.numel() for p in own), sum(p.nbytes for p in own)
+    base = sum(p.nbytes for p in model.parameters()) - weights
+    if zero == 3 or kind == "FSDP":
+        return (base + 16 * n) // ranks + (4 * sizes(model)[-1] if n else 0)
+    if zero:
+        return base + 4 * n + 12 * n // ranks
+    copies = sum(2 * p.numel() for p in model.parameters() if p.itemsize == 4) if half and n else 0
+    return base + (5 if str(kind).startswith("MULTI_") else 4) * weights + copies
+
+
+def activations(model: Any, tokens: int, checkpointing: bool, half: bool = False) -> int:
+    """Bytes that the layers keep of so many tokens for the backward."""
+    h, layers, _, _, a, _ = sizes(model, half)
+    return tokens * (4 * h * (layers + 1) + a if checkpointing else a * (layers + 1))
+
+
+def flat(stage: Any) -> dict[str, Any]:
+    """Settings by name, with the defaults of TRL's configuration. ``method``: `rl`, `sft`, …; None: trains nothing."""
+    found = dict(vars(stage))
+    for name in ("sampling", "section"):
+        found |= vars(found[name]) if name in found else {}
+    given = found.get("arguments", found.get("training"))
+    method = "rl" if "rewards" in found else "distill" if "teacher" in found else getattr(stage, "method", "sft")
+    if given is None or method == "merge" or found.get("data", 0) is None:
+        return {**found, "method": None}
+    method = method if method in ("rl", *COLUMNS) else "sft"
+    config, kl = LabConfig if method == "rl" else trl_of(method)[0], given.get("kl")
+    defaults = {one.name: one.default for one in fields(config)} | FIXED.get(method, {})
+    beta = {"beta": kl["coefficient"]} if isinstance(kl, Mapping) and kl.get("coefficient") is not None else {}
+    return {**found, **defaults, **typed(given, config), **beta, "method": method}
+
+
+class Estimates:
+    """Of stages one after another: a model that one leaves is known to those after it."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, tuple[ModelSection, Any]] = {}
+        self.rows: dict[str, tuple[int | None, int]] = {}
+        self.most, self.tokens, self.open = 0, {"generated": 0, "trained on": 0}, False
+
+    def of(self, kind: Any, launch: str | None = None, folder: Path = Path()) -> str:
+        """A line on a stage's kind with its settings, or on a command's recipe; nothing on one without a model, or of a
+        team's. ``launch``: its accelerate file."""
+        if not type(kind).__module__.startswith("grpo_lab."):
+            return ""
+        stage = kind.as_read() if hasattr(kind, "as_read") else kind
+        s, said = flat(stage), read_yaml(launch) if launch else {}
+        if s.get("model") is None or not (s["method"] or {"batch_size", "short_model"} & s.keys()):
+            return ""
+        section, model = self._model(s["model"])
+        if s["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
+            asked = str((s["model_init_kwargs"] or {}).get("dtype") or "float32")
+            model = model if asked == "auto" else deepcopy(model).to(getattr(torch, asked))
+        self.left[str(folder / getattr(kind, "leaves", {}).get("model", "."))] = section, model
+        return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
+
+    def in_all(self) -> str:
+        """Of what was asked about so far."""
+        tokens = ", ".join(f"{count:,} tokens {what}" for what, count in self.tokens.items())
+        least = ", without what is not known" if self.open else ""
+        return f"at most {self.most / 2**30:.1f} GiB a process, {tokens}{least}"
+
+    def _model(self, named: Any) -> tuple[ModelSection, Any]:
+        section = named if isinstance(named, ModelSection) else ModelSection(path=str(named))
+        return self.left.get(str(section.path)) or (section, meta_model(section))
+
+    def _prompts(self, data: Any, section: ModelSection) -> tuple[int | None, int]:
+        """How many rows, and tokens of their longest prompt (0: not known), where they are here already."""
+        if not isinstance(data, DataSection):
+            return None, 0
+        key, source = f"{data} {section.path}", str(data.arguments.get("source", ""))
+        if key not in self.rows:
+            rows = None if looks_local(source) and not Path(source).exists() else rows_here(data, "data")
+            known = None if rows is None else tokenizer_and_config(section, here_only=True)
+            longest = longest_prompt(rows["prompt"], known[0]) if rows is not None and known else 0
+            self.rows[key] = None if rows is None else len(rows), longest
+        return self.rows[key]
+
+    def _memory(self, s: Mapping[str, Any], section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
+        beside = {name: s[name] for name in ("teacher", "short_model", "against") if s.get(name)}
+        for one in s.get("rewards", ()):
+            path = one.arguments.get("model") or ("/" in one.name and ":" not in one.name and one.name)
+            beside |= {f"{one.name}{' in training' if 'every' in one.arguments else ''}": path} if path else {}
+        models = {name: self._model(path)[1] for name, path in beside.items()}
+        if missing := [one for one in (model, *models.values()) if isinstance(one, str)]:
+            self.open = True
+            return f"memory is not known: {missing[0]}"
+        parts = {name: states(one, launch, "training" in name) for name, one in models.items()}
+        h, layers, vocabulary, k, a, _ = sizes(model)
+        method, rows, width = s["method"], s.get("batch_size", 0), model.dtype.itemsize
+        length, prompt = s.get("max_new_tokens") or s.get("max_completion_length") or 0, 0
+        if method in (None, "rl", "distill"):
+            prompt = self._prompts(s.get("data"), section)[1]
+        if method is None:
+            parts["weights"] = states(model, launch, trained=False)
+            writing = rows * (12 * vocabulary + prompt * a + (prompt + length) * 2 * width * layers * k)
+            parts |= {} if s.get("use_vllm") else {"writing": writing}
+        else:
+            rows = s["per_device_train_batch_size"] * (2 if COLUMNS.get(method) == PAIR else 1)
+            length = length if method in ("rl", "distill") else s["max_length"] or 0
+            if section.lora is None and (method == "dpo" or (method == "rl" and s["beta"])):
+                parts["reference"] = states(model, launch, trained=False)
+            tokens, half = rows * (prompt + length), s["bf16"] is not False or bool(s["fp16"])
+            parts["trained"] = states(model, launch, half=half)
+            parts["activations"] = activations(model, tokens, s["gradient_checkpointing"], half)
+            parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
+        self.most = max(self.most, sum(parts.values()))
+        each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
+        engine = ", besides what vLLM takes" if s.get("use_vllm") else ""
+        count, total = model.num_parameters(), sum(parts.values()) / 2**30
+        unknown = " and the prompt" if method in (None, "rl", "distill") and not prompt and length else ""
+        at_once = f"{rows} × {prompt + length:,} tokens{unknown}" if length else "rows of any length"
+        return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
+
+    def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
+        """What is sampled, asked of held-out rows and trained: rows × times × tokens each time."""
+        held_out, rounds, jobs = s.get("evaluation"), getattr(s.get("rounds"), "count", 1), list[Any]()
+        length = s.get("max_new_tokens") or s.get("max_completion_length")
+        if "section" in s:
+            jobs.append(("generated", s["data"], _answers(s["section"]) * (2 if s["against"] else 1), length))
+        elif "n_samples" in s:
+            jobs.append(("generated", s["data"], s["n_samples"] * rounds, length))
+        if guess := getattr(s.get("filters"), "guessable", None):
+            jobs.append(("generated", s["data"], guess.tries, guess.max_new_tokens))
+        if held_out is not None:
+            steps, every, each = s.get("max_steps", 0), held_out.every, held_out.max_new_tokens or length
+            times = held_out.before + rounds + (steps // every if every else 0)
+            each = None if every and steps < 1 else each  # how often, the number of steps says
+            jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
+        if s["method"] is not None:
+            jobs.append(_of_training(s, length, launch.get("num_processes", 1)))
+        words = []
+        for what, data, times, each in jobs:
+            count = data if isinstance(data, int) else self._prompts(data, section)[0]
+            if count is None or each is None:
+                self.open = True
+                some = "any number of" if each is None else f"{times * each:,}"
+                words.append(f"at most {some} tokens {what} for each row (how many: not known yet)")
+            else:
+                self.tokens[what] += count * times * each
+                words.append(f"at most {count * times * each:,} tokens {what}")
+        return words
+
+
+def _answers(section: EvaluationSection) -> int:
+    return len(conditions_in(section)) * (1 + section.n_samples)
+
+
+def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
+    """What is made or learned; rows (1: in all), times, tokens each time."""
+    method, steps, times = s["method"], s["max_steps"], ceil(s["num_train_epochs"])
+    together, accumulated = s["per_device_train_batch_size"] * ranks, s["gradient_accumulation_steps"]
+    rows = 1 if steps > 0 else None if {"rows", "n_samples"} & s.keys() else s["data"]
+    times = steps * together * accumulated if steps > 0 else times
+    if method == "rl":
+        update, batch = s["update"], s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)
+        times = ceil(times / batch / s["num_iterations"]) * batch if steps > 0 else times * s["num_generations"]
+        again = isinstance(update, Mapping) and update.get("dead_groups") == "resample" and update.get("max_rounds", 4)
+        return "generated", rows, times * (again or 1), length
+    if method == "distill" and s["tokens"] is not None:  # it ends with the log after them
+        return "generated", 1, 1, s["tokens"] + together * accumulated * ceil(s["logging_steps"]) * (length or 0)
+    if method == "distill":
+        return "generated", rows, times, length
+    return "trained on", rows, times * (2 if COLUMNS[method] == PAIR else 1), s["max_length"]
