@@ -30,7 +30,7 @@ from grpo_lab import LabConfig
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.checks import longest_prompt
 from grpo_lab.recipe.models import load_model, loading, lora_config, model_class, tokenizer_and_config
-from grpo_lab.recipe.rows import rows_here
+from grpo_lab.recipe.rows import not_asked_again, rows_here
 from grpo_lab.recipe.sections import DataSection, EvaluationSection, ModelSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import typed
@@ -48,9 +48,10 @@ def meta_model(section: ModelSection) -> Any:
             if section.tiny is None:
                 kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
             model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
-    except ValueError:
+    except ValueError as error:
         if section.tiny is not None or is_local(path):
             raise
+        not_asked_again(error)
         return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
     if not hasattr(model.config.get_text_config(), "num_attention_heads"):
         return f"{path!r} is no transformer"

@@ -223,9 +223,7 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
     try:
         writer.enter_context(one_writer(folder))
     except OSError as error:
-        raise ValueError(
-            f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another folder"
-        ) from error
+        raise ValueError(f"--output {str(folder)!r} cannot be written to ({error.strerror}); choose another") from error
     for one in stale:
         (folder / SWEEP).unlink(missing_ok=True)  # which lists them
         shutil.rmtree(one)

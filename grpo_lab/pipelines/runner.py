@@ -215,9 +215,7 @@ def plan_of_pipeline(
         if only not in named:
             raise ValueError(f"`--only` is {only!r}; the stages are {list(named)}")
         if overwrite:
-            raise ValueError(
-                "--overwrite begins the whole pipeline anew; --only does one stage of it. Give one of them"
-            )
+            raise ValueError("--overwrite begins the whole pipeline anew, --only does one stage: give one of them")
         if missing := [name for name in named[only].before if name not in done]:
             said = f"stage {missing[0]!r}, which it reads, is not done in {recipe.output_dir}"
             raise ValueError(f"`--only {only}`: {said}")

@@ -104,8 +104,7 @@ _ASKED_ONCE: ContextVar[dict[str, Any] | None] = ContextVar("_ASKED_ONCE", defau
 
 @contextmanager
 def asking_the_hub_once() -> Iterator[None]:
-    """Inside, rows are read once, and a hub that is out of reach (23 s of retries) is not asked again: what `rows_here`
-    reads is offline."""
+    """Inside, rows are read once, and a hub that is out of reach (23 s of retries) is not asked again."""
     from datasets import config
 
     offline, place = config.HF_HUB_OFFLINE, _ASKED_ONCE.set({})
@@ -116,9 +115,17 @@ def asking_the_hub_once() -> Iterator[None]:
         config.HF_HUB_OFFLINE = offline
 
 
+def not_asked_again(error: Exception) -> None:
+    """Inside `asking_the_hub_once`: if ``error`` says that the hub is out of reach, what follows is offline."""
+    from datasets import config
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    away = _caused_by(error, ConnectionError, LocalEntryNotFoundError)
+    config.HF_HUB_OFFLINE |= _ASKED_ONCE.get() is not None and away
+
+
 def rows_here(section: DataSection, where: str) -> Any:
     """The rows, for a dry run; None where they are on the hub and cannot be had from here."""
-    from datasets import config
     from datasets.exceptions import DatasetsError
 
     read = _ASKED_ONCE.get()
@@ -132,7 +139,7 @@ def rows_here(section: DataSection, where: str) -> Any:
         local = source is not None and (is_local(source) or looks_local(str(source)))
         if local or section.loader not in READ or not _caused_by(error, OSError, DatasetsError):
             raise
-        config.HF_HUB_OFFLINE |= read is not None and _caused_by(error, ConnectionError)
+        not_asked_again(error)
     if read is not None:
         read[str(section)] = found
     return found
