@@ -136,9 +136,10 @@ class Estimates:
 
     def in_all(self) -> str:
         """Of what was asked about so far."""
-        tokens = ", ".join(f"{count:,} tokens {what}" for what, count in self.tokens.items())
-        least = ", without what is not known" if self.open else ""
-        return f"at most {self.most / 2**30:.1f} GiB a process, {tokens}{least}"
+        known = [f"{self.most / 2**30:.1f} GiB a process"] if self.most else []
+        known += [f"{count:,} tokens {what}" for what, count in self.tokens.items() if count]
+        more = ["more where a line says that something is not known"] if self.open else []
+        return "; ".join(([f"at most {', '.join(known)}"] if known else []) + more)
 
     def _model(self, named: Any) -> tuple[ModelSection, Any]:
         section = named if isinstance(named, ModelSection) else ModelSection(path=str(named))

@@ -216,6 +216,7 @@ def test_the_recipes_for_real_models(
     if name == "kimi":
         plan = plan_of_pipeline(pipeline_from({**written, "output_dir": str(tmp_path / "out")}))
         assert sum("memory is not known: the config of 'Qwen/Qwen2.5-1.5B'" in words for words in plan.values()) == 9
+        assert plan["in all"] == "more where a line says that something is not known"
     for hub, place in places.items():
         text = text.replace(hub, place)
     written = yaml.safe_load(text)
@@ -243,4 +244,4 @@ def test_a_model_is_the_one_that_an_earlier_stage_leaves(folders: dict[str, str]
     assert f"(weights {2 * n / gib:.1f}, " in plan["1. first"]
     assert f"(weights {4 * n / gib:.1f}, " in next(words for title, words in plan.items() if "second" in title)
     assert "is an adapter, or not here yet" in next(words for title, words in plan.items() if "nowhere" in title)
-    assert plan["in all"].endswith("without what is not known")
+    assert plan["in all"].endswith("; more where a line says that something is not known")
