@@ -151,7 +151,8 @@ def of_two_samples(result: EvaluationResult, log: Log) -> dict[str, float]:
 def equation_steps(completions: list[Any], **_: Any) -> list[float | None]:
     """Share of a completion's judged lines that hold; a reward for the log of the arm that is not trained on it."""
     judged = [
-        [s for s in EquationSteps.judge(completion_text(one).split("\n")) if s is not None] for one in completions
+        [s for s in EquationSteps().score_texts("", completion_text(one).split("\n")) if s is not None]
+        for one in completions
     ]
     return [fmean(scores) if scores else None for scores in judged]
 
@@ -159,7 +160,7 @@ def equation_steps(completions: list[Any], **_: Any) -> list[float | None]:
 def of_equations(result: EvaluationResult, log: Log) -> dict[str, float]:
     texts = [completion_text(one.completion) for one in result.greedy]
     shares = [share for share in equation_steps(texts) if share is not None]
-    counts = [sum(score is not None for score in EquationSteps.judge(text.split("\n"))) for text in texts]
+    counts = [sum(score is not None for score in EquationSteps().score_texts("", text.split("\n"))) for text in texts]
     return accuracy(result, log) | {
         "right equations": fmean(shares) if shares else math.nan,
         "equations a solution": fmean(counts),

@@ -47,6 +47,7 @@ from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train
 from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"
+EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples", "temperature", "before")
 
 
 @settings(rest="sampling")
@@ -253,16 +254,16 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
     """What marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another recipe."""
     found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
     if "recipe" not in found and found.get("fingerprint", "") not in ("", _fingerprint(recipe)):  # an earlier version's
-        raise ValueError(
-            f"`output_dir` {str(recipe.output_dir)!r} holds a run with other settings. Choose another, or give "
-            "--overwrite"
-        )
+        here = f"`output_dir` {str(recipe.output_dir)!r}"
+        raise ValueError(f"{here} holds a run with other settings. Choose another, or give --overwrite")
     return found
 
 
 def _fingerprint(recipe: Long2ShortRecipe) -> str:
     """What a training that was stopped is known by, as in an earlier version's ``run.json``."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
+    if asked := said["evaluation"]:  # what it did not know counts where it is set
+        said["evaluation"] = {name: value for name, value in asked.items() if value or name in EVALUATION_THEN}
     return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
 
 

@@ -149,16 +149,14 @@ class EvaluationSection:
     thinking: Annotated[tuple[Switch, ...], LISTED] = ()
     thinking_budget: Annotated[tuple[Annotated[Count | None, NONE], ...], LISTED] = ()
     budget_text: str | None = None
-    log_probs: Switch = False
-    use_vllm: Switch = False
+    log_probs: Switch | None = None  # as in the records of earlier runs
+    use_vllm: Switch | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)
         if taken := [name for name in self.measures if _FACTS.fullmatch(name)]:
-            raise ValueError(
-                f"`evaluation.measures` has {taken[0]!r}, which is a number of every evaluation; rename it"
-            )
+            raise ValueError(f"`evaluation.measures` has {taken[0]!r}, a number of every evaluation; rename it")
         if self.budget_text is not None and all(budget is None for budget in self.thinking_budget):
             raise ValueError("`evaluation.budget_text` has an effect only with `evaluation.thinking_budget`")
 

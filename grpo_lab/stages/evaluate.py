@@ -217,7 +217,7 @@ def measure_conditions(
     found, main = list[Measured](), rank_and_ranks()[0] == 0
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
-        own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": section.log_probs}
+        own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": bool(section.log_probs)}
         writer, identity = load_writer(one, section, **own), [model_files(one), tokenizer, asdict(section)]
         asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():

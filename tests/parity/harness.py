@@ -36,8 +36,10 @@ def with_entry(checkpoint: Path, name: str, entry: Any = None) -> None:
 
 
 def as_earlier_releases_wrote_it(checkpoint: Path) -> None:
-    """A file for each entry, in place of the record."""
+    """A file for each entry that they had, in place of the record."""
     for name, entry in read_state(checkpoint).entries.items():
+        if name not in EARLIER:
+            continue
         file = checkpoint / EARLIER[name]
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps({"format": 1, **entry}))

@@ -70,10 +70,19 @@ def here(entry: Any, model: Path, gsm8k: Path, general: Path) -> Any:
     if isinstance(entry, list):
         return [here(one, model, gsm8k, general) for one in entry]
     if not isinstance(entry, dict):
-        places = {"Qwen/Qwen2.5-1.5B": model, "openai/gsm8k": gsm8k, "data/general.jsonl": general}
+        places = {
+            "Qwen/Qwen2.5-1.5B": model,
+            "Qwen/Qwen2.5-0.5B": model,
+            "openai/gsm8k": gsm8k,
+            "data/general.jsonl": general,
+        }
         return str(places[entry]) if entry in places else entry
     more = {"limit": 12} if "loader" in entry else {}
-    more |= {"use_cpu": True} if entry.get("stage") in ("rl", "sample", "sft", "evaluate", "reward_model") else {}
+    more |= (
+        {"use_cpu": True}
+        if entry.get("stage") in ("rl", "sample", "sft", "evaluate", "reward_model", "distill")
+        else {}
+    )
     more |= {name: False for name in ("bf16", "gradient_checkpointing", "use_vllm") if name in entry}
     left = {
         name: here(one, model, gsm8k, general) for name, one in entry.items() if name not in ("vllm_mode", "engine")
@@ -93,12 +102,13 @@ def test_the_real_pipeline_runs_from_end_to_end_with_a_small_model(
     real = (here(one, tiny_folder, grpo_lab_data / "gsm8k", general) for one in written["stages"])
     fewer = {"num_generations": 4, "gradient_accumulation_steps": 2, "problems_per_save": 12, "warmup_steps": 0}
     written["stages"] = [{name: fewer.get(name, value) for name, value in small(one).items()} for one in real]
-    for name in ("cold_start", "second_sft", "preference"):
+    for name in ("cold_start", "second_sft", "preference", "imitation"):
         stages(written)[name]["max_steps"] = 2
     facts = run_pipeline(pipeline_from(written))
     assert [*facts] == names
     assert {name for name, found in facts.items() if found.get("steps") == 2} == {
-        *("zero", "reasoning", "final", "cold_start", "second_sft", "preference")
+        *("zero", "reasoning", "final", "cold_start", "second_sft", "preference"),
+        *("imitation", "distillation", "own_rl"),
     }
     assert facts["mixed"]["sources"].keys() == {"reasoning", "general"}
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()

@@ -101,7 +101,7 @@ def one_text_rewards() -> dict[str, Callable[[str], Any]]:
         "LanguageConsistencyReward, prompt": lambda t: LanguageConsistencyReward("prompt")(
             prompts=[t], completions=[t]
         ),
-        "EquationSteps": lambda t: EquationSteps.judge(_steps(t)),
+        "EquationSteps": lambda t: EquationSteps().score_texts("", _steps(t)),
         "by_paragraph": by_paragraph,
         "worked_out": lambda t: worked_out([t]),
         "CodeReward's reading": program_text,

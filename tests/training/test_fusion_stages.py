@@ -167,7 +167,7 @@ FEW: dict[str, dict[str, Any]] = {
     "sft": {**TWO_STEPS, "max_length": 384},
     "rl": {**TWO_STEPS, "num_generations": 4, "use_vllm": False, "max_completion_length": 8},
     "curate": {**SAMPLED, "n_samples": 2, "filters": {"hardest": {"n": 6}}},
-    "evaluate": {"max_new_tokens": 8, "use_cpu": True, "use_vllm": False, "engine": {}},
+    "evaluate": {"max_new_tokens": 16, "use_cpu": True, "use_vllm": False, "engine": {}},
 }
 
 
@@ -182,6 +182,7 @@ def cut(path: Path, out: Path, model: Path | None = None, data: Path | None = No
 
     for stage in written["stages"]:
         stage |= FEW.get(stage["stage"], {})
+        stage |= {"thinking_budget": [0, 4, None]} if "thinking_budget" in stage else {}
         stage |= {"data": few(stage["data"])} if "data" in stage else {}
         stage |= {"plain": [few(one) for one in stage["plain"]]} if "plain" in stage else {}
         if isinstance(stage.get("model"), str):

@@ -82,7 +82,7 @@ def test_a_table_by_hand() -> None:
 
 def changes(name: str, arm: str, gamma: float | None = None) -> Any:
     found = compare.EXPERIMENTS[name].arms[arm]
-    return found(Namespace(gamma=gamma), 0) if callable(found) else found
+    return found(Namespace(gamma=gamma, start=Path("run/second_sft/model")), 0) if callable(found) else found
 
 
 @pytest.mark.parametrize("gamma", [None, 0.9])
