@@ -328,8 +328,8 @@ def test_budgets_modes_and_a_second_model_in_one_call(
         (["--budget-text", "</think>"], "has an effect only with `evaluation.thinking_budget`"),
         (["--measure", "format=thinkformat"], "did you mean 'think_format'?"),
         (["--measure", "think_format"], "--measure"),
-        (["--measure", "length=think_format"], "has 'length', which is a number of every evaluation"),
-        (["--measure", "pass_at_2=think_format"], "has 'pass_at_2', which is a number of every evaluation"),
+        (["--measure", "length=think_format"], "has 'length', a number of every evaluation"),
+        (["--measure", "pass_at_2=think_format"], "has 'pass_at_2', a number of every evaluation"),
     ],
 )
 def test_conditions_that_cannot_be(

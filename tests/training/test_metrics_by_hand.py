@@ -87,6 +87,8 @@ ELSEWHERE = {
     "value/explained_variance": "training/test_ppo.py",
     "value/return_mean": "training/test_ppo.py",
     "policy/approx_kl": "training/test_ppo.py",
+    "preference/pair_accuracy": "training/test_preference_reward.py",
+    "preference/comparisons": "training/test_preference_reward.py",
 }
 HERE = {
     *("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min"),
