@@ -18,7 +18,8 @@ class NumbersError(FloatingPointError):
 
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
-    """bool: whether it holds NaN (or infinities); smallest and largest say it without a copy of the weight."""
+    """bool: whether it (this rank's part) holds NaN (or infinities); smallest and largest say it without a copy."""
+    weight = weight.to_local() if hasattr(weight, "to_local") else weight
     packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
     if weight.is_meta or packed or not weight.numel():
         return torch.zeros((), dtype=torch.bool, device="cpu" if weight.is_meta else weight.device)

@@ -269,12 +269,15 @@ class RankAwareTrainer(GRPOTrainer):
 
 def refuse_bad_weights(trainer: Any, which: str) -> None:
     """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
-    NumbersError: on every rank, naming tensors."""
+    NumbersError: on every rank, naming tensors. ValueError: ``which`` is TRAINED, and no step was."""
     if bad := names_of_bad(trainer):
-        blame = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`); nothing is saved"
-        if which == TO_START_FROM:
-            blame = "how the model or the checkpoint was made, saved or converted (bf16, fp16)"
+        blame = {TO_START_FROM: "how the model or the checkpoint was made, saved or converted (bf16, fp16)"}.get(
+            which, "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`); nothing is saved"
+        )
         raise NumbersError(f"the weights {which} NaN or infinities, {bad}: look at {blame}")
+    if which == TRAINED and not trainer.state.global_step:
+        each = "`per_device_train_batch_size` × `gradient_accumulation_steps` × processes"
+        raise ValueError(f"no step was trained: {len(trainer.train_dataset)} rows are no whole batch of {each}")
 
 
 def names_of_bad(trainer: Any) -> str | None:
@@ -282,15 +285,11 @@ def names_of_bad(trainer: Any) -> str | None:
     words; None where none does. One number is read, and sent."""
     model, device = trainer.model, trainer.accelerator.device
     with at("whether the weights are finite"):
-        flags = {name: is_bad(_here(one)) for name, one in model.named_parameters()}
-        flags |= {name: is_bad(_here(one), infinite=False) for name, one in model.named_buffers()}
+        flags = {name: is_bad(one) for name, one in model.named_parameters()}
+        flags |= {name: is_bad(one, infinite=False) for name, one in model.named_buffers()}
         bad = torch.stack([torch.zeros((), dtype=torch.bool, device=device), *(f.to(device) for f in flags.values())])
         if not bool(trainer.accelerator.gather(bad.any().reshape(1)).any()):
             return None
         here = [name for name, one in zip(flags, bad[1:].tolist(), strict=True) if one]
         names = sorted({name for of_rank in gather_object([here]) for name in of_rank})
     return in_words(names, len(flags))
-
-
-def _here(tensor: Any) -> Any:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -231,7 +231,7 @@ def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_out_of_reach_is_asked_once(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time would be 23 s of retries, at every stage; another name is asked for where a name is wrong."""
     asked = []
 
@@ -244,7 +244,9 @@ def test_a_hub_out_of_reach_is_asked_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
     data = [{"loader": "gsm8k"}, {"loader": "math"}, {"loader": "gsm8k", "split": "test"}]
-    stages = [{"stage": "evaluate", "name": f"e{i}", "model": "m", "data": one} for i, one in enumerate(data)]
+    stages = [
+        {"stage": "evaluate", "name": f"e{i}", "model": str(tiny_folder), "data": one} for i, one in enumerate(data)
+    ]
     recipe = pipeline_from({"output_dir": str(tmp_path / "out"), "stages": stages})
     for _ in range(2):  # each call anew
         plan_of_pipeline(recipe)

@@ -208,3 +208,14 @@ def test_the_weight_is_high_where_the_reward_is_wrong() -> None:
     # σ(0) = ½; σ(−3) = 0.0474; σ(3) = 0.9526
     torch.testing.assert_close(found, torch.tensor([0.5, 0.0474259, 0.9525741]))
     assert implicit_weight(torch.zeros(1), torch.zeros(1), 1.0).item() == pytest.approx(0.7310586, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_fewer_rows_than_a_batch_of_prompts_train_nothing_and_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """TRL leaves out a batch that is not whole; the start would be called trained."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+    rows = Dataset.from_list([{"prompt": f"Say {i}."} for i in range(3)])
+    arguments = {"max_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 4, "use_cpu": True}
+    with pytest.raises(ValueError, match="no step was trained: 3 rows are no whole batch"):
+        train_by("distill", model, tokenizer, rows, tmp_path, arguments, teacher_model=model)
+    assert not (tmp_path / "model.safetensors").exists()
