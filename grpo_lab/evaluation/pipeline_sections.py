@@ -30,7 +30,7 @@ def _share(value: float) -> str:
     return f"{value:.1%}" if value <= 1 else f"{value:,.0f}"
 
 
-_SHARES = ("accuracy", "thinking", "no_thinking", "pass_at_4", "pass_at_8", "pass_at_16", "mode_following", "format")
+_SHARES = ("accuracy", "thinking", "no_thinking", "pass_at_8", "pass_at_16", "mode_following", "format")
 FACTS: dict[str, Callable[[float], str]] = {
     **dict.fromkeys((*_SHARES, "language", "pair_accuracy"), _share),
     "length": "{:.1f}".format,
