@@ -22,7 +22,7 @@ from typing import Any
 
 from kill_processes import adopt_orphans, kill
 
-POLL = 0.002
+POLL = 0.01
 
 
 def main() -> None:
