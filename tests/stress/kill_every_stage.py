@@ -3,7 +3,7 @@
     python tests/stress/kill_every_stage.py FILE.yaml --against runs/whole --folder runs/killed
 
 ``--against`` is the folder of a run of the same file that was left alone (``grpo-lab pipeline run FILE --output_dir``).
-The moment in a stage is drawn, from its first tenth to its last, as long as it took there; then the whole process group
+The moment in a stage is drawn, in the first 60% of the time that it took there; then the whole process group
 gets SIGKILL. Said are the kills, each result and each digest of an input that differs, and what was finished and ran
 again. Digests of inputs are of whole models: where all are alike, so is every model that a later stage read.
 """
@@ -35,7 +35,7 @@ def main() -> None:
     adopt_orphans()
     right = {one["name"]: one for one in table(args.against)}
     draw = random.Random(args.draw)
-    waits = {name: draw.uniform(0.1, 0.9) * one["seconds"] for name, one in right.items()}
+    waits = {name: draw.uniform(0.1, 0.6) * one["seconds"] for name, one in right.items()}
     killed, finished, again = list[str](), dict[str, bytes](), set[str]()
     while True:
         at = life(args.recipe, args.folder, more, {name: waits[name] for name in waits if name not in killed})
