@@ -257,10 +257,15 @@ def tokenized_for_training(rows: list[dict[str, Any]], words: Any) -> list[tuple
     from grpo_lab.trainer.supervised.methods import train_by
 
     found: list[Any] = []
+
+    def train(trainer: Any) -> None:
+        trainer.state.global_step = 1  # nothing is saved of a training without a step
+        found.append(trainer)
+
     model, _ = tiny_model(hidden_size=8, num_layers=1, num_heads=1, tokenizer=words)
     with TemporaryDirectory() as folder:
         arguments = {"use_cpu": True, "bf16": False}
-        train_by("sft", model, words, Dataset.from_list(rows), Path(folder), arguments, train=found.append)
+        train_by("sft", model, words, Dataset.from_list(rows), Path(folder), arguments, train=train)
     read = words.convert_ids_to_tokens
     (trainer,) = found
     trained = [[label != -100 for label in row["labels"]] for row in trainer.train_dataset]
