@@ -1,0 +1,115 @@
+"""SFT goes through the model in bins of rows of like length, and through the head where a token is trained on: the
+training is TRL's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTTrainer
+from trl.trainer import distillation_trainer
+from trl.trainer import utils as trl_utils
+
+from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.supervised import methods
+from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
+from grpo_lab.trainer.trl_bridge.forwards import scored_alone
+
+ROWS = [{"prompt": "2+3=" + "1+" * (7 * i % 11), "completion": "5" * (1 + 13 * i % 29)} for i in range(24)]
+ARGUMENTS = {
+    "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "bf16": False, "use_cpu": True,
+    "logging_steps": 2, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+class Logs(TrainerCallback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.rows.append(dict(logs))
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, **more: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Weights, logs, and of each forward the shape of its input with how many positions reached the head."""
+    seen: list[Any] = []
+    forward, head = SFTTrainer.compute_loss, trl_utils._ChunkedLogProbFunction
+
+    def looked_at(self: Any, model: Any, inputs: Any, *rest: Any, **how: Any) -> Any:
+        seen.append(tuple(inputs["input_ids"].shape))
+        return forward(self, model, inputs, *rest, **how)
+
+    class Counting:
+        @staticmethod
+        def apply(hidden: torch.Tensor, *rest: Any) -> Any:
+            seen[-1] = (*seen[-1], hidden.size(0))
+            return head.apply(hidden, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(methods, "SFTInBins", kind)
+        patch.setattr(SFTTrainer, "compute_loss", looked_at)
+        patch.setattr(trl_utils, "_ChunkedLogProbFunction", Counting)
+        methods.trl_of.cache_clear()
+        (model, tokenizer), logs = tiny_model(hidden_size=16, num_layers=1, num_heads=2), Logs()
+        model.double()
+        train_by("sft", model, tokenizer, Dataset.from_list(ROWS), folder, {**ARGUMENTS, **more}, [logs])
+    methods.trl_of.cache_clear()
+    return model, logs.rows, seen
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_training_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulated: int) -> None:
+    """In float64, but for TRL's head, which sums in float32: Adam makes 1e-2 a step of the smallest gradient, of which
+    what is summed in another order is off by 1e-7."""
+    more = {
+        "gradient_accumulation_steps": accumulated,
+        "max_steps": 6 // accumulated,
+        "logging_steps": 2 // accumulated,
+    }
+    stock, stock_logs, whole = trained(tmp_path / "stock", monkeypatch, SFTTrainer, **more)
+    ours, our_logs, bins = trained(tmp_path / "ours", monkeypatch, SFTInBins, **more)
+    for (name, expected), found in zip(stock.state_dict().items(), ours.state_dict().values(), strict=True):
+        assert torch.allclose(expected, found, atol=1e-5), name
+    for one, other in zip(stock_logs[:-1], our_logs[:-1], strict=True):
+        for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm"):
+            assert one.get(name) == pytest.approx(other.get(name), rel=1e-5), name
+    assert [shape[0] for shape in whole] == [8] * 6
+    assert sum(shape[0] for shape in bins) == 48
+    assert len(bins) > 6
+    assert sum(a * b for a, b, _ in bins) < 0.9 * sum(a * b for a, b, _ in whole)  # less is padded
+    targets = sum(shape[2] for shape in whole)
+    assert targets == sum(shape[2] for shape in bins)  # both without positions that have no label
+    assert targets < 0.7 * sum(a * (b - 1) for a, b, _ in whole)
+
+
+def test_only_inside_the_block_and_only_on_a_cpu() -> None:
+    before = trl_utils._use_triton, distillation_trainer._use_triton
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    assert not before[0](cpu)
+    with scored_alone():
+        for module in (trl_utils, distillation_trainer):
+            assert module._use_triton(cpu)
+            assert not module._use_triton(other)
+    assert (trl_utils._use_triton, distillation_trainer._use_triton) == before
+
+
+def test_a_prompt_that_ends_in_the_assistants_turn_is_gone_on_with(tmp_path: Path) -> None:
+    """In stock TRL's SFT the answer would begin another turn."""
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
+    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "2+3="}]
+    rows = [{"prompt": turns, "completion": [{"role": "assistant", "content": "5"}]}]
+    rows += [{"prompt": turns[:1], "completion": [{"role": "assistant", "content": "5"}]}]
+    found: list[Any] = []
+    train_by(
+        "sft", model, tokenizer, Dataset.from_list(rows), tmp_path,
+        {**ARGUMENTS, "per_device_train_batch_size": 2}, train=lambda trainer: found.extend(trainer.train_dataset),
+    )  # fmt: skip
+    read = [tokenizer.decode(row["input_ids"]) for row in found]
+    head = "<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
+    assert read == [f"{head}2+3=5<|im_end|>\n", f"{head}5<|im_end|>\n"]
+    taught = [[t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100] for row in found]
+    assert [tokenizer.decode(ids) for ids in taught] == ["5<|im_end|>\n"] * 2
