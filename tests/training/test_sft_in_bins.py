@@ -19,7 +19,7 @@ from grpo_lab.trainer.supervised import methods
 from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 
-ROWS = [{"prompt": "2+3=" + "1+" * (7 * i % 11), "completion": "5" * (1 + 13 * i % 29)} for i in range(24)]
+ROWS = [{"prompt": "2+3=" + "1+" * (7 * i % 11), "completion": "5" * (1 + 13 * i % 29)} for i in range(32)]
 ARGUMENTS = {
     "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "bf16": False, "use_cpu": True,
     "logging_steps": 2, "lr_scheduler_type": "constant",
