@@ -104,10 +104,9 @@ def test_a_prompt_that_ends_in_the_assistants_turn_is_gone_on_with(tmp_path: Pat
     rows = [{"prompt": turns, "completion": [{"role": "assistant", "content": "5"}]}]
     rows += [{"prompt": turns[:1], "completion": [{"role": "assistant", "content": "5"}]}]
     found: list[Any] = []
-    train_by(
-        "sft", model, tokenizer, Dataset.from_list(rows), tmp_path,
-        {**ARGUMENTS, "per_device_train_batch_size": 2}, train=lambda trainer: found.extend(trainer.train_dataset),
-    )  # fmt: skip
+    arguments, data = {**ARGUMENTS, "per_device_train_batch_size": 2}, Dataset.from_list(rows)
+    with pytest.raises(ValueError, match="no step was trained"):  # it is only looked at
+        train_by("sft", model, tokenizer, data, tmp_path, arguments, train=lambda one: found.extend(one.train_dataset))
     read = [tokenizer.decode(row["input_ids"]) for row in found]
     head = "<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
     assert read == [f"{head}2+3=5<|im_end|>\n", f"{head}5<|im_end|>\n"]
