@@ -149,7 +149,7 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformersSampler:
-    """`model.generate` in left-padded batches of similar length.
+    """`generate_by_groups` in left-padded batches of similar length.
 
     Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
     ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random
@@ -169,6 +169,7 @@ class TransformersSampler:
         from tqdm.auto import tqdm
 
         from grpo_lab.batch import padded
+        from grpo_lab.engines.generate import generate_by_groups
         from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
@@ -181,7 +182,7 @@ class TransformersSampler:
         stops = stop_token_ids(self.model.generation_config, self.tokenizer)
         pad = stops[0] if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
         config = plain_generation_config(temperature, max_new_tokens, stops, pad)
-        generate: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
+        stock: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
         was_training = self.model.training
         self.model.train(False)
@@ -198,10 +199,10 @@ class TransformersSampler:
                 for start in range(0, len(tasks), self.batch_size):
                     batch = tasks[start : start + self.batch_size]
                     ids, mask = padded([prompts[index] for index, _ in batch], pad, self.model.device, left=True)
-                    asked = {"input_ids": ids, "attention_mask": mask, "generation_config": config}
-                    asked["synced_gpus"] = False  # in a launch for ZeRO-3 ranks would wait for one another's tokens
-                    with torch.no_grad():
-                        output = generate(**asked, logits_processor=[FiniteScores()])
+                    with torch.no_grad():  # synced, ranks of a launch for ZeRO-3 would wait for one another's tokens
+                        output = generate_by_groups(
+                            stock, self.model, ids, mask, config, [FiniteScores()], synced_gpus=False
+                        )
                     written = output[:, ids.shape[1] :].tolist()
                     for (index, sample), row in zip(batch, written, strict=True):
                         own = until_end(row, stops)

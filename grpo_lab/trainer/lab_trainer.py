@@ -30,6 +30,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import given
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
+from grpo_lab.trainer.generation.in_step import by_groups
 from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
@@ -171,7 +172,8 @@ class LabTrainer(ResumableTrainer):
 
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
         training = self.model.training
-        generated = super()._generate_single_turn(prompt_ids, *rest, **options)
+        with by_groups(self):
+            generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():

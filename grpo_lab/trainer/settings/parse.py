@@ -316,6 +316,8 @@ class RolloutSettings:
         server: the talk with a server (``ServerSettings``).
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
+        generate: without an engine; ``groups``: a prompt is read once and rows that ended leave
+            (``engines/generate.py``; other draws, the same distribution), where ``objective`` is set; ``stock``: TRL's.
     """
 
     verify_every: Count = 50
@@ -324,6 +326,7 @@ class RolloutSettings:
     server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)
     thinking_budget: Budget | None = None
     budget_text: Text | None = None
+    generate: Literal["groups", "stock"] = "groups"
 
     def __post_init__(self) -> None:
         EngineOptions.from_mapping(self.engine or {})

@@ -1,0 +1,134 @@
+"""`model.generate` for groups: a prompt is read once, and a row that has ended takes no further part.
+
+    transformers    every row reads its prompt; all rows go on until the last one ends; each token copies the cache
+    here            equal neighbouring rows read their prompt as one; every `STRETCH` tokens rows that ended leave; keys
+                    and values have their room from the beginning
+
+What is computed for a row is the same, and so is the distribution of its tokens: transformers' own `generate` makes
+them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs once a row has left, since rows
+share one random stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
+
+#: tokens between two looks at which rows have ended: a look costs about as much as a token
+STRETCH = 12
+
+#: of a generation config: what acts on a token without asking where its completion began
+_PER_TOKEN = {
+    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
+    "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
+    "renormalize_logits", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile",
+    "transformers_version",
+}  # fmt: skip
+_NEUTRAL = {"min_new_tokens": 0, "num_beams": 1, "num_return_sequences": 1}
+
+
+def generate_by_groups(
+    stock: Callable[..., Any],
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    generation_config: GenerationConfig,
+    logits_processor: Any = None,
+    **more: Any,
+) -> Tensor:
+    """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
+    ``model``, returns them; by ``stock`` itself where `not_by_groups` says why."""
+    asked = {"logits_processor": logits_processor, **more}
+    if not_by_groups(model, generation_config, more):
+        return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
+    width, room, config = input_ids.size(1), int(generation_config.max_new_tokens or 0), deepcopy(generation_config)
+    ends = torch.tensor(_ends(config), device=input_ids.device)
+    result = input_ids.new_full((input_ids.size(0), width + room), int(config.pad_token_id or 0))
+    result[:, :width] = input_ids
+    rows, longest = torch.arange(input_ids.size(0), device=input_ids.device), width
+    ids, mask, cache = input_ids, attention_mask, _prompts_read_once(model, input_ids, attention_mask, room)
+    while longest < width + room and rows.numel():
+        config.max_new_tokens = min(STRETCH, width + room - longest)
+        ids = stock(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=config, **asked)
+        written, longest = ids[:, longest:], ids.size(1)
+        result[rows, longest - written.size(1) : longest] = written
+        goes_on = (~torch.isin(written, ends).any(1)).nonzero().squeeze(1)
+        if goes_on.numel() < rows.numel():
+            rows, ids, mask = rows[goes_on], ids[goes_on], mask[goes_on]
+            cache.batch_select_indices(goes_on)
+        mask = torch.cat([mask, mask.new_ones(mask.size(0), written.size(1))], dim=1)
+    return result[:, :longest]
+
+
+def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
+    """Why completions are left to transformers' ``generate``; None where they need not be."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    said = config.to_diff_dict().items()
+    asked = {name for name, value in said if value is not None and value != _NEUTRAL.get(name)} - _PER_TOKEN
+    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        return "weights are sharded, so ranks make every token together"
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "the adapter is learnt prompts, which stand before a row's own"
+    if model.config.is_encoder_decoder or layers - {DynamicLayer}:
+        return f"its cache is no plain one: {sorted(one.__name__ for one in layers) or 'none'}"
+    if more := {name for name, value in (more or {}).items() if value is not None and name != "synced_gpus"}:
+        return f"inputs beside the text: {sorted(more)}"
+    return f"the generation config asks for {sorted(asked)}" if asked else None
+
+
+def _ends(config: GenerationConfig) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else [int(one) for one in (ends if isinstance(ends, list) else [ends])]
+
+
+def _prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache:
+    """The cache of all rows but for their last token, which the first stretch reads: each group's prompt is read once,
+    its keys and values copied to the group's rows."""
+    begins = torch.ones(ids.size(0), dtype=torch.bool, device=ids.device)
+    begins[1:] = (ids[1:] != ids[:-1]).any(1) | (mask[1:] != mask[:-1]).any(1)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_WithRoom(ids.size(1) + room) for _ in cache.layers]
+    if ids.size(1) > 1:
+        first, seen = ids[begins, :-1], mask[begins, :-1]
+        positions = (seen.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts: left padding does not
+        model(
+            input_ids=first, attention_mask=seen, position_ids=positions, past_key_values=cache,
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        cache.batch_select_indices(begins.long().cumsum(0) - 1)
+    return cache
+
+
+class _WithRoom(DynamicLayer):  # type: ignore[misc]
+    """transformers' layer, whose tensors are the first part of larger ones: a token is written behind the others, and
+    they stay where they are."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.whole = length, list[Tensor]()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            shapes = [(*new.shape[:2], self.length, new.size(3)) for new in (key_states, value_states)]
+            self.whole = [key_states.new_empty(shape) for shape in shapes]
+        before = self.get_seq_length()
+        after = before + key_states.size(2)
+        for whole, new in zip(self.whole, (key_states, value_states), strict=True):
+            whole[:, :, before:after] = new
+        self.keys, self.values = (whole[:, :, :after] for whole in self.whole)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        length = self.get_seq_length()
+        self.whole = [whole[indices] for whole in self.whole]
+        self.keys, self.values = (whole[:, :, :length] for whole in self.whole)
