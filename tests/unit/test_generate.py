@@ -1,0 +1,198 @@
+"""Generation by groups: what every token is drawn from is what the model says of the row alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from grpo_lab.engines import generate
+from grpo_lab.engines.generate import STRETCH, generate_by_groups, not_by_groups
+from grpo_lab.engines.sampler import plain_generation_config
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 40, "max_position_embeddings": 256, "initializer_range": 0.3,
+}  # fmt: skip
+PAD, END = 39, 38
+
+
+def model_of(config: type = Qwen2Config, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config(**{**SIZES, **changes})).double().eval()
+    if made.config.vocab_size > END:
+        with torch.no_grad():
+            made.lm_head.weight[END] += 0.4  # some end soon, some never
+    return made
+
+
+def prompts(groups: int, size: int) -> tuple[Tensor, Tensor]:
+    """Left-padded, of 3, 4, … tokens; ``size`` equal rows of each."""
+    longest = 2 + groups
+    rows = [[PAD] * (longest - 3 - g) + [(7 * g + 5 * t) % 30 for t in range(3 + g)] for g in range(groups)]
+    ids = torch.tensor([row for row in rows for _ in range(size)])
+    return ids, (ids != PAD).long()
+
+
+class Scores:
+    """A logits processor that holds what each token is drawn from against the row alone, unpadded and without cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.rows, self.gap = model, list[int](), 0.0
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        self.rows.append(len(ids))
+        for row, found in zip(ids, scores, strict=True):
+            begin = int((row != PAD).int().argmax())
+            if END not in row[begin:]:  # what is drawn after the end is thrown away
+                with torch.no_grad():
+                    alone = self.model.forward(input_ids=row[None, begin:]).logits[0, -1]
+                self.gap = max(self.gap, float((alone.float().log_softmax(-1) - found.log_softmax(-1)).abs().max()))
+        return scores
+
+
+def made(model: Any, ids: Tensor, mask: Tensor, tokens: int, temperature: float = 1.0) -> tuple[Tensor, Scores]:
+    scores, config = Scores(model), plain_generation_config(temperature, tokens, [END], PAD)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return generate_by_groups(model.generate, model, ids, mask, config, [scores]), scores
+
+
+#: `generate` hands scores on in float32: each of two roundings of numbers below 32, and of their logarithm's sum
+ROUNDED = 1e-5
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig])
+def test_each_token_is_drawn_from_what_the_row_alone_says(config: type) -> None:
+    model, (ids, mask) = model_of(config), prompts(5, 4)
+    out, scores = made(model, ids, mask, 30)
+    assert scores.gap < ROUNDED
+    written = out[:, ids.size(1) :]
+    lengths = [row.index(END) + 1 if END in row else 30 for row in written.tolist()]
+    assert min(lengths) < STRETCH < max(lengths), lengths
+    assert out.size(1) - ids.size(1) == max(lengths) or max(lengths) % STRETCH == 0 or max(lengths) < 30
+    assert all((row[length:] == PAD).all() for row, length in zip(written, lengths, strict=True))
+    assert (out[:, : ids.size(1)] == ids).all()
+    # after a stretch only rows that have not ended are computed
+    expected = [sum(length > step // STRETCH * STRETCH for length in lengths) for step in range(len(scores.rows))]
+    assert scores.rows == expected
+
+
+@pytest.mark.parametrize("fault", ["rows", "positions", "prompts"])
+def test_the_test_sees_a_fault(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    model, (ids, mask) = model_of(), prompts(5, 4)
+    layer = generate._WithRoom
+    chosen = layer.batch_select_indices
+    if fault == "rows":  # the first rows stay, whichever ended
+        monkeypatch.setattr(
+            layer, "batch_select_indices", lambda self, of: chosen(self, torch.arange(len(of)) if len(of) < 20 else of)
+        )
+    elif fault == "prompts":  # a group reads its neighbour's prompt
+        monkeypatch.setattr(
+            layer, "batch_select_indices", lambda self, of: chosen(self, of.roll(1) if len(of) == 20 else of)
+        )
+    else:  # as if padding counted where prompts are read
+        monkeypatch.setattr(model, "forward", without_positions(model.forward))
+    assert made(model, ids, mask, 30)[1].gap > 100 * ROUNDED
+
+
+def without_positions(forward: Any) -> Any:
+    def forwarded(input_ids: Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(input_ids=input_ids, position_ids=None if input_ids.size(1) > 1 else position_ids, **kwargs)
+
+    return forwarded
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_greedy_is_transformers(size: int) -> None:
+    model, (ids, mask) = model_of(), prompts(6, size)
+    config = plain_generation_config(0.0, 40, [END], PAD)
+    with torch.no_grad():
+        stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        ours = generate_by_groups(model.generate, model, ids, mask, config)
+    assert stock.tolist() == ours.tolist()
+
+
+def test_whole_completions_come_as_often_as_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary of five, up to three tokens: each completion's probability by the product of its tokens', counted
+    over 6,000, with a look at who has ended after each token."""
+    monkeypatch.setattr(generate, "STRETCH", 1)
+    model = model_of(vocab_size=5, initializer_range=0.6)
+    prompt, size, end = torch.tensor([[1, 2, 3]]), 6000, 0
+    ids = prompt.repeat(size, 1)
+    config = plain_generation_config(1.0, 3, [end], 4)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        out = generate_by_groups(model.generate, model, ids, torch.ones_like(ids), config)
+        chance: dict[tuple[int, ...], float] = {}
+        for tokens in itertools.chain(*(itertools.product(range(5), repeat=n) for n in (1, 2, 3))):
+            if end in tokens[:-1] or (len(tokens) < 3 and tokens[-1] != end):
+                continue
+            whole = torch.cat([prompt[0], torch.tensor(tokens)])[None]
+            said = model(input_ids=whole[:, :-1]).logits[0, 2:].log_softmax(-1)
+            chance[tokens] = float(said.gather(1, torch.tensor(tokens)[:, None]).sum().exp())
+    assert sum(chance.values()) == pytest.approx(1.0)
+    cut = [tuple(row[: row.index(end) + 1] if end in row else row) for row in out[:, 3:].tolist()]
+    found = Counter(cut)
+    often = [one for one, share in chance.items() if share * size >= 5]
+    rest = [size - sum(found[one] for one in often), size - sum(chance[one] * size for one in often)]
+    observed, expected = [found[one] for one in often], [chance[one] * size for one in often]
+    if rest[1] > 1:
+        observed, expected = [*observed, int(rest[0])], [*expected, rest[1]]
+    expected = [one * sum(observed) / sum(expected) for one in expected]
+    assert chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = model_of(), plain_generation_config(1.0, 8, [END], PAD)
+    assert not_by_groups(model, plain) is None
+    assert not_by_groups(model, plain, {"synced_gpus": False, "pixel_values": None}) is None
+    assert "['pixel_values']" in str(not_by_groups(model, plain, {"pixel_values": torch.ones(1)}))
+    for name, value in {
+        "num_beams": 2,
+        "min_new_tokens": 3,
+        "stop_strings": ["a"],
+        "cache_implementation": "static",
+    }.items():
+        config = plain_generation_config(0.0, 8, [END], PAD)
+        setattr(config, name, value)
+        assert not_by_groups(model, config) == f"the generation config asks for ['{name}']"
+    sliding = model_of(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    assert "its cache is no plain one: ['DynamicSlidingWindowLayer']" in str(not_by_groups(sliding, plain))
+    ids, mask = prompts(3, 2)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        stock = sliding.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
+        torch.manual_seed(0)
+        ours = generate_by_groups(sliding.generate, sliding, ids, mask, plain)
+    assert stock.tolist() == ours.tolist()
+    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+    assert "sharded" in str(not_by_groups(model, plain))
+
+
+def test_learnt_prompts_and_lora() -> None:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    plain, (ids, mask) = plain_generation_config(0.0, 30, [END], PAD), prompts(4, 2)
+    tuned = get_peft_model(model_of(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert "learnt prompts" in str(not_by_groups(tuned, plain))
+    lora = get_peft_model(model_of(), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)).double()
+    assert not_by_groups(lora, plain) is None
+    with torch.no_grad():
+        stock = lora.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
+        ours = generate_by_groups(lora.generate, lora, ids, mask, plain)
+    assert stock.tolist() == ours.tolist()
+
+
+def test_one_token_prompts_and_one_token_completions() -> None:
+    model = model_of()
+    ids = torch.tensor([[3], [3], [5]])
+    out, scores = made(model, ids, torch.ones_like(ids), 1)
+    assert out.shape == (3, 2)
+    assert scores.gap < ROUNDED
