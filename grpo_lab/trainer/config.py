@@ -59,6 +59,7 @@ class LabConfig(GRPOConfig):
             for one step and its checkpoint.
         stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``:
             ``STOP`` in ``output_dir``. One older than the process of a training from its first step just goes.
+        profile: write ``profile.md``, the time of an optimizer step by part (``--profile``).
         save_checksums: keep the SHA-256 of every file of a checkpoint; a resume compares them.
 
     Raises:
@@ -79,6 +80,7 @@ class LabConfig(GRPOConfig):
     guard: NameOrMapping = _setting("'off' or a mapping with max_bad_steps, save: steps that are not finite.")
     max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
     stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")
+    profile: bool = _setting("Write profile.md: the time of an optimizer step by part.", False)
     save_checksums: bool = _setting("A checksum of each file of a checkpoint, compared before a resume.", True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:

@@ -37,6 +37,7 @@ from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
@@ -213,6 +214,7 @@ class LabTrainer(ResumableTrainer):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
+    @at("update")
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:

@@ -16,6 +16,7 @@ from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.metrics.book import unrecorded
+from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.state import SavedState, write_state
@@ -69,6 +70,8 @@ class Parts:
 
     def _call_back(self, trainer: Any) -> None:
         trainer.add_callback(self.stop)
+        if trainer.args.profile:
+            trainer.add_callback(Profile(trainer))
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)

@@ -58,6 +58,7 @@ TRAINED = "that the training has left hold"
 _places: list[str] = []
 _changed = time.monotonic()
 _watches: list[RankWatch] = []
+_spent: dict[str, float] | None = None
 
 
 class RankLost(RuntimeError):
@@ -68,9 +69,8 @@ class RankLost(RuntimeError):
 def at(name: str) -> Iterator[None]:
     """This process is at ``name`` (within the place where it was); also a decorator. RankLost: for torch's error of a
     collective that passed its time limit or lost its other end."""
-    global _changed
+    _leave()
     _places.append(name)
-    _changed = time.monotonic()
     try:
         yield
     except RuntimeError as error:
@@ -83,8 +83,32 @@ def at(name: str) -> Iterator[None]:
         said = f"this rank {what} at «{place()}» (time limit: `ddp_timeout`). torch says: {error}"
         raise RankLost(said) from error
     finally:
+        _leave()
         _places.pop()
-        _changed = time.monotonic()
+
+
+def _leave() -> None:
+    """The place is about to change."""
+    global _changed
+    if _spent is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    now = time.monotonic()
+    if _spent is not None:
+        _spent[place()] = _spent.get(place(), 0.0) + now - _changed
+    _changed = now
+
+
+@contextmanager
+def counted(seconds: dict[str, float]) -> Iterator[None]:
+    """Inside the block ``seconds`` grows: of each place, those spent there and not at a place within it."""
+    global _spent
+    _leave()
+    _spent = seconds
+    try:
+        yield
+    finally:
+        _leave()
+        _spent = None
 
 
 def how_it_broke(error: RuntimeError) -> str | None:

@@ -35,6 +35,7 @@ from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_po
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.rows import POSITION_OFFSET, Bin, Carried, RowTable, has_hole, positions_at_generation
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
@@ -103,6 +104,7 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
     )
 
 
+@at("log-probs")
 @torch.no_grad()
 def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
     """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
