@@ -12,6 +12,7 @@ never learns to make it. Only `enable_thinking=False`, a switch of the chat temp
 
 A flag stands in the user turn or in the system turn, and the last one holds, in dialogues too; answers of earlier turns
 stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say.
+Qwen3 answers after reasoning that a budget cut without having learnt to; a small model has to be shown: `cut`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class FusionShares:
         in_both: of these rows, those with the other mode's flag there, and their own, which holds, in the user turn.
         dialogues: rows with further questions, and their answers, before their own.
         most_turns: most questions of a dialogue, its own included.
+        cut: of the thinking rows, those that are there once more, with their reasoning cut at a random place and closed
+            in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained on.
     """
 
     unflagged: Share = 0.2
@@ -48,6 +51,7 @@ class FusionShares:
     in_both: Share = 0.2
     dialogues: Share = 0.2
     most_turns: Annotated[int, Field(ge=2), must_be("a whole number of at least 2")] = 3
+    cut: Share = 0.0
 
     def __post_init__(self) -> None:
         if self.in_system + self.in_both > 1.0:
@@ -66,7 +70,7 @@ def fusion_rows(
     thinking: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], shares: FusionShares, seed: int = 0
 ) -> tuple[list[Row], dict[str, int]]:
     """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
-    where it stands (`user`, `system`, `both`), `none`, or `dialogue`.
+    where it stands (`user`, `system`, `both`), `none`, or `dialogue`; and `cut`, rows that are there once more.
 
     Args:
         thinking: rows with a ``prompt`` of messages and the ``answer``'s text, its reasoning in a block
@@ -82,7 +86,7 @@ def fusion_rows(
     for number, (mode, row) in enumerate(every, start=1):
         if wrong := _misfit(mode, row["prompt"], row["answer"]):
             raise ValueError(f"row {number} of the fusion: {wrong}")
-    built, flags = [], Counter(user=0, system=0, both=0, none=0, dialogue=0)
+    built, flags = [], Counter(user=0, system=0, both=0, none=0, dialogue=0, cut=0)
     for number, (mode, row) in enumerate(every):
         flag, prompt = _asked(mode, row["prompt"], every, shares, random.Random(f"{seed}/{number}"))
         content = row["answer"] if mode == "think" else EMPTY_BLOCK + row["answer"].strip()
@@ -90,7 +94,18 @@ def fusion_rows(
         completion = [{"role": "assistant", "content": content}]
         built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
         flags[flag] += 1
-    return built, dict(flags)
+    again = [(row, random.Random(f"{seed}/cut/{number}")) for number, row in enumerate(built[: len(thinking)])]
+    built += [_cut(row, rng) for row, rng in again if rng.random() < shares.cut]
+    return built, {**flags, "cut": len(built) - len(every)}
+
+
+def _cut(row: Row, rng: random.Random) -> Row:
+    """The row with its reasoning, up to a random character, closed in its prompt."""
+    reasoning, _, answer = row["completion"][0]["content"].partition(_END)
+    written = reasoning.partition(_THINK)[2].strip()
+    head = f"{_THINK}\n{written[: rng.randint(1, len(written))].strip()}\n{_END}\n\n"
+    prompt = [*row["prompt"], {"role": "assistant", "content": head}]
+    return {**row, "prompt": prompt, "completion": [{"role": "assistant", "content": answer.strip()}], "flag": "cut"}
 
 
 def _misfit(mode: str, prompt: Any, answer: str) -> str | None:

@@ -106,6 +106,17 @@ def render_prompt(
     return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
+def render_pair(
+    prompt: Messages, completion: Messages, tokenizer: PreTrainedTokenizerBase
+) -> tuple[RenderedPrompt, RenderedPrompt]:
+    """A row of messages to train on: what the model continues, and with the completion behind it, which goes on in the
+    assistant's message that the prompt ends with, if it does."""
+    turns = [*prompt, *completion]
+    if prompt[-1]["role"] == "assistant":
+        turns = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}]
+    return render_prompt(prompt, tokenizer), render_prompt(turns, tokenizer, {"continue_final_message": False})
+
+
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
     """Memory where Linux says what is used; time in the main thread, where signals come, between two steps."""

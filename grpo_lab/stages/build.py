@@ -14,7 +14,7 @@ from pydantic import Field
 
 from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, thought_through
-from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.engines.sampler import render_pair
 from grpo_lab.io import write_json_lines
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
@@ -169,10 +169,8 @@ def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
     """Of every row the number of tokens that are trained on. ValueError where the model's chat template does not leave
     the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's block."""
     for number, row in enumerate(rows, start=1):
-        asked = render_prompt(row["prompt"], tokenizer)
-        turns = [*row["prompt"], *row["completion"]]
-        whole = render_prompt(turns, tokenizer, {"continue_final_message": False})
-        block = "<think>" if row["mode"] == "think" else EMPTY_BLOCK
+        asked, whole = render_pair(row["prompt"], row["completion"], tokenizer)
+        block = ("" if row["flag"] == "cut" else "<think>") if row["mode"] == "think" else EMPTY_BLOCK
         if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:
             said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]
             raise ValueError(

@@ -72,7 +72,7 @@ def test_every_count_of_a_fusion(thinker: Path, tmp_path: Path) -> None:
     counted = {name: value for name, value in facts.items() if name != "trained_tokens"}
     assert counted == {
         "rows": 5, "thinking": 2, "non_thinking": 3, "dropped": {"no_closed_reasoning": 2},
-        "flag_user": 5, "flag_system": 0, "flag_both": 0, "flag_none": 0, "flag_dialogue": 0,
+        "flag_user": 5, "flag_system": 0, "flag_both": 0, "flag_none": 0, "flag_dialogue": 0, "flag_cut": 0,
     }  # fmt: skip
     assert [(row["mode"], row.get("row")) for row in rows] == [("think", 0), ("think", 2), *[("no_think", None)] * 3]
     assert rows[0]["completion"][0]["content"] == CLOSED.replace("1+1", "3-1")  # the first right one

@@ -174,7 +174,7 @@ def test_fusion_rows_by_hand(shares: Any, thinking: Any, plain: Any) -> None:
 
 def test_in_a_dialogue_the_last_flag_is_the_rows_mode() -> None:
     built, flags = fusion_rows(*rows_of(200), FusionShares(dialogues=1.0, most_turns=4), seed=1)
-    assert flags == {"user": 0, "system": 0, "both": 0, "none": 0, "dialogue": 400}
+    assert flags == {"user": 0, "system": 0, "both": 0, "none": 0, "dialogue": 400, "cut": 0}
     lengths = Counter(sum(turn["role"] == "user" for turn in row["prompt"]) for row in built)
     assert set(lengths) == {2, 3, 4}
     for row in built:
@@ -194,6 +194,25 @@ def test_fusion_draws_its_shares() -> None:
     expected = {"user": 280, "system": 280, "both": 140, "none": 100, "dialogue": 200}  # of 1,000; 500 of them think
     assert all(abs(flags[name] - count) < 50 for name, count in expected.items()), flags
     assert all(asks_to_think(row["prompt"]) == (row["mode"] == "think") for row in built)
+
+
+def test_a_row_that_is_there_once_more_with_its_reasoning_cut() -> None:
+    whole, _ = fusion_rows(*rows_of(400), FusionShares())
+    built, flags = fusion_rows(*rows_of(400), FusionShares(cut=0.25))
+    assert built[:800] == whole  # the others are as without
+    assert flags["cut"] == len(built) - 800
+    assert abs(flags["cut"] - 100) < 44  # of 400, five standard deviations
+    for row in built[800:]:
+        of = next(one for one in whole if one.get("row") == row["row"])
+        *asked, opened = row["prompt"]
+        assert asked == of["prompt"]
+        thought = opened["content"].removeprefix("<think>\n").removesuffix("\n</think>\n\n")
+        number = row["row"]
+        assert thought
+        assert f"{number}+0={number}".startswith(thought)
+        assert (row["completion"], row["mode"], row["flag"]) == ([answer(f"#### {number}")], "think", "cut")
+    lengths = {len(row["prompt"][-1]["content"]) for row in built[800:]}
+    assert len(lengths) >= 8  # of "<think>\n" + 1 to 9 characters
 
 
 @pytest.mark.parametrize(
@@ -243,6 +262,10 @@ def test_fusion_rows_token_by_token(tokenizer: str, hybrid: Any, request: pytest
         ([*TURN, "2", "+", "3", *no_think, *END, *ASKED], ["<think>", "ĊĊ", "</think>", "ĊĊ", "5", *END]),
     ]
     assert tokenized_for_training(built, words) == wanted
+    cut, _ = fusion_rows(thinking, plain, FusionShares(**ONLY, cut=1.0))
+    closed = ([*wanted[0][0], "<think>", "Ċ", "5", "Ċ", "</think>", "ĊĊ"], ["5", *END])
+    assert tokenized_for_training(cut, words) == [*wanted, closed]  # the answer of the third is trained on, no more
+    assert list(check_rendering(cut, words, "m"))[2] == 3
     assert list(check_rendering(built, words, "m")) == [len(trained) for _, trained in wanted]
     if tokenizer == "qwen3":
         words.chat_template = thinks_always  # Qwen3's later releases think always: their prompt opens the block

@@ -28,7 +28,7 @@ import torch
 from datasets import Dataset
 from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from grpo_lab.engines.sampler import in_form_of
+from grpo_lab.engines.sampler import in_form_of, render_pair
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
@@ -61,7 +61,8 @@ def train_by(
     Args:
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
         model: a language model; of ``reward`` the folder or hub name, to which TRL adds the head, drawn by the seed.
-        rows: with the method's columns, all text or all messages; others are not read.
+        rows: with the method's columns, all text or all messages; others are not read. A prompt of ``sft`` may end with
+            an assistant's message, in which the completion goes on (TRL's SFT begins another turn).
         arguments: fields of TRL's configuration, named in messages as of ``where``.
         train: what trains the trainer; None: its ``train()``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
@@ -75,11 +76,21 @@ def train_by(
         raise ValueError(f"rows have no column {missing[0]!r}; they have {rows.column_names}")
     settings = {**FIXED.get(method, {}), **check_training(method, arguments, where)}
     args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
-    parts |= {"train_dataset": rows.select_columns(columns), "processing_class": tokenizer, "callbacks": callbacks}
+    rows = rows.select_columns(columns)
+    if method == "sft" and any(not isinstance(row, str) and row[-1]["role"] == "assistant" for row in rows["prompt"]):
+        rows = rows.map(_tokens, fn_kwargs={"tokenizer": tokenizer}, remove_columns=columns)
+        args.completion_only_loss = True
+    parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
     trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
+
+
+def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    """A row of messages as TRL would tokenize it, its completion in the turn that the prompt ends with."""
+    asked, whole = (one.ids for one in render_pair(row["prompt"], row["completion"], tokenizer))
+    return {"input_ids": whole, "completion_mask": [0] * len(asked) + [1] * (len(whole) - len(asked))}
 
 
 def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any) -> None:
