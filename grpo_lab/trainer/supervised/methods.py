@@ -33,6 +33,7 @@ from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
+from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
@@ -82,7 +83,8 @@ def train_by(
         args.completion_only_loss = True
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
-    trainer.train() if train is None else train(trainer)
+    with scored_alone():
+        trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
 

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import is_compiled_module
 from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer import distillation_trainer, utils
 
 from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
 from grpo_lab.trainer.trl_bridge.values import inside
@@ -57,6 +58,22 @@ def completion_log_probs(
         return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+@contextlib.contextmanager
+def scored_alone() -> Iterator[None]:
+    """Inside the block the head of TRL's other trainers leaves out positions without a label on a CPU, too, as it does
+    where it runs Triton. Its kernels ask for Triton themselves. TRL 1.15 has no such question, and scores all."""
+    with contextlib.ExitStack() as stack:
+        for module in (utils, distillation_trainer):
+            if (asks := getattr(module, "_use_triton", None)) is not None:
+                on_cpu = functools.partial(_or_on_cpu, asks)
+                stack.enter_context(replaced(module, "_use_triton", on_cpu))
+        yield
+
+
+def _or_on_cpu(asks: Callable[[torch.device], bool], device: torch.device) -> bool:
+    return device.type == "cpu" or asks(device)
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
