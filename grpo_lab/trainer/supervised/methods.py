@@ -18,13 +18,15 @@ The trainer saves, not the model: under FSDP and ZeRO each process holds a part 
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -34,6 +36,7 @@ from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
+from grpo_lab.update.plan import Rows, plan_update
 
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
@@ -126,13 +129,39 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
     return found
 
 
-@cache
+@functools.cache
 def trl_of(method: str) -> tuple[Any, Any]:
     """The configuration and the trainer of a method."""
     if method == "simpo":
         return weighted_cpo()
     of = {"dpo": (DPOConfig, WeightedDPOTrainer), "reward": (RewardConfig, RewardTrainer)}
-    return {**of, "distill": (DistillationConfig, Distillation)}.get(method, (SFTConfig, SFTTrainer))
+    return {**of, "distill": (DistillationConfig, Distillation)}.get(method, (SFTConfig, SFTInBins))
+
+
+class SFTInBins(SFTTrainer):  # type: ignore[misc]
+    """A batch of text goes through the model in bins of rows of like length, each as wide as its own longest row.
+
+    TRL's loss is the sum over the tokens of the optimizer step, divided by their number, so the gradient is that of the
+    batch in one piece. Not where several ranks or shards step together: bins differ in number between them.
+    """
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        whole = functools.partial(super().training_step, model)
+        alone = self.accelerator.distributed_type == DistributedType.NO and num_items_in_batch is not None
+        if not alone or set(inputs) != {"input_ids", "attention_mask", "labels"}:
+            return whole(inputs, num_items_in_batch)
+        mask, trained = inputs["attention_mask"], (inputs["labels"][:, 1:] != -100).sum(1)
+        lengths = mask.sum(1)
+        [bins] = plan_update(Rows(lengths, torch.zeros_like(lengths), trained > 0), 1, mask.numel()).bins
+        if len(bins) == 1:
+            return whole(inputs, num_items_in_batch)
+        parts = [{name: value[rows, : int(lengths[rows].max())] for name, value in inputs.items()} for rows in bins]
+        loss = torch.stack([whole(part, num_items_in_batch) for part in parts]).sum()
+        weights = [int(trained[rows].sum()) / int(trained.sum()) for rows in bins]
+        for name in ("entropy", "mean_token_accuracy"):  # means over a part's tokens, of which TRL logs the mean
+            values = self._metrics["train"][name]
+            values[-len(bins) :] = [sum(map(operator.mul, weights, values[-len(bins) :]))]
+        return loss
 
 
 def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0) -> torch.Tensor:
