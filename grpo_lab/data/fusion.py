@@ -18,6 +18,7 @@ Qwen3 answers after reasoning that a budget cut without having learnt to; a smal
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from grpo_lab.data.prompts import MODES, FlagPlace, Message, with_flag
-from grpo_lab.settings import Share, must_be, settings
+from grpo_lab.settings import Share, Whole, must_be, settings
 
 Row = dict[str, Any]
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
@@ -42,8 +43,8 @@ class FusionShares:
         in_both: of these rows, those with the other mode's flag there, and their own, which holds, in the user turn.
         dialogues: rows with further questions, and their answers, before their own.
         most_turns: most questions of a dialogue, its own included.
-        cut: of the thinking rows, those that are there once more, with their reasoning cut at a random place and closed
-            in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained on.
+        cut: how often each thinking row is there once more, with its reasoning cut behind a random word or digit and
+            closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained on.
     """
 
     unflagged: Share = 0.2
@@ -51,7 +52,7 @@ class FusionShares:
     in_both: Share = 0.2
     dialogues: Share = 0.2
     most_turns: Annotated[int, Field(ge=2), must_be("a whole number of at least 2")] = 3
-    cut: Share = 0.0
+    cut: Whole = 0
 
     def __post_init__(self) -> None:
         if self.in_system + self.in_both > 1.0:
@@ -94,16 +95,16 @@ def fusion_rows(
         completion = [{"role": "assistant", "content": content}]
         built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
         flags[flag] += 1
-    again = [(row, random.Random(f"{seed}/cut/{number}")) for number, row in enumerate(built[: len(thinking)])]
-    built += [_cut(row, rng) for row, rng in again if rng.random() < shares.cut]
+    rng = random.Random(f"{seed}/cut")
+    built += [_cut(row, rng) for row in built[: len(thinking)] for _ in range(shares.cut)]
     return built, {**flags, "cut": len(built) - len(every)}
 
 
 def _cut(row: Row, rng: random.Random) -> Row:
-    """The row with its reasoning, up to a random character, closed in its prompt."""
+    """The row with its reasoning closed in its prompt, behind a random word of it."""
     reasoning, _, answer = row["completion"][0]["content"].partition(_END)
-    written = reasoning.partition(_THINK)[2].strip()
-    head = f"{_THINK}\n{written[: rng.randint(1, len(written))].strip()}\n{_END}\n\n"
+    words = re.findall(r"\s*(?:[^\W\d]+|\S)", reasoning.partition(_THINK)[2].strip())
+    head = f"{_THINK}\n{''.join(words[: rng.randint(1, len(words))])}\n{_END}\n\n"
     prompt = [*row["prompt"], {"role": "assistant", "content": head}]
     return {**row, "prompt": prompt, "completion": [{"role": "assistant", "content": answer.strip()}], "flag": "cut"}
 

@@ -198,10 +198,9 @@ def test_fusion_draws_its_shares() -> None:
 
 def test_a_row_that_is_there_once_more_with_its_reasoning_cut() -> None:
     whole, _ = fusion_rows(*rows_of(400), FusionShares())
-    built, flags = fusion_rows(*rows_of(400), FusionShares(cut=0.25))
+    built, flags = fusion_rows(*rows_of(400), FusionShares(cut=2))
     assert built[:800] == whole  # the others are as without
-    assert flags["cut"] == len(built) - 800
-    assert abs(flags["cut"] - 100) < 44  # of 400, five standard deviations
+    assert flags["cut"] == len(built) - 800 == 800
     for row in built[800:]:
         of = next(one for one in whole if one.get("row") == row["row"])
         *asked, opened = row["prompt"]
@@ -212,7 +211,7 @@ def test_a_row_that_is_there_once_more_with_its_reasoning_cut() -> None:
         assert f"{number}+0={number}".startswith(thought)
         assert (row["completion"], row["mode"], row["flag"]) == ([answer(f"#### {number}")], "think", "cut")
     lengths = {len(row["prompt"][-1]["content"]) for row in built[800:]}
-    assert len(lengths) >= 8  # of "<think>\n" + 1 to 9 characters
+    assert len(lengths) >= 8  # of "<think>\n" + 1 to 9 characters, digits and signs one by one
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_fusion_rows_token_by_token(tokenizer: str, hybrid: Any, request: pytest
         ([*TURN, "2", "+", "3", *no_think, *END, *ASKED], ["<think>", "ĊĊ", "</think>", "ĊĊ", "5", *END]),
     ]
     assert tokenized_for_training(built, words) == wanted
-    cut, _ = fusion_rows(thinking, plain, FusionShares(**ONLY, cut=1.0))
+    cut, _ = fusion_rows(thinking, plain, FusionShares(**ONLY, cut=1))
     closed = ([*wanted[0][0], "<think>", "Ċ", "5", "Ċ", "</think>", "ĊĊ"], ["5", *END])
     assert tokenized_for_training(cut, words) == [*wanted, closed]  # the answer of the third is trained on, no more
     assert list(check_rendering(cut, words, "m"))[2] == 3
