@@ -30,7 +30,7 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def build(folder: Path, model: Any, tokenizer: Any, **changes: Any) -> LabTrainer:
+def build(folder: Path, model: Any, tokenizer: Any, rollout_func: Any = None, **changes: Any) -> LabTrainer:
     """A generation batch is 2 prompts × 4 completions, and one optimizer step; SGD, so that a float64 loop is short."""
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"), "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "server",
@@ -47,6 +47,7 @@ def build(folder: Path, model: Any, tokenizer: Any, **changes: Any) -> LabTraine
         train_dataset=rows,
         eval_dataset=rows.select(range(4)) if changes.get("eval_strategy") else None,
         processing_class=tokenizer,
+        rollout_func=rollout_func,
     )
 
 
@@ -82,6 +83,18 @@ def rows_drawn(engine: Engine, fields: dict[str, torch.Tensor]) -> list[tuple[in
         *(fields[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True
     ):
         found.append(engine.drawn[(*prompt[seen.bool()].tolist(), -1, *ids[mask.bool()].tolist())])
+    return found
+
+
+def log_probs(model: Any, fields: dict[str, torch.Tensor]) -> torch.Tensor:
+    """``[B, T]`` in float64, 0 where there is no token; row by row, without padding."""
+    found = torch.zeros(fields["completion_ids"].shape, dtype=torch.float64)
+    for row, (prompt, seen, ids, mask) in enumerate(
+        zip(*(fields[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True)
+    ):
+        prompt, ids = prompt[seen.bool()], ids[mask.bool()]
+        logits = model(torch.cat([prompt, ids]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        found[row, : len(ids)] = logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
     return found
 
 

@@ -1,5 +1,5 @@
-"""A vLLM server as the trainer's client sees it, in this process: the client is ours, what lies behind HTTP is a copy of
-the model that samples by itself, knows which weights it holds, and sees who talks to it when.
+"""A vLLM server as the trainer's client sees it, in this process: the client is ours, what lies behind HTTP is a copy
+of the model that samples by itself, knows which weights it holds, and sees who talks to it when.
 
 Every completion is drawn from a generator of its own (prompt, place in the group), as with vLLM's ``seed``: with equal
 weights the same prompt has the same completions, whoever asks and when.
@@ -26,7 +26,7 @@ from grpo_lab.trainer.generation.server_client import LabVLLMClient
 
 @dataclass
 class Engine:
-    """``said``: what was asked of it, in order: ``sync n``, ``generate n`` … ``done n``, ``probe n``; n: the weights."""
+    """``said``: what was asked of it, in order: ``sync n``, ``generate n``, ``done n``, ``probe n``; n: the weights."""
 
     model: Any
     syncs: int = 0

@@ -7,7 +7,9 @@ with a real server: ``test_overlap_live.py``.
 from __future__ import annotations
 
 import copy
+import json
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,16 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import forked
+from distributed.launch import RECIPES, accelerate_launch
+from grpo_lab import LabConfig
+from grpo_lab.engines.vllm.talk import ServerGone
+from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from rollouts.overlap_runs import Rows, build, rows_drawn
+from grpo_lab.trainer.generation.background import Background
+from grpo_lab.trainer.generation.overlap import ReadAhead
+from rollouts import overlap_runs
+from rollouts.overlap_runs import Rows, build, log_probs, rows_drawn
 from rollouts.stand_in import stand_in
 
 
@@ -107,18 +117,6 @@ def test_with_learning_rate_0_it_is_the_synchronous_training(tiny: Any, tmp_path
     assert "rollout/staleness" not in now.state.log_history[0]
 
 
-def log_probs(model: Any, fields: dict[str, torch.Tensor]) -> torch.Tensor:
-    """``[B, T]`` in float64, 0 where there is no token; row by row, without padding."""
-    found = torch.zeros(fields["completion_ids"].shape, dtype=torch.float64)
-    for row, (prompt, seen, ids, mask) in enumerate(
-        zip(*(fields[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True)
-    ):
-        prompt, ids = prompt[seen.bool()], ids[mask.bool()]
-        logits = model(torch.cat([prompt, ids]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        found[row, : len(ids)] = logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-    return found
-
-
 def loop(model: Any, steps: list[dict[str, Any]], corrected: bool, rate: float, cap: float, limit: int) -> list[float]:
     """Dr. GRPO by SGD in float64 on the completions of ``steps``, each sampled by the policy of the step before; the
     largest |behaviour − what the trainer carries| of each step. ``model`` ends as the last step leaves it."""
@@ -161,3 +159,221 @@ def test_against_a_float64_loop_with_the_stale_samplers_log_probs(tiny: Any, tmp
     assert max(gaps) < 1e-5
     assert farthest(right, trainer) < 1e-5
     assert farthest(wrong, trainer) > 1e-3
+
+
+def test_each_epoch_begins_with_a_batch_of_its_own_step(tiny: Any, tmp_path: Path) -> None:
+    """12 batches an epoch; after its end nobody knows the next one's prompts."""
+    _, rows, engine = trained(tmp_path, tiny, max_steps=15)
+    assert rows.versions == [0, *range(11), 12, 12, 13]
+    assert engine.generations == 15
+    prompts = [prompt for step in rows.steps[:12] for prompt in set(step["prompts"])]
+    assert len(prompts) == len(set(prompts)) == 24
+
+
+def test_a_batch_that_serves_several_steps(tiny: Any, tmp_path: Path) -> None:
+    """Two steps a pass, two passes: the sampler is one generation batch older, which is four optimizer steps."""
+    shape = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 12}
+    trainer, rows, engine = trained(tmp_path, tiny, **shape, learning_rate=1.0)
+    assert rows.versions == [0] * 4 + [0] * 4 + [4] * 4
+    assert engine.generations == 3
+    assert [value for value in (row.get("rollout/staleness") for row in trainer.state.log_history) if value] == [4, 4]
+
+
+def test_an_evaluation_in_between_waits_and_changes_nothing(tiny: Any, tmp_path: Path) -> None:
+    """Its sync comes when the running batch is done (the engine would refuse it); the answer is kept."""
+    with_it, rows, engine = trained(
+        tmp_path / "with", tiny, eval_strategy="steps", eval_steps=2, num_generations_eval=2
+    )
+    without, others, _ = trained(tmp_path / "without", tiny)
+    assert rows.versions == others.versions
+    for step, other in zip(rows.steps, others.steps, strict=True):
+        rows_of_both = [one["fields"]["completion_ids"].tolist() for one in (step, other)]
+        assert sorted(rows_of_both[0]) == sorted(rows_of_both[1])  # its data loader draws a number: another order
+    assert column(with_it, "loss") == pytest.approx(column(without, "loss"), rel=1e-3)
+    assert sum("eval_loss" in row for row in with_it.state.log_history) == 3
+    assert engine.generations > 6
+
+
+def test_an_error_in_the_background_ends_the_run_with_its_reason(tiny: Any, tmp_path: Path) -> None:
+    """Of the third batch, begun in the first step: met where its completions are wanted, in the third."""
+    model = copy.deepcopy(tiny[0])
+    with stand_in(model) as engine:
+        engine.faults["generate 3"] = ServerGone("it went")
+        trainer = build(tmp_path, model, tiny[1], save_strategy="steps")
+        with pytest.raises(ServerGone, match=r"it went.*A checkpoint of step 2 was written"):
+            trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("fault", ["generate 3", "sync 3"])
+def test_a_server_that_comes_back_is_asked_again(fault: str, tiny: Any, tmp_path: Path) -> None:
+    """The lost batch is asked for with the weights of its step, the proof before it; then ahead as before."""
+    model = copy.deepcopy(tiny[0])
+    with stand_in(model) as engine:
+        engine.faults[fault] = ServerGone("it went")
+        server = {"return_timeout": 60}
+        trainer = build(tmp_path, model, tiny[1], rollout={"overlap": 1, "verify_every": 1, "server": server})
+        rows = Rows(trainer)
+        trainer.train()
+    assert rows.versions == [0, 0, 2, 2, 3, 4]
+    assert sum(column(trainer, "rollout/server_returns")) == 1
+    after = engine.said[engine.said.index("wait") :]
+    assert after[1].startswith("sync")
+    assert after[2].startswith("probe")
+    prompts = [prompt for step in rows.steps for prompt in set(step["prompts"])]
+    assert len(prompts) == len(set(prompts)) == 12
+
+
+def test_weights_that_do_not_arrive_are_found_before_the_next_batch_is_begun(tiny: Any, tmp_path: Path) -> None:
+    """The third sync brings nothing: the proof right after it ends the run, before another generation."""
+    model = copy.deepcopy(tiny[0])
+    with stand_in(model) as engine:
+        load, sent = engine.load, [0]
+
+        def lost(named: Any) -> None:
+            sent[0] += 1
+            load(engine.model.state_dict().items() if sent[0] == 3 else named)
+
+        engine.load = lost  # type: ignore[method-assign]
+        trainer = build(tmp_path, model, tiny[1])
+        with pytest.raises(WeightSyncError, match="gap"):
+            trainer.train()
+    assert trainer.state.global_step == 2
+    assert engine.generations == 3
+    assert engine.said[-2:] == ["probe 3", "done 3"]
+
+
+def test_a_second_training_takes_nothing_of_the_first(tiny: Any, tmp_path: Path) -> None:
+    """A run that a callback ends leaves a request behind; the next begins with a batch of its own."""
+    model = copy.deepcopy(tiny[0])
+    with stand_in(model) as engine:
+        trainer = build(tmp_path, model, tiny[1])
+
+        class Ends(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_training_stop = state.global_step == 2
+
+        trainer.add_callback(Ends())
+        trainer.train()
+        assert engine.generations == 3
+        rows = Rows(trainer)
+        trainer.train()
+    assert rows.versions == [0, 0]
+
+
+def spec(folder: Path, model: Path, **more: Any) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.json").write_text(json.dumps({"model": str(model), "out": str(folder), **more}))
+    return [str(Path(overlap_runs.__file__)), str(folder / "spec.json")]
+
+
+def written(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("overlap") / "model"
+    for part in tiny:
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_every_prompt_is_trained_on_once(saved: Path, tmp_path: Path) -> None:
+    """SIGKILL with the next batch in the engine, twice. One epoch, two steps a batch: a checkpoint inside of one, too.
+    What was asked for and not trained on is asked for again."""
+    settings = {
+        "max_steps": 24, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4,
+        "steps_per_generation": 2, "save_total_limit": 1,
+    }  # fmt: skip
+    for kill_at in (6, 13, 0):
+        words = spec(tmp_path, saved, settings=settings, kill_at=kill_at, resume=kill_at != 6)
+        assert forked.run(words).returncode == (0 if kill_at == 0 else -9)
+    steps = written(tmp_path)
+    assert [step["step"] for step in steps] == list(range(1, 25))
+    counted = Counter(prompt for step in steps for prompt in step["prompts"])
+    assert len(counted) == 24
+    assert set(counted.values()) == {4}
+    versions = [step["versions"][0] for step in steps]
+    ahead = [max(2 * (number // 2) - 2, 0) for number in range(24)]
+    resumed = {6: 6, 7: 6, 14: 14, 15: 14}  # the first batch that is made after a kill: of its own step
+    assert versions == [resumed.get(number, expected) for number, expected in enumerate(ahead)]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_a_failed_sync(saved: Path, tmp_path: Path) -> None:
+    """Only rank 0 talks to the engine, beside the training; the others have their rows, versions and weights. A sync
+    that fails ends both with the same error."""
+    settings = {"per_device_train_batch_size": 4, "ddp_timeout": 600}
+    for name, more in {"whole": {}, "fails": {"fault": "sync 3"}}.items():
+        words = spec(tmp_path / name, saved, settings=settings, **more)
+        accelerate_launch(RECIPES / "ddp.yaml", 2, words)
+    ends = [
+        [json.loads((tmp_path / name / f"rank-{r}.end").read_text()) for r in (0, 1)] for name in ("whole", "fails")
+    ]
+    assert [end["world"] for end in ends[0]] == [2, 2]
+    assert [end["end"] for end in ends[0]] == ["", ""]
+    assert ends[0][1]["said"] == []
+    assert ends[0][0]["weights"] == ends[0][1]["weights"]
+    assert ends[0][0]["said"].count("generate 1") == 2
+    for rank in (0, 1):
+        assert [step["versions"] for step in written(tmp_path / "whole", rank)] == [[n] * 4 for n in (0, 0, 1, 2, 3, 4)]
+        assert "WeightSyncError: planted" in ends[1][rank]["end"]
+        assert len(written(tmp_path / "fails", rank)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_vllm": False}, r"overlap.*without `use_vllm` the completions come from the model in training"),
+        ({"vllm_mode": "colocate"}, r"overlap.*shares the trainer's process.*vllm_mode: server"),
+        ({"vllm_importance_sampling_correction": False}, r"weigh them as if they were the policy's"),
+        (
+            {"vllm_importance_sampling_mode": "sequence_mask"},
+            r"sequence_mask.*the longer the completion.*token_truncate",
+        ),
+        ({"top_p": 0.9}, r"`top_p`=0.9.*renormalised"),
+        ({"repetition_penalty": 1.1}, r"`repetition_penalty`=1.1.*renormalised"),
+        ({"update": {"dead_groups": "resample"}}, r"resample.*rollout.overlap"),
+        ({"rollout": {"overlap": 1, "thinking_budget": 8}}, r"thinking_budget.*rollout.overlap"),
+        ({"sampler": "prioritized"}, r"`sampler`='prioritized'.*one generation batch early"),
+        ({"rollout": {"overlap": 2}}, r"`rollout.overlap` is 2; it must be 0, or 1"),
+    ],
+)
+def test_what_overlap_cannot_stand_beside_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "rollout": {"overlap": 1}}
+    with pytest.raises(ValueError, match=said):
+        LabConfig(str(tmp_path), use_cpu=True, bf16=False, objective="dr_grpo", **{**settings, **changes})
+
+
+def test_rollouts_in_turns_are_refused(tiny: Any, tmp_path: Path) -> None:
+    def of_a_team(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        raise AssertionError
+
+    model = copy.deepcopy(tiny[0])
+    with stand_in(model), pytest.raises(ValueError, match=r"`rollout.overlap` does not combine with `rollout_func`"):
+        build(tmp_path, model, tiny[1], rollout_func=of_a_team)
+
+
+def test_another_batch_than_the_one_read_ahead_is_an_error() -> None:
+    background = Background()
+    background.begin(lambda: "answer", [[1, 2]])
+    background.settle()
+    with pytest.raises(RuntimeError, match="of other prompts"):
+        background.take([[1, 3]])
+    background.begin(lambda: "answer", [[1, 2]])
+    with pytest.raises(RuntimeError, match="not yet taken"):
+        background.begin(lambda: "answer", [[1, 3]])
+
+
+def test_read_ahead_gives_what_the_loop_asks_for_and_no_more() -> None:
+    ahead, source = ReadAhead(2), iter(range(5))
+    assert list(ahead.read(source, 2, 10)) == [0, 1]
+    assert [ahead.rows(number) for number in (10, 11, 12, 13, 14)] == [0, 1, 2, 3, None]
+    assert list(ahead.read(source, 2, 12)) == [2, 3]
+    assert list(ahead.read(source, 2, 14)) == [4]
+    assert ahead.rows(15) is None
+    assert list(ahead.read(source, 2, 15)) == []
+    assert list(ahead.read(iter("ab"), 1, 15)) == ["a"]
+    assert ahead.rows(16) == "b"

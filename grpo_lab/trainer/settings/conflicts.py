@@ -128,9 +128,9 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
 OVERLAP: tuple[Conflict, ...] = (
     (
         lambda c: not c.args.use_vllm,
-        "`rollout.overlap` generates beside the training, and without `use_vllm` the completions "
-        "come from the model in training, which cannot do both: start `grpo-lab serve`, set `use_vllm: true` and "
-        "`vllm_mode: server`, or leave `overlap` out",
+        "`rollout.overlap` generates beside the training, and without `use_vllm` the completions come from the model "
+        "in training, which cannot do both: start `grpo-lab serve`, set `use_vllm: true` and `vllm_mode: server`, or "
+        "leave `overlap` out",
     ),
     (
         lambda c: c.args.vllm_mode != "server",
@@ -140,15 +140,14 @@ OVERLAP: tuple[Conflict, ...] = (
     ),
     (
         lambda c: not c.args.vllm_importance_sampling_correction,
-        "`rollout.overlap` trains on completions of an earlier policy, and "
-        "`vllm_importance_sampling_correction: false` would weigh them as if they were the policy's: leave that out, or "
-        "`overlap`",
+        "`rollout.overlap` trains on completions of an earlier policy, and `vllm_importance_sampling_correction: "
+        "false` would weigh them as if they were the policy's: leave that out, or `overlap`",
     ),
     (
         lambda c: c.args.vllm_importance_sampling_mode == "sequence_mask",
-        "`vllm_importance_sampling_mode: sequence_mask` does not combine with `rollout.overlap`: "
-        "its ratio is a product over the completion, so under an earlier policy it passes its bound the sooner the "
-        "longer the completion is, and long ones would not be trained on. Use 'token_truncate' (the default with `overlap`) or "
+        "`vllm_importance_sampling_mode: sequence_mask` does not combine with `rollout.overlap`: its ratio is a "
+        "product over the completion, so under an earlier policy it passes its bound the sooner the longer the "
+        "completion is, and long ones would not be trained on. Use 'token_truncate' (the default with `overlap`) or "
         "'token_mask', or 'sequence_truncate' for an objective about whole responses",
     ),
     (
