@@ -179,6 +179,13 @@ def test_a_batch_that_serves_several_steps(tiny: Any, tmp_path: Path) -> None:
     assert [value for value in (row.get("rollout/staleness") for row in trainer.state.log_history) if value] == [4, 4]
 
 
+def test_two_generation_batches_in_one_step(tiny: Any, tmp_path: Path) -> None:
+    """The second batch of each step was asked for in it, by the same weights."""
+    trainer, _, engine = trained(tmp_path, tiny, steps_per_generation=1, gradient_accumulation_steps=2, max_steps=3)
+    assert column(trainer, "rollout/staleness") == [0, 0.5, 0.5]
+    assert [said for said in engine.said if "generate" in said] == [f"generate {n}" for n in (1, 1, 1, 2, 2, 3)]
+
+
 def test_an_evaluation_in_between_waits_and_changes_nothing(tiny: Any, tmp_path: Path) -> None:
     """Its sync comes when the running batch is done (the engine would refuse it); the answer is kept."""
     with_it, rows, engine = trained(

@@ -1,5 +1,5 @@
-"""``rollout: {overlap: 1}`` with a real vLLM in a second process: proofs, versions, and a server that is killed while it
-generates in the background."""
+"""``rollout: {overlap: 1}`` with a real vLLM in a second process: proofs, versions, and a server that is killed while
+it generates in the background."""
 
 from __future__ import annotations
 
