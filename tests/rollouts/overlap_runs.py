@@ -30,7 +30,9 @@ def odd_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
-def build(folder: Path, model: Any, tokenizer: Any, rollout_func: Any = None, **changes: Any) -> LabTrainer:
+def build(
+    folder: Path, model: Any, tokenizer: Any, rollout_func: Any = None, chat: bool = False, **changes: Any
+) -> LabTrainer:
     """A generation batch is 2 prompts × 4 completions, and one optimizer step; SGD, so that a float64 loop is short."""
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"), "objective": "dr_grpo", "use_vllm": True, "vllm_mode": "server",
@@ -39,7 +41,8 @@ def build(folder: Path, model: Any, tokenizer: Any, rollout_func: Any = None, **
         "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "use_cpu": True, "bf16": False, "disable_tqdm": True,
     }  # fmt: skip
-    rows = Dataset.from_dict({"prompt": [f"Tom has {n} apples. How many?" for n in range(PROMPTS)]})
+    texts: list[Any] = [f"Tom has {n} apples. How many?" for n in range(PROMPTS)]
+    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts] if chat else texts})
     return LabTrainer(
         model=model,
         reward_funcs=odd_share,

@@ -179,6 +179,15 @@ def test_a_batch_that_serves_several_steps(tiny: Any, tmp_path: Path) -> None:
     assert [value for value in (row.get("rollout/staleness") for row in trainer.state.log_history) if value] == [4, 4]
 
 
+@pytest.mark.parametrize("changes", [{"objective": None}, {"chat": True}, {"update": "off"}], ids=str)
+def test_with_trls_own_loss_and_with_chats(changes: dict[str, Any], tiny: Any, tmp_path: Path) -> None:
+    trainer, rows, _ = trained(tmp_path, tiny, max_steps=3, **changes)
+    assert rows.versions == [0, 0, 1]
+    ratios = column(trainer, "sampling/importance_sampling_ratio/max")
+    assert ratios[0] == pytest.approx(1.0, abs=1e-4)
+    assert min(ratios[1:]) > 1.01
+
+
 def test_two_generation_batches_in_one_step(tiny: Any, tmp_path: Path) -> None:
     """The second batch of each step was asked for in it, by the same weights."""
     trainer, _, engine = trained(tmp_path, tiny, steps_per_generation=1, gradient_accumulation_steps=2, max_steps=3)
