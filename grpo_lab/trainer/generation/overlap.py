@@ -118,11 +118,13 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
                 background.settle()
             background.takes, background.taken = True, None
             waited, background.waited = background.waited, 0.0
-        yield
         taken = None
-        if main:
-            background = generation.vllm_client.background  # another one where the server was lost and is back
-            taken, background.takes = background.taken, False
+        try:
+            yield
+        finally:
+            if main:
+                background = generation.vllm_client.background  # another one where the server was lost and is back
+                taken, background.takes = background.taken, False
         step = int(trainer.state.global_step)
         taken, waited = from_main(trainer.accelerator, (taken, waited))
         self._version = step if taken is None else taken
