@@ -13,11 +13,12 @@ from grpo_lab.registry import address
 from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
-from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, Case, refuse, refuse_sampling_keys
-from grpo_lab.trainer.settings.knobs import with_registered
+from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, OVERLAP, Case, refuse, refuse_sampling_keys
+from grpo_lab.trainer.settings.knobs import with_registered, written
 from grpo_lab.trainer.settings.limits import GONE, check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 
+CORRECTION = "vllm_importance_sampling_mode"
 NameOrMapping = dict[str, Any] | str | None
 
 
@@ -114,9 +115,12 @@ class LabConfig(GRPOConfig):
             return
         if self.value is not None and self.objective is None and self.advantage is None:
             self.objective = "ppo"  # nothing else here has a critic
-        written = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
-        ours = with_registered(read(LabSettings, written))
+        given = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
+        ours = with_registered(read(LabSettings, given))
         self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
+        if ours.rollout.overlap and not written(self, CORRECTION):
+            setattr(self, CORRECTION, "token_truncate")
+        refuse(OVERLAP if ours.rollout.overlap else (), Case(self, ours))
         refuse(BEFORE, Case(self, ours))
         refuse_sampling_keys(self)
         agree_with_trl(self, ours)

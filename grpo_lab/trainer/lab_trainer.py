@@ -1,7 +1,7 @@
 """``LabTrainer``: TRL's GRPOTrainer, read down the page as a step happens.
 
-    prompts           ``_get_train_sampler``, ``_tokenize_prompts``
-    generate          ``_generate_single_turn``, and there: prove sync
+    prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
+    generate          ``_generate_single_turn``, and there: prove sync, ask for the next batch (``rollout.overlap``)
     score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs:
                       ``_generate_and_score``
     record, buffer    its end; TRL cuts the batch and keeps it
@@ -166,6 +166,10 @@ class LabTrainer(ResumableTrainer):
         ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset) if ours is None else ours
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        coming = self.parts.overlap.read(epoch_iterator, num_batches)
+        return super().get_batch_samples(coming, num_batches, device)
+
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         ids, images, fields = super()._tokenize_prompts(prompts)
         check_room(self, ids)
@@ -173,12 +177,13 @@ class LabTrainer(ResumableTrainer):
 
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
         training = self.model.training
-        with by_groups(self):
+        with by_groups(self), self.parts.overlap.taking():
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
             self.parts.sync_proof.prove(prompt_ids)
+        self.parts.overlap.begin()
         return generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
@@ -291,6 +296,11 @@ class LabTrainer(ResumableTrainer):
     @property
     def phase(self) -> Phase:
         return Phase.of(self)
+
+    @property
+    def sampled_by(self) -> int:
+        """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
+        return self.parts.overlap.version
 
     @property
     def correction(self) -> SamplerCorrection | None:

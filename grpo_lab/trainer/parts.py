@@ -13,6 +13,7 @@ from grpo_lab.trainer.critic import CriticAlone, with_critic
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.in_step import thinking_rollout
+from grpo_lab.trainer.generation.overlap import Overlap
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.metrics.book import unrecorded
@@ -46,6 +47,7 @@ class Parts:
         trainer.rollout_func = thinking_rollout(trainer, settings.rollout, given.environment_factory)
         self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
+        self.overlap = Overlap(trainer, settings.rollout)
         self.weight_schedules = WeightSchedules(trainer, settings.reward_schedules)
         self.preference = PreferenceInTraining(trainer)
         self.resampler = Resampler(trainer)

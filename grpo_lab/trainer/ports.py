@@ -177,6 +177,7 @@ class StepPort(Protocol):
     recorder: Recorder
     exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
     phase: Phase
+    sampled_by: int
     correction: SamplerCorrection | None
     team_overrides_token_loss: bool
     replaces_trls_advantages: bool

@@ -94,7 +94,11 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "sampler drifts": (
         [run({"rollout/sync_gap": 0.4}), run(*[{"sampling/sampling_logp_difference/mean": 0.11}] * 3)],
-        [run(*[{"sampling/sampling_logp_difference/mean": 0.09}] * 3), run({"rollout/sync_gap": 0.2})],  # mean 0.069
+        [
+            run(*[{"sampling/sampling_logp_difference/mean": 0.09}] * 3),
+            run({"rollout/sync_gap": 0.2}),  # mean 0.069
+            run(*[{"sampling/sampling_logp_difference/mean": 0.3, "rollout/staleness": 1.0}] * 3),  # `rollout.overlap`
+        ],
     ),
     "truncation": (
         [run(*[{"completions/truncated_share": 0.21}] * 3)],

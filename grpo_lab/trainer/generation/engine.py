@@ -86,6 +86,10 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             refuse_long(prompts, self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
+        def begin(self, prompts: list[list[int]], num_generations: int) -> None:
+            """``generate`` of a server, without waiting (``rollout.overlap``)."""
+            server.begin(self, functools.partial(super().generate, prompts, None, num_generations))
+
     return LabVLLMGeneration
 
 
@@ -168,6 +172,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         trainer = self.trainer
+        if self.settings.overlap:  # the sampler is an earlier policy: the difference is how far this one has come
+            return
         gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
         limit = GAP_FACTOR * self.tolerance()
         if gap is None or gap <= limit / min(trainer.temperature, 1.0):

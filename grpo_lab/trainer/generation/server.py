@@ -48,6 +48,8 @@ FAULTS: dict[str, type[Exception]] = {
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
 #: times that one generation may lose its server; a batch that the server dies of is not tried for ever
 LOSSES = 3
+#: an answer of the server without completions
+NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
 
 def from_main(accelerator: Any, value: Any) -> Any:
@@ -130,6 +132,27 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
     return answer
 
 
+def begin(generation: Any, stock: Callable[[], Any]) -> None:
+    """``generate`` in server mode for completions that are taken later: TRL's own request, sent in the background, with
+    an empty answer broadcast in its place. What goes wrong with it is met where the answer is taken."""
+    if not generation.accelerator.is_main_process:
+        stock()
+        return
+    with replaced(generation, "vllm_client", Begun(generation.vllm_client)):
+        stock()
+
+
+class Begun:
+    """Stands before the client while TRL's request is put together."""
+
+    def __init__(self, client: LabVLLMClient) -> None:
+        self.client = client
+
+    def generate(self, prompts: Any, features: Any = None, **arguments: Any) -> dict[str, Any]:
+        self.client.begin(prompts, features=features, **arguments)
+        return dict(NOTHING)
+
+
 class KeptFailure:
     """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
 
@@ -145,8 +168,7 @@ class KeptFailure:
         return self._tried(lambda: self.client.image_features(images), [None] * len(images))
 
     def generate(self, prompts: Any, **arguments: Any) -> dict[str, Any]:
-        empty: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
-        return self._tried(lambda: self._generate(prompts, arguments), empty)
+        return self._tried(lambda: self._generate(prompts, arguments), dict(NOTHING))
 
     def _generate(self, prompts: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         try:

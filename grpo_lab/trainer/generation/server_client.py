@@ -27,6 +27,7 @@ from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_o
 from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
 from grpo_lab.engines.weights.proof import Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.trainer.generation.background import Background
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.settings.parse import ServerSettings
 
@@ -85,6 +86,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         #: POST JSON to a path of the server → its answer, or ``ServerGone``
         self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
+        self.background = Background()
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
@@ -162,8 +164,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.courier.try_shared_memory()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All weights to the server."""
+        """All weights to the server, once it is idle."""
         try:
+            self.background.settle()
             self._see_that_it_is_the_same()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
@@ -210,7 +213,20 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             read_to_end(named_params)
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As TRL's. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
+        """As TRL's; of the completions that were begun before, where these are they. Raises ``EngineFault`` for a
+        log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
+        self.background.settle()
+        if self.background.takes:
+            answer = self.background.take(args[0] if args else kwargs["prompts"])
+            if answer is not None:
+                return dict(answer)
+        return self._drawn(*args, **kwargs)
+
+    def begin(self, prompts: list[list[int]], **arguments: Any) -> None:
+        """As ``generate``, in the background: nobody waits for the answer before it is asked for."""
+        self.background.begin(functools.partial(self._drawn, prompts, **arguments), prompts)
+
+    def _drawn(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         try:
             with talk.read_as_vllms(self.base_url):

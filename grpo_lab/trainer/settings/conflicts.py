@@ -33,6 +33,10 @@ class Case:
         return self.ours.rollout.thinking_budget is not None
 
     @property
+    def overlaps(self) -> bool:
+        return self.ours.rollout.overlap > 0
+
+    @property
     def corrects(self) -> bool:
         """Whether the sampler correction acts."""
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
@@ -120,6 +124,49 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
             return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
     return None
 
+
+OVERLAP: tuple[Conflict, ...] = (
+    (
+        lambda c: not c.args.use_vllm,
+        "`rollout.overlap` generates beside the training, and without `use_vllm` the completions come from the model "
+        "in training, which cannot do both: start `grpo-lab serve`, set `use_vllm: true` and `vllm_mode: server`, or "
+        "leave `overlap` out",
+    ),
+    (
+        lambda c: c.args.vllm_mode != "server",
+        "`rollout.overlap` generates beside the training, and with `vllm_mode: "
+        "{args.vllm_mode}` the engine shares the trainer's process and device, so neither would be faster: start "
+        "`grpo-lab serve` and set `vllm_mode: server`, or leave `overlap` out",
+    ),
+    (
+        lambda c: not c.args.vllm_importance_sampling_correction,
+        "`rollout.overlap` trains on completions of an earlier policy, and `vllm_importance_sampling_correction: "
+        "false` would weigh them as if they were the policy's: leave that out, or `overlap`",
+    ),
+    (
+        lambda c: c.args.vllm_importance_sampling_mode == "sequence_mask",
+        "`vllm_importance_sampling_mode: sequence_mask` does not combine with `rollout.overlap`: its ratio is a "
+        "product over the completion, so under an earlier policy it passes its bound the sooner the longer the "
+        "completion is, and long ones would not be trained on. Use 'token_truncate' (the default with `overlap`) or "
+        "'token_mask', or 'sequence_truncate' for an objective about whole responses",
+    ),
+    (
+        lambda c: c.thinks,
+        "`rollout.thinking_budget` asks the engine up to three times for one completion, and `rollout.overlap` has the "
+        "next batch in the engine meanwhile: leave one of them out",
+    ),
+    (
+        lambda c: c.ours.update.dead_groups == "resample",
+        "`update.dead_groups: resample` asks for further prompts once rewards are known, and `rollout.overlap` has the "
+        "next batch in the engine by then: leave one of them out",
+    ),
+    (
+        lambda c: c.ours.sampler is not None,
+        "`sampler`={ours.sampler.name!r} draws a round when it is asked for, and `rollout.overlap` asks one generation "
+        "batch early, before the results that it is to be drawn by: leave one of them out",
+    ),
+)
+"""Asked of what is written, where ``rollout.overlap`` is."""
 
 BEFORE: tuple[Conflict, ...] = (
     (

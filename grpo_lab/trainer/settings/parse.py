@@ -270,6 +270,7 @@ class SamplerSettings:
 
 
 Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]
+Ahead = Annotated[Literal[0, 1], BeforeValidator(_digits), must_be("0, or 1: one generation batch ahead")]
 Text = Annotated[str, Field(strict=True), must_be("a text that closes the thinking")]
 FileName = Annotated[str, Field(strict=True, min_length=1), must_be("the name of a file")]
 Gone = Annotated[
@@ -318,6 +319,9 @@ class RolloutSettings:
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
         generate: without an engine; ``groups``: a prompt is read once and rows that ended leave
             (``engines/generate.py``; other draws, the same distribution), where ``objective`` is set; ``stock``: TRL's.
+        overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
+            With 1 the sampler is one generation batch older than the policy, so a correction is required:
+            ``vllm_importance_sampling_mode`` is then ``token_truncate`` where nothing is written.
     """
 
     verify_every: Count = 50
@@ -327,6 +331,7 @@ class RolloutSettings:
     thinking_budget: Budget | None = None
     budget_text: Text | None = None
     generate: Literal["groups", "stock"] = "groups"
+    overlap: Annotated[Ahead, NULL_IS_DEFAULT] = 0
 
     def __post_init__(self) -> None:
         EngineOptions.from_mapping(self.engine or {})

@@ -66,6 +66,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "has_tool_images",
     ),
     "_get_train_sampler": ("self", "dataset"),
+    "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
     "train": ("self", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
