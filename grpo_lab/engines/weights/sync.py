@@ -41,8 +41,8 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
-    """Trainer's names of the tensors that make up one engine tensor."""
-    parts = engine_name.split(".")
+    """Trainer's names of the tensors that make up one engine tensor; a layer that may have an adapter is one inside."""
+    parts = engine_name.replace(".base_layer.", ".").split(".")
     for index, part in enumerate(parts):
         if part in fused:
             return [".".join([*parts[:index], piece, *parts[index + 1 :]]) for piece in fused[part]]
