@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,22 @@ def test_settings_that_contradict_are_refused(changes: dict[str, Any], said: str
 
 def test_merged_is_the_default(tmp_path: Path) -> None:
     assert LabConfig(str(tmp_path), use_cpu=True).lab_settings.rollout.sync == "merged"
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="TRL's client of a server asks for vLLM")
+@pytest.mark.parametrize(
+    ("lora", "replicas", "said"),
+    [
+        (None, 1, r"takes no adapters: start it with `grpo-lab serve .* --max-lora-rank 16`"),
+        ({"max_lora_rank": 8, "max_loras": 2}, 1, r"takes adapters of a rank of at most 8: .* --max-lora-rank 16`"),
+        ({"max_lora_rank": 16, "max_loras": 1}, 1, r"holds 1 adapter .* needs 2"),
+        ({"max_lora_rank": 16, "max_loras": 2}, 2, r"has 2 replicas"),
+    ],
+)
+def test_a_server_that_cannot_take_it_is_told_how_to_be_started(lora: Any, replicas: int, said: str) -> None:
+    from grpo_lab.trainer.generation.server_client import refuse_without_lora
+
+    server = {"lora_config": lora, "parallel_config": {"data_parallel_size": replicas}}
+    with pytest.raises(ValueError, match=rf"`rollout\.sync: adapter`: the vLLM server at http://x {said}"):
+        refuse_without_lora(16, server, "http://x")
+    refuse_without_lora(16, {"lora_config": {"max_lora_rank": 16, "max_loras": 2}}, "http://x")

@@ -102,6 +102,30 @@ def test_a_planted_fault_is_caught(fault: Any, tmp_path: Path, monkeypatch: pyte
     assert trainer.state.global_step == 1
 
 
+def test_a_fault_in_place_is_seen_by_the_prompt_of_every_probe_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of a batch were not served before, or are shorter than a page of the cache: their samples are right."""
+    monkeypatch.setattr(engine, "load_adapter", in_place)
+    monkeypatch.setattr(engine, "cached_prompt", lambda ids, page, context: list(ids))
+    monkeypatch.setattr("grpo_lab.engines.weights.adapter.LORA_VERSIONS", 100)
+    trainer = training(tmp_path, learning_rate=5e-2, max_steps=3)
+    trainer.train()
+    assert max(logged(trainer.state.log_history, "rollout/sync_gap")) < 1e-4
+
+
+@pytest.mark.parametrize("critic", ["head", "copy"])
+def test_a_critic_is_no_part_of_the_adapter(critic: str, tmp_path: Path) -> None:
+    trainer = training(tmp_path, objective="ppo", value={"model": critic}, max_steps=3)
+    trainer.train()
+    assert max(logged(trainer.state.log_history, "rollout/sync_gap")) < 1e-4
+    assert logged(trainer.state.log_history, "rollout/sync_bytes")[0] == sum(
+        4 * p.numel()
+        for name, p in trainer.model.named_parameters()
+        if "lora_" in name and "grpo_lab_critic" not in name
+    )
+
+
 def test_another_base_than_the_engines_is_caught_and_named(tmp_path: Path) -> None:
     """Base weights are not sent, and are compared to the bit."""
     trainer = training(tmp_path)

@@ -53,7 +53,6 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         synced: Callable[[int], None] = staticmethod(lambda moved: None)
         #: versions of the LoRA adapter, where it is sent by itself
         adapters: AdapterFiles | None = None
-        moved = 0  # bytes of the tensors that were walked over last
 
         def _init_vllm(self) -> None:
             if settings.sync == "adapter":
@@ -72,7 +71,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
                 for name, tensor in without_critic(super()._iter_named_params()):
                     moved += tensor.nbytes
                     yield name, tensor
-            self.moved = moved
+            self.moved = moved  # bytes of the last whole walk
 
         def send(self) -> None:
             """Weights or adapter to the engine, once; a server that is lost is an error."""
