@@ -126,12 +126,15 @@ def test_a_critic_is_no_part_of_the_adapter(critic: str, tmp_path: Path) -> None
     )
 
 
-def test_another_base_than_the_engines_is_caught_and_named(tmp_path: Path) -> None:
-    """Base weights are not sent, and are compared to the bit."""
+@pytest.mark.parametrize("layer", ["self_attn.q_proj.base_layer", "self_attn.o_proj", "mlp.down_proj.base_layer"])
+def test_another_base_than_the_engines_is_caught_and_named(layer: str, tmp_path: Path) -> None:
+    """Base weights are not sent, and are compared to the bit: under an adapter or not, fused by the engine or not."""
     trainer = training(tmp_path)
     with torch.no_grad():
-        trainer.model.base_model.model.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
-    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+        weight = trainer.model.get_submodule(f"base_model.model.model.layers.0.{layer}").weight
+        weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(1.0))
+    named = layer.removesuffix(".base_layer").replace(".", r"\.")
+    with pytest.raises(WeightSyncError, match=rf"holds other weights(.|\n)*layers\.0\.{named}(\.base_layer)?\.weight"):
         trainer.train()
 
 
