@@ -30,6 +30,12 @@ class GroupedEngine:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self.adapters: list[Any] = []  # vLLM's `LoRARequest`s that it holds; it samples with the last
+
+    @property
+    def adapter(self) -> Any:
+        """The one that it samples with; None: with the weights alone."""
+        return self.adapters[-1] if self.adapters else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["llm"], name)
@@ -58,7 +64,8 @@ class GroupedEngine:
         return rows
 
     def _checked(self, requests: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
-        outputs = self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm)
+        more = {"lora_request": self.adapter} if self.adapters else {}
+        outputs = self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more)
         try:
             check_logprobs(outputs)
         except EngineFault as fault:

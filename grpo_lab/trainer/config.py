@@ -40,8 +40,8 @@ class LabConfig(GRPOConfig):
             ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
         value: the critic of PPO (``ValueSettings``; ``{}``: all defaults). With ``objective`` unset it means
             ``objective: ppo``; ``None`` beside that: all defaults.
-        rollout: the proof of the weight sync and the engine's options, with ``use_vllm``; the talk with a server; a
-            budget for thinking, with any engine (``RolloutSettings``).
+        rollout: the weight sync (all weights, or LoRA's adapter alone), its proof and the engine's options, with
+            ``use_vllm``; the talk with a server; a budget for thinking, with any engine (``RolloutSettings``).
         reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number
             or ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry
             in ``reward_weights``; logged as ``reward_weights/<name>``.

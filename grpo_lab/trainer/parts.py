@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import Given
 from grpo_lab.trainer.critic import CriticAlone, with_critic
@@ -64,6 +66,9 @@ class Parts:
         if trainer.use_vllm:
             engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
             engine.waiting = self.stop.wait
+            engine.synced = lambda moved: trainer.recorder.book().add_alike(
+                "rollout/sync_bytes", torch.tensor([moved]), 1
+            )
             if served:
                 engine.server_return.trainer = trainer
             if self.guard.faults is not None:

@@ -141,6 +141,8 @@ def test_server_mode_is_built_as_we_complete_it() -> None:
     assert generate.count("self.vllm_client.") == 2
     sync = inspect.getsource(VLLMGeneration.sync_weights)
     assert "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())" in sync
+    stream = inspect.getsource(VLLMGeneration._iter_named_params)  # `engine.unmerged` switches both off
+    assert stream.count("model.merge_adapter()") == stream.count("model.unmerge_adapter()") == 1
 
 
 def test_every_private_name_in_the_room_is_listed() -> None:

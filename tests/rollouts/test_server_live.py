@@ -50,6 +50,7 @@ class Served:
     process: subprocess.Popen[bytes]
     token: str = field(default="", repr=False)
     silent: socket.socket | None = None
+    more: tuple[str, ...] = ()  # words of its command
 
     @property
     def url(self) -> str:
@@ -63,22 +64,29 @@ class Served:
             return session.request(method, self.url + path, headers=sent, timeout=300, **more)
 
 
-def command(model: str, port: int) -> list[str]:
+def command(model: str, port: int, *more: str) -> list[str]:
     words = [sys.executable, "-m", "grpo_lab.cli", "serve", "--model", model, "--port", str(port)]
-    return [*words, "--kv-cache-gib", "0.125", "--max-model-len", "256", "--max-request-mib", "1"]
+    return [*words, "--kv-cache-gib", "0.125", "--max-model-len", "256", "--max-request-mib", "1", *more]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder, port = tmp_path_factory.mktemp("served"), free_port()
+    with served_from(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def served_from(folder: Path, *more: str) -> Iterator[Served]:
+    """A server of a tiny model until the block ends, or it is killed in it."""
+    port = free_port()
     model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    words = [*command(str(folder / "model"), port), "--log", str(folder / "log")]
+    words = [*command(str(folder / "model"), port, *more), "--log", str(folder / "log")]
     with (folder / "out").open("wb") as output:
         told = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # it lists its routes, and says what else it says
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=told)
-    running = Served(str(folder / "model"), port, folder, process)
+    running = Served(str(folder / "model"), port, folder, process, more=more)
     try:
         token = lambda: of_trainer(running.url, None)  # noqa: E731
         wait_until_ready(running.url, 300, token=token, process=process, log=folder / "log")
@@ -237,7 +245,7 @@ class Again:
     def start(self) -> None:
         kill_all(self.served)
         with self.log.open("wb") as output:
-            words = command(self.served.model, self.served.port)
+            words = command(self.served.model, self.served.port, *self.served.more)
             self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
 
     def stop(self) -> None:

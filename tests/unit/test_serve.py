@@ -51,6 +51,19 @@ def test_a_gpu_server_has_nccl_and_our_worker() -> None:
     assert (said["--tensor-parallel-size"], said["--gpu-memory-utilization"]) == ("2", "0.8")
 
 
+def test_a_server_takes_adapters_where_it_is_told_to() -> None:
+    command = server_command(chosen("--max-lora-rank", "16"), on_cpu=True)
+    said = dict(itertools.pairwise(command))
+    assert "--enable-lora" in command
+    assert (said["--max-lora-rank"], said["--max-loras"]) == ("16", "2")
+    assert "lora" not in " ".join(server_command(chosen(), on_cpu=True))
+    for options, allowed in ((chosen("--max-lora-rank", "16"), "1"), (chosen(), "0")):
+        environment = server.server_environment(options, "token", "/tmp")
+        assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == allowed
+    with pytest.raises(ValueError, match=r"server max_lora_rank must be one of \(1, 8, 16.*got 12"):
+        chosen("--max-lora-rank", "12")
+
+
 @pytest.fixture
 def a_model(tmp_path: Path) -> str:
     """A folder that looks like a saved model."""

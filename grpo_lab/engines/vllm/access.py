@@ -59,6 +59,7 @@ ROUTES: dict[str, str] = {
     **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render"), "POST"),
     **dict.fromkeys(("/inference/v1/generate", "/tokenize", "/collective_rpc"), "POST"),
     **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"), "POST"),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), "POST"),
     **dict.fromkeys(("/finish_weight_update", "/reset_prefix_cache", "/sleep", "/wake_up"), "POST"),
 }
 
@@ -66,6 +67,11 @@ Text = Annotated[str, Field(max_length=4096)]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
 #: one that a trainer makes; `trusted_folder` looks at it once more in the worker
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
+
+
+#: a version of an adapter in such a folder, and its name: what `weights.adapter.AdapterFiles` makes
+VersionFolder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}/v[0-9]{1,9}$")]
+VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$")]
 
 
 class Nothing(BaseModel):
@@ -132,7 +138,17 @@ class UpdateInfo(Nothing):
     update_info: Announced
 
 
+class Unload(Nothing):
+    lora_name: VersionName
+
+
+class LoadAdapter(Unload):  # never in place: cached prompts would stay
+    lora_path: VersionFolder
+
+
 BODIES: dict[str, type[Nothing]] = {
+    "/v1/load_lora_adapter": LoadAdapter,
+    "/v1/unload_lora_adapter": Unload,
     "/collective_rpc": RemoteCall,
     "/init_weight_transfer_engine": InitInfo,
     "/update_weights": UpdateInfo,

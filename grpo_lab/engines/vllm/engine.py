@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 GIB = 1024**3
 CPU_PAGE_TOKENS = 32
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+#: `max_lora_rank` that vLLM has kernels for: an adapter is served under the next larger one
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: versions of an adapter that an engine holds: the one that is sampled from, and the one before
+LORA_VERSIONS = 2
 
 # Written by vLLM while an engine starts, read by accelerate and by child processes afterwards.
 _PUT_BACK = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE", "TORCHINDUCTOR_COMPILE_THREADS")
@@ -123,8 +127,17 @@ def runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def lora_arguments(max_rank: int | None) -> dict[str, Any]:
+    """What `LLM` or a server is started with so that it takes adapters up to a rank."""
+    return {} if max_rank is None else {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}
+
+
 def engine_factory(
-    options: EngineOptions, *, trainer_dtype: torch.dtype | None = None, run_seed: int = 0
+    options: EngineOptions,
+    *,
+    trainer_dtype: torch.dtype | None = None,
+    run_seed: int = 0,
+    max_lora_rank: int | None = None,
 ) -> Callable[..., GroupedEngine]:
     """A callable to be used in the place of `vllm.LLM`: the caller's arguments, then these options on top. The caller's
     `seed` is taken as the rank, which is what TRL passes (`process_index // tensor_parallel_size`)."""
@@ -136,7 +149,7 @@ def engine_factory(
             on_cpu = runs_on_cpu()
             ours = options.llm_arguments(on_cpu=on_cpu, trainer_dtype=trainer_dtype)
             seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
-            llm = LLM(**{**arguments, **ours, "seed": seed})
+            llm = LLM(**{**arguments, **ours, **lora_arguments(max_lora_rank), "seed": seed})
         if on_cpu:  # an attention head without a kernel would fail at the first token
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.engines.vllm import token as tokens
-from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, EngineOptions, runs_on_cpu
+from grpo_lab.engines.vllm.engine import ENGINE_DTYPES, LORA_RANKS, EngineOptions, lora_arguments, runs_on_cpu
 from grpo_lab.engines.vllm.talk import ServerGone, wait_until_ready
 from grpo_lab.io import looks_local
 from grpo_lab.sandbox.kernel import die_with_parent
@@ -55,13 +55,14 @@ NEEDED = {
 @dataclass(frozen=True)
 class ServerOptions:
     """What to serve and where; ValueError for what is not allowed. `allow_hosts`: names under which it is asked, beside
-    its address and this machine's."""
+    its address and this machine's. `max_lora_rank`: it takes LoRA adapters of at most this rank."""
 
     model: str
     port: int = 8000
     engine: EngineOptions = field(default_factory=EngineOptions)
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
+    max_lora_rank: int | None = None
     host: str = HOST
     token_file: Path | None = None
     allow_hosts: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ class ServerOptions:
             ("port", 1024 <= self.port <= 65535, "lie in 1024..65535"),
             ("tensor_parallel_size", self.tensor_parallel_size >= 1, "be >= 1"),
             ("gpu_memory_utilization", share is None or 0 < share <= 1, "lie in (0, 1]"),
+            ("max_lora_rank", self.max_lora_rank in (None, *LORA_RANKS), f"be one of {LORA_RANKS}"),
             ("max_request_mib", self.max_request_mib >= 1, "be >= 1"),
         ):
             if not right:
@@ -119,7 +121,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
     arguments = options.engine.llm_arguments(on_cpu=on_cpu, trainer_dtype=torch.float32)
     arguments["tensor_parallel_size"] = options.tensor_parallel_size
     arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-    for name, value in arguments.items():
+    for name, value in {**arguments, **lora_arguments(options.max_lora_rank)}.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             command.append(f"--{flag}" if value else f"--no-{flag}")
@@ -147,6 +149,7 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
         tokens.LIMIT_VARIABLE: str(options.max_request_mib * 1024**2),
     }
     environment[SOCKETS_VARIABLE] = sockets
+    environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = str(int(options.max_lora_rank is not None))
     return environment
 
 
@@ -228,6 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", "seed of the sampler", int, default=0)
     add("--tensor-parallel-size", "GPUs of one copy of the model", int, default=1)
     add("--gpu-memory-utilization", "share of a GPU's memory (vLLM's default: 0.9)", float)
+    add("--max-lora-rank", f"takes LoRA adapters (`rollout.sync: adapter`), up to a rank of {LORA_RANKS}", int)
     add("--start-timeout", "seconds until it must be up", float, default=600.0)
     add("--log", "file for vLLM's output instead of the terminal", Path)
 

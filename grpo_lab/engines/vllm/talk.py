@@ -146,9 +146,11 @@ def read_as_vllms(base_url: str) -> Iterator[None]:
         ) from odd
 
 
-def answer_of(session: Any, base_url: str, url: str, ask: Callable[[], Any]) -> dict[str, Any]:
-    """The response to ``ask()`` as JSON; what is wrong with one that is no success. Raises ServerGone, EngineFault for
-    a log-prob that is NaN or infinite, RequestRefused."""
+def answer_of(
+    session: Any, base_url: str, url: str, ask: Callable[[], Any], *, is_text: bool = False
+) -> dict[str, Any]:
+    """The response to ``ask()`` as JSON, or as ``{said}`` where it is text; what is wrong with one that is no success.
+    Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused."""
     import requests
 
     token, start = token_of(session), time.monotonic()
@@ -163,6 +165,8 @@ def answer_of(session: Any, base_url: str, url: str, ask: Callable[[], Any]) -> 
             f"{limits if isinstance(error, requests.ReadTimeout) else ''}"
         ) from error
     if response.status_code == 200:
+        if is_text:
+            return {"said": response.text}
         with read_as_vllms(base_url):
             return dict(response.json())
     said = f"{url} answered {response.status_code}: {response.text[:500]}"

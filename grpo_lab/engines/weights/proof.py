@@ -43,6 +43,7 @@ from grpo_lab.engines.weights.sync import (
 #: token ids, ragged [row][token]
 Rows = Sequence[Sequence[int]]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,30 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
     return SyncGap(mean=total / count, largest=largest, tokens=count)
 
 
-def draw_probe(llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = 16) -> Probe:
+def cached_prompt(ids: Sequence[int], page: int, context: int) -> list[int]:
+    """A prompt longer than two pages of the engine's cache (`page` tokens each), made of ``ids`` again and again; as
+    long as the context allows where that is shorter.
+
+    Drawn from at every proof it finds pages that were kept over a sync: an adapter that is replaced under its own name
+    answers log-probs of a prompt right, which are computed anew, and samples behind the pages of the one before.
+    """
+    length = min(2 * page + 1, context - PROBE_TOKENS)
+    return (list(ids) * (length // len(ids) + 1))[:length]
+
+
+def draw_probe(
+    llm: Any, prompt_ids: Rows, *, samples: int = 1, max_tokens: int = PROBE_TOKENS, lora_request: Any = None
+) -> Probe:
     """Let the engine complete prompts at temperature 1, uncut -> token ids and its own log-probs. The prefix cache is
-    left on: a prompt cached under old weights is one of the things to be found."""
+    left on: a prompt cached under old weights is one of the things to be found. ``lora_request``: the adapter that it
+    samples with.
+    """
     from vllm import SamplingParams
 
+    more = {} if lora_request is None else {"lora_request": lora_request}
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
     requests = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
-    outputs = llm.generate(requests, sampling_params=sampling, use_tqdm=False)
+    outputs = llm.generate(requests, sampling_params=sampling, use_tqdm=False, **more)
     drawn = [(list(output.prompt_token_ids), of_engine(one)) for output in outputs for one in output.outputs]
     return Probe([ids for ids, _ in drawn], [one.ids for _, one in drawn], [one.logprobs or [] for _, one in drawn])
 
@@ -172,14 +189,21 @@ def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping
 
 
 def prove_sync(
-    llm: Any, model: nn.Module, named_params: Callable[[], NamedTensors], prompt_ids: Rows, *, tolerance: float
+    llm: Any,
+    model: nn.Module,
+    named_params: Callable[[], NamedTensors],
+    prompt_ids: Rows,
+    *,
+    tolerance: float,
+    lora_request: Any = None,
 ) -> SyncGap:
     """Prove the weights of an engine in this process: draw a probe, compare, raise or return the gap to be logged.
 
-    `model`: the trainer's; `named_params`: its full parameters as they were pushed. Raises WeightSyncError (``judge``),
-    EngineFault for NaN, FloatingPointError for NaN in the trainer's own weights.
+    `model`: the trainer's; `named_params`: its full parameters as they were pushed, and those of the base where the
+    adapter (`lora_request`) goes by itself. Raises WeightSyncError (``judge``), EngineFault for NaN, FloatingPointError
+    for NaN in the trainer's own weights.
     """
-    probe = draw_probe(llm, prompt_ids)
+    probe = draw_probe(llm, prompt_ids, lora_request=lora_request)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
     found = differing_tensors(engine_model(llm), named_params())  # in any case: other ranks gather shards for it
     try:

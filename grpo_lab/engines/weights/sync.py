@@ -41,12 +41,12 @@ def fused_parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]:
-    """Trainer's names of the tensors that make up one engine tensor."""
-    parts = engine_name.split(".")
+    """Trainer's names of the tensors that make up one engine tensor; a layer that may have an adapter is one inside."""
+    parts = engine_name.replace(".base_layer.", ".").split(".")
     for index, part in enumerate(parts):
         if part in fused:
             return [".".join([*parts[:index], piece, *parts[index + 1 :]]) for piece in fused[part]]
-    return [engine_name]
+    return [".".join(parts)]
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -64,7 +64,8 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     listed: set[str] = set()
     for name, module in model.named_modules():
         looked_up = hasattr(module, "org_vocab_size") and type(module).__name__ != "ParallelLMHead"
-        if not is_packed(module) or module.weight.ndim > 2 or looked_up:
+        around = hasattr(module, "base_layer")  # what may put an adapter on a layer, which is listed itself
+        if around or not is_packed(module) or module.weight.ndim > 2 or looked_up:
             continue
         kept = module.weight.ndim == 2  # else it has been given up for the packed copy
         columns = int(module.weight.shape[1] if kept else module.input_size_per_partition)

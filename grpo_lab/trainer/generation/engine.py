@@ -2,7 +2,8 @@
 
 While the trainer is built TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``) that starts the engine
 with the recipe's options and, where the engine packs its weights (the CPU build), pushes weights in a way that reaches
-all of them. On a GPU TRL's own sync runs unchanged.
+all of them. On a GPU TRL's own sync runs unchanged. With ``rollout.sync: adapter`` a sync is a new version of the LoRA
+adapter, and the engine keeps the base that it read from the disk.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
-from grpo_lab.engines.weights.proof import SyncGap, prove_sync, tolerance_for
+from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors, load_adapter
+from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
@@ -46,34 +49,45 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         waiting: Any = staticmethod(contextlib.nullcontext)
         #: is given the fault of a server's log-probs that are not finite; None: it is raised
         on_fault: Any = None
+        #: is given the bytes of tensors of each sync
+        synced: Callable[[int], None] = staticmethod(lambda moved: None)
+        #: versions of the LoRA adapter, where it is sent by itself
+        adapters: AdapterFiles | None = None
 
         def _init_vllm(self) -> None:
+            if settings.sync == "adapter":
+                self.adapters = AdapterFiles(self.model)
             if self.mode == "server":
                 self.server_return = server.ServerReturn(self, settings.server, args.ddp_timeout)
                 server.connect(self, settings.server)
                 return
-            # where the options name no seed: the run's; TRL's 0 in a drop-in run
-            seed = 0 if getattr(args, "objective", None) is None else int(args.seed)
-            dtype = next(self.model.parameters()).dtype
-            options = EngineOptions.from_mapping(settings.engine or {})
-            with replaced(trl_vllm, "LLM", engine_factory(options, trainer_dtype=dtype, run_seed=seed)):
-                super()._init_vllm()
-            self.context = int(self.llm.llm_engine.model_config.max_model_len)
+            start_engine(self, super()._init_vllm, settings, args)
 
         def _iter_named_params(self) -> Any:
-            for module in self.model.modules():  # TRL's full_tensor() is of sharded parameters only, and FSDP2 leaves
-                if isinstance(module, FSDPModule):  # the root's whole after a forward without a backward (the proof)
-                    module.reshard()
-            yield from without_critic(super()._iter_named_params())
+            """The tensors that the engine should hold: LoRA merged, or where the adapter goes by itself the base."""
+            reshard(self.model)
+            moved = 0
+            with contextlib.nullcontext() if self.adapters is None else unmerged(self.model):
+                for name, tensor in without_critic(super()._iter_named_params()):
+                    moved += tensor.nbytes
+                    yield name, tensor
+            self.moved = moved  # bytes of the last whole walk
 
-        def sync_weights(self) -> None:
-            if self.mode == "server":
-                self.server_return.sync(super().sync_weights)
-                return
-            if needs_repair(self.llm):
+        def send(self) -> None:
+            """Weights or adapter to the engine, once; a server that is lost is an error."""
+            if self.adapters is not None:
+                self.moved = send_adapter(self, self.adapters)
+            elif self.mode != "server" and needs_repair(self.llm):
                 push_weights(self.llm, self._iter_named_params())
             else:
                 super().sync_weights()
+            self.synced(self.moved)
+
+        def sync_weights(self) -> None:
+            if self.mode == "server":
+                self.server_return.sync(self.send)
+                return
+            self.send()
             if self.llm.faulty and not self.enable_sleep_mode:  # one that sleeps gets a new cache
                 clear_cache(worker_runner(self.llm))
             self.llm.faulty = False
@@ -82,7 +96,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             prompts = args[0] if args else kwargs["prompts"]
             if self.mode == "server":
                 ask = functools.partial(super().generate, *args, **kwargs)
-                return self.server_return.generate(ask, super().sync_weights, prompts)
+                return self.server_return.generate(ask, self.send, prompts)
             refuse_long(prompts, self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
@@ -93,6 +107,49 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     return LabVLLMGeneration
 
 
+def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
+    """TRL's ``_init_vllm`` in this process, with our options."""
+    # where the options name no seed: the run's; TRL's 0 in a drop-in run
+    seed = 0 if getattr(args, "objective", None) is None else int(args.seed)
+    dtype = next(generation.model.parameters()).dtype
+    options = EngineOptions.from_mapping(settings.engine or {})
+    lora = None if generation.adapters is None else generation.adapters.max_rank
+    factory = engine_factory(options, trainer_dtype=dtype, run_seed=seed, max_lora_rank=lora)
+    with replaced(trl_vllm, "LLM", factory):
+        stock()
+    inside = generation.llm.llm_engine
+    generation.context = int(inside.model_config.max_model_len)
+    generation.page = int(inside.vllm_config.cache_config.block_size)
+
+
+def send_adapter(generation: Any, files: AdapterFiles) -> int:
+    """The next version of the adapter to the engine of this process or to the server -> bytes of its tensors. Every
+    rank calls: shards are gathered; a server gets it from the main process."""
+    model, served = generation.model, generation.mode == "server"
+    reshard(model)
+    tensors = adapter_tensors(without_critic(model.named_parameters()), files.adapter)
+    if not served:
+        load_adapter(generation.llm, files.write(model, tensors))
+    elif generation.accelerator.is_main_process:
+        generation.vllm_client.load_adapter(files.write(model, tensors))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """TRL's full_tensor() is of sharded parameters only, and FSDP2 leaves the root's whole after a forward without a
+    backward (the proof)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def unmerged(model: Any) -> Iterator[None]:
+    """TRL's stream of parameters inside the block is that of the base: it merges nothing."""
+    with replaced(model, "merge_adapter", lambda: None), replaced(model, "unmerge_adapter", lambda: None):
+        yield
+
+
 class SyncProof(TrainerCallback):  # type: ignore[misc]
     """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
 
@@ -100,6 +157,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         self.trainer = trainer
         self.settings = settings
         self._last, self._done, self._doubts = -1, 0, 0
+        self._again: list[int] = []  # a prompt of every probe
         self.doubted = False
         if trainer.use_vllm:
             trainer.add_callback(self)
@@ -125,6 +183,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         """
         trainer, accelerator = self.trainer, self.trainer.accelerator
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
+        if trainer.vllm_generation.adapters is not None:
+            engine = trainer.vllm_generation
+            self._again = self._again or cached_prompt(probe[0], engine.page, engine.context)
+            probe.append(self._again)
         gap: SyncGap | None = None
         try:
             gap = self._gap(probe)
@@ -147,12 +209,12 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         model.eval()
         try:
             if generation.mode == "server":
-                stock_sync = functools.partial(trl_vllm.VLLMGeneration.sync_weights, generation)
                 proof = functools.partial(server.prove, generation, model, probe, self.tolerance)
-                return generation.server_return.proof(proof, stock_sync)  # type: ignore[no-any-return]
+                return generation.server_return.proof(proof, generation.send)  # type: ignore[no-any-return]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
-            return prove_sync(bare, model, generation._iter_named_params, probe, tolerance=limit)
+            named, adapter = generation._iter_named_params, generation.llm.adapter
+            return prove_sync(bare, model, named, probe, tolerance=limit, lora_request=adapter)
         except EngineFault:
             if generation.mode != "server":
                 generation.llm.faulty = True

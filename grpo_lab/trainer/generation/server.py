@@ -94,19 +94,20 @@ def connect(generation: Any, settings: ServerSettings) -> None:
             )
         check_same_model(client, generation.model, generation.processing_class)
 
-    def talk() -> int:
+    def talk() -> tuple[int, int]:
         with read_as_vllms(url):
             client = LabVLLMClient(
                 settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
             )
             client.meet = functools.partial(meet, client)
             client.meet()
-            client.open_way(torch.device(generation.accelerator.device))
+            files = generation.adapters
+            client.open_way(torch.device(generation.accelerator.device), None if files is None else files.max_rank)
             client.decode = generation.processing_class.decode
             generation.vllm_client = client
-            return client.context
+            return client.context, client.page
 
-    generation.context = on_main(generation.accelerator, talk)
+    generation.context, generation.page = on_main(generation.accelerator, talk)
 
 
 def sync(generation: Any, stock: Callable[[], None]) -> None:

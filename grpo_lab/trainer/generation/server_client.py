@@ -4,6 +4,8 @@
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
                     server's own reload (``engines/vllm/worker.py``), on one machine
 
+LoRA's adapter alone (``rollout.sync: adapter``) is a folder there that the server loads under a name of its own.
+
 Before anything is sent the server's model is compared with the trainer's (``check_same_model``): with another
 end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading fails.
 """
@@ -22,10 +24,12 @@ from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm import talk
+from grpo_lab.engines.vllm.engine import LORA_VERSIONS
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION
 from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_of
 from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
-from grpo_lab.engines.weights.proof import Probe, TensorDifference
+from grpo_lab.engines.weights.adapter import AdapterVersion
+from grpo_lab.engines.weights.proof import PROBE_TOKENS, Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.background import Background
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
@@ -65,6 +69,23 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     raise ValueError(f"the trainer is on {trainer.type}, the vLLM server at {url} on {server_device}; {lacks}")
 
 
+def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
+    """``ValueError`` where a server (its ``vllm_config``) does not take the run's adapters."""
+    lora, replicas = server.get("lora_config"), (server.get("parallel_config") or {}).get("data_parallel_size") or 1
+    start = f"start it with `grpo-lab serve --model … --max-lora-rank {rank}`"
+    if not lora:
+        lacks = f"takes no adapters: {start}"
+    elif lora["max_lora_rank"] < rank:
+        lacks = f"takes adapters of a rank of at most {lora['max_lora_rank']}: {start}"
+    elif lora["max_loras"] < LORA_VERSIONS:
+        lacks = f"holds {lora['max_loras']} adapter (--max-loras), and a sync needs {LORA_VERSIONS}: {start}"
+    elif replicas > 1:
+        lacks = f"has {replicas} replicas (--data-parallel-size), of which one would get the adapter: use one"
+    else:
+        return
+    raise ValueError(f"`rollout.sync: adapter`: the vLLM server at {url} {lacks}")
+
+
 def read_to_end(stream: Iterator[Any]) -> None:
     """Also after a failure: gathering a shard needs every rank, and merged adapters are unmerged at the end."""
     for _ in stream:
@@ -78,6 +99,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
     meet: Callable[[], None] = staticmethod(lambda: None)  # set by server.connect: is it this model
     faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
+    sends_adapters = False  # and no weights, settled by open_way
 
     def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
         self.settings = settings
@@ -87,6 +109,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
         self.background = Background()
+        self.adapters: list[str] = []  # names that the server holds; it samples with the last
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
@@ -155,9 +178,19 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         """Tokens of prompt and completion together that the server takes."""
         return int(self.info["model_config"]["max_model_len"])
 
-    def open_way(self, device: torch.device) -> None:
-        """Settle how weights travel, and try it. Raises ``ValueError`` where no way is possible."""
-        self.way = weight_way(self.settings.weights, device, self.info, self.base_url)
+    @property
+    def page(self) -> int:
+        """Tokens of a page of the server's cache."""
+        return int(self.info["cache_config"]["block_size"])
+
+    def open_way(self, device: torch.device, lora_rank: int | None = None) -> None:
+        """Settle how weights, or adapters that take a ``max_lora_rank`` of ``lora_rank``, travel, and try it. Raises
+        ``ValueError`` where no way is possible."""
+        self.sends_adapters = lora_rank is not None
+        if lora_rank is not None:
+            refuse_without_lora(lora_rank, self.info, self.base_url)
+        chosen = "shared_memory" if self.sends_adapters else self.settings.weights
+        self.way = weight_way(chosen, device, self.info, self.base_url)
         if self.way == "nccl":
             self.init_communicator(device=device)
         else:
@@ -180,6 +213,23 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         finally:
             read_to_end(named_params)
 
+    def load_adapter(self, version: AdapterVersion) -> None:
+        """The LoRA adapter to the server, which samples with it from here on; the one before the last goes."""
+        self._see_that_it_is_the_same()
+        for old in self.adapters[: 1 - LORA_VERSIONS]:
+            self._say("/v1/unload_lora_adapter", {"lora_name": old})
+        self._say("/v1/load_lora_adapter", {"lora_name": version.name, "lora_path": str(version.folder)})
+        self.courier.note()
+        self.adapters = [*self.adapters[1 - LORA_VERSIONS :], version.name]
+        self.model = version.name
+        if self.faulty:
+            self.courier.clear_cache()
+        self.faulty = False
+
+    def _say(self, path: str, body: dict[str, str]) -> None:
+        url = self.base_url + path
+        talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, json=body), is_text=True)
+
     def _see_that_it_is_the_same(self) -> None:
         """A server that was started since the last sync may serve another model, and is compared as at the start."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
@@ -192,6 +242,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise talk.ServerGone(f"{again}: {other}") from other
         if self.way == "nccl":
             raise talk.ServerGone(f"{again}, without this run's NCCL group")
+        if self.sends_adapters:  # and of its base weights nobody knows
+            raise talk.ServerGone(f"{again}, without this run's adapter")
 
     def reset_prefix_cache(self) -> None:
         if not self._post(f"{self.base_url}/reset_prefix_cache").get("success", True):
@@ -232,6 +284,10 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             with talk.read_as_vllms(self.base_url):
                 answer: dict[str, Any] = super().generate(*args, **kwargs)
             talk.check_answer(answer["logprobs"])
+        except talk.RequestRefused:
+            if self.adapters:  # one that was started again knows no such name
+                self.check_same_weights()
+            raise
         except EngineFault:
             self.faulty = True
             raise
@@ -248,7 +304,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     def probe(self, prompt_ids: list[list[int]]) -> Probe:
         """Fresh samples at temperature 1 from the whole vocabulary, see ``engines/weights/proof.py``."""
-        answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=16, logprobs=0)
+        answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=PROBE_TOKENS, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
 

@@ -170,7 +170,7 @@ OVERLAP: tuple[Conflict, ...] = (
 
 BEFORE: tuple[Conflict, ...] = (
     (
-        lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "tolerance", "engine", "server"),
+        lambda c: not c.args.use_vllm and c.of_rollout("verify_every", "sync", "tolerance", "engine", "server"),
         "`rollout.{found}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on",
     ),
     (
@@ -180,6 +180,14 @@ BEFORE: tuple[Conflict, ...] = (
     (
         lambda c: c.args.vllm_mode == "server" and c.of_rollout("engine"),
         "`rollout.engine` has no effect with `vllm_mode: server`: give these options to `grpo-lab serve` (--dtype, …)",
+    ),
+    (
+        lambda c: c.ours.rollout.sync == "adapter" and c.ours.rollout.server.weights == "nccl",
+        "`rollout.sync: adapter` sends files, and `rollout.server.weights` is 'nccl': leave one of them out",
+    ),
+    (
+        lambda c: c.ours.rollout.sync == "adapter" and c.args.vllm_enable_sleep_mode,
+        "`rollout.sync: adapter` sends no base weights, and `vllm_enable_sleep_mode` drops the engine's: leave one out",
     ),
     (
         lambda c: c.thinks and c.args.max_completion_length is None,

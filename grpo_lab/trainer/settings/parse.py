@@ -312,6 +312,7 @@ class RolloutSettings:
 
     Args:
         verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
+        sync: ``merged``: all weights, LoRA merged; ``adapter``: LoRA's adapter alone.
         tolerance: largest mean |engine − trainer|, nats a token; ``None``: float32 1e-4, float16 0.02, bfloat16 0.1.
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
         server: the talk with a server (``ServerSettings``).
@@ -325,6 +326,7 @@ class RolloutSettings:
     """
 
     verify_every: Count = 50
+    sync: Literal["merged", "adapter"] = "merged"
     tolerance: Number | None = None
     engine: Mapping[str, Any] | None = None
     server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)

