@@ -214,7 +214,9 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             read_to_end(named_params)
 
     def load_adapter(self, version: AdapterVersion) -> None:
-        """The LoRA adapter to the server, which samples with it from here on; the one before the last goes."""
+        """The LoRA adapter to the server, once it is idle, which samples with it from here on; the one before the last
+        goes."""
+        self.background.settle()
         self._see_that_it_is_the_same()
         for old in self.adapters[: 1 - LORA_VERSIONS]:
             self._say("/v1/unload_lora_adapter", {"lora_name": old})
