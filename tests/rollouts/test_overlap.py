@@ -58,6 +58,9 @@ def test_staleness_is_one_generation_batch_by_the_rows_and_by_the_engine(tiny: A
         for (_, scores), carried in zip(drawn, step["fields"]["sampling_per_token_logps"], strict=True):
             torch.testing.assert_close(carried[: len(scores)], torch.tensor(scores))
     assert column(trainer, "rollout/staleness") == [0, 1, 1, 1, 1, 1]
+    waited = column(trainer, "rollout/waited_s")
+    assert waited[0] == 0  # nothing was begun before the first
+    assert all(seconds >= 0 for seconds in waited)
     assert trainer.args.vllm_importance_sampling_mode == "token_truncate"
     assert {"sampling/kept_share/len_q4", "sampling/ratio_mean/len_q4"} <= set(trainer.state.log_history[1])
 

@@ -35,7 +35,8 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
                 "model in half precision (`model_init_kwargs: {dtype: bfloat16}`)"
             )
         return nullcontext()
-    if trainer.use_vllm or trainer.algorithm.objective is None or trainer.lab_settings.rollout.generate == "stock":
+    settings = trainer.lab_settings
+    if trainer.use_vllm or settings.objective is None or settings.rollout.generate == "stock":
         return nullcontext()
     return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
 
