@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup setup-vllm train lab-smoke test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
-	bench bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
+	bench bench-step bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,7 +90,10 @@ docs-serve: $(VENV)/.docs  ## the site at http://127.0.0.1:8001, built anew at e
 test-versions: setup  ## fresh environments with the oldest, newest and mixed releases: docs/compatibility.md
 	$(BIN)/python scripts/test_versions.py
 
-bench: bench-update bench-rollouts bench-verify  ## all benchmarks
+bench: bench-step bench-update bench-rollouts bench-verify  ## all benchmarks
+
+bench-step: setup  ## the whole step by part, stock TRL against ours, from the quick start's cold start (made once)
+	$(BIN)/python scripts/bench_step.py
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 	$(BIN)/python scripts/bench_update.py
