@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,8 +20,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from trl.trainer import utils as trl_utils
 
 from golden.in_double import Head, _angles, _norm
+from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.shared_prompts import why_unshared
 from grpo_lab.trainer.trl_bridge import shared_attention
+from parity.harness import Run, arguments, movement_bound, movement_difference, train, weight_difference
 
 FAMILIES = {
     "Qwen2": (modeling_qwen2, "Qwen2RMSNorm", "Qwen2RotaryEmbedding"),
@@ -170,3 +175,118 @@ def test_without_groups_it_is_sdpa() -> None:
 def test_nothing_scored_packs_nothing() -> None:
     ids, labels, positions = rows("uneven")
     assert trl_bridge.packed_row(ids, torch.full_like(labels, -100), positions) is None
+
+
+# -- as a setting ------------------------------------------------------------------------------------------------------
+
+
+def bins_packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+    right = trl_bridge.packed_row
+
+    def spy(*given: Any) -> Any:
+        seen.append(right(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(trl_bridge, "packed_row", spy)
+    return seen
+
+
+def trained(tiny: Path, out: Path, share: bool | None, **changes: Any) -> Run:
+    update = {"max_tokens": 2000} | ({} if share is None else {"share_prompts": share})
+    peft = {"peft_config": changes.pop("peft_config")} if "peft_config" in changes else {}
+    args = LabConfig(**arguments(out, **changes), objective="dr_grpo", update=update)
+    return train(LabTrainer, args, tiny, **peft)
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "two passes, KL": {"num_iterations": 2, "beta": 0.04},
+    "bins of several generations": {
+        "per_device_train_batch_size": 4, "steps_per_generation": 1, "gradient_accumulation_steps": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAININGS, ids=str)
+def test_a_training_moves_as_without(
+    case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = bins_packed(monkeypatch)
+    off = trained(tiny_folder, tmp_path / "off", None, **TRAININGS[case])
+    assert not seen
+    on = trained(tiny_folder, tmp_path / "on", True, **TRAININGS[case])
+    assert any(packed is not None and packed.shares for packed in seen)
+    assert movement_difference(on, off) <= movement_bound(off)
+    assert on.losses == pytest.approx(off.losses, rel=1e-4, abs=1e-6)
+
+
+def test_off_is_todays_code_to_the_bit(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = bins_packed(monkeypatch)
+    default, off = (trained(tiny_folder, tmp_path / str(s), s, max_steps=2) for s in (None, False))
+    assert weight_difference(default, off) == 0.0
+    assert not seen
+
+
+def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = shared_attention.attend
+    monkeypatch.setattr(shared_attention, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    with pytest.raises(RuntimeError, match=r"first shared bin differs by .* leave `update.share_prompts` out"):
+        trained(tiny_folder, tmp_path, True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'"),
+    "sliding window": (
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {}, "sliding_attention",
+    ),
+    "dropout": ({"attention_dropout": 0.1}, {}, "a dropout of 0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_models_that_cannot_be_served(case: str) -> None:
+    config, options, words = REFUSED[case]
+    model = network("Qwen2", **config)
+    if options:
+        model.set_attn_implementation(options["attn_implementation"])
+    assert words in why_unshared(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding window"),
+        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "eager|sliding_attention|sinks"),
+        ("Mamba", {}, "AttentionInterface"),
+        ("Bloom", {}, "AttentionInterface"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
+        ("Qwen3Next", {"num_experts": 2, "num_experts_per_tok": 1}, "AttentionInterface"),
+    ],
+)
+def test_families_that_cannot_be_served(family: str, config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "n_head": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    made = getattr(transformers, f"{family}Config")(**sizes, **heads, **config)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(made)
+    assert re.search(words, why_unshared(model))
+
+
+def test_served_families_are_not_refused() -> None:
+    assert [why_unshared(network(family)) for family in FAMILIES] == ["", "", ""]
+
+
+def test_prompt_tuning_is_refused() -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model = get_peft_model(network("Qwen2"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert "PEFT drops position ids" in why_unshared(model)
+
+
+def test_a_run_that_cannot_be_served(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`update.share_prompts` is on, and .*`torch.compile`"):
+        trained(tiny_folder, tmp_path, True, torch_compile=True)
+    with pytest.raises(ValueError, match=r"`update.share_prompts` has no effect with `update: off`"):
+        LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"name": "off", "share_prompts": True})
