@@ -57,8 +57,8 @@ class SharedPrompts:
         if not gap <= allowed:
             raise RuntimeError(
                 f"with `update.share_prompts: on` a log-prob of the first shared bin differs by {gap:.2g} nats from "
-                f"that of unshared rows (allowed: {allowed:g}): this model ({type(_inner(plain)).__name__}) reads more than "
-                "its attention sees; leave `update.share_prompts` out"
+                f"that of unshared rows (allowed: {allowed:g}): this model ({type(_inner(plain)).__name__}) reads more "
+                "than its attention sees; leave `update.share_prompts` out"
             )
 
 
