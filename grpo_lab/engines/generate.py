@@ -21,7 +21,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
 #: tokens between two looks at which rows have ended: a look costs about as much as a token
-STRETCH = 12
+STRETCH = 6
 
 #: of a generation config: what acts on a token without asking where its completion began
 _PER_TOKEN = {

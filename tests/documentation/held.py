@@ -29,6 +29,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
     "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
+    "python scripts/bench_step.py": ("minutes", "a benchmark: 3 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab

@@ -104,14 +104,15 @@ class StandIn(LabVLLMClient):
     def __init__(self, settings: Any, **_: Any) -> None:
         self.settings, self.background, self.base_url = settings, Background(), "http://stand-in"
         self.info: dict[str, Any] = {
-            "model_config": {"max_model_len": 256, "dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+            "model_config": {"max_model_len": 256, "dtype": "torch.float32", "logprobs_mode": "processed_logprobs"},
+            "cache_config": {"block_size": 16},
         }
         self.courier = SimpleNamespace(push=self.engine.load)  # type: ignore[assignment]
 
     def get_server_info(self) -> dict[str, Any]:
         return self.info
 
-    def open_way(self, device: torch.device) -> None:
+    def open_way(self, device: torch.device, lora_rank: int | None = None) -> None:
         self.way = "shared_memory"
 
     def reset_prefix_cache(self) -> None:

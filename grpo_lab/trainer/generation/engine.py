@@ -74,14 +74,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             self.moved = moved  # bytes of the last whole walk
 
         def send(self) -> None:
-            """Weights or adapter to the engine, once; a server that is lost is an error."""
-            if self.adapters is not None:
-                self.moved = send_adapter(self, self.adapters)
-            elif self.mode != "server" and needs_repair(self.llm):
-                push_weights(self.llm, self._iter_named_params())
-            else:
-                super().sync_weights()
-            self.synced(self.moved)
+            send(self, super().sync_weights)
 
         def sync_weights(self) -> None:
             if self.mode == "server":
@@ -95,8 +88,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             prompts = args[0] if args else kwargs["prompts"]
             if self.mode == "server":
-                ask = functools.partial(super().generate, *args, **kwargs)
-                return self.server_return.generate(ask, self.send, prompts)
+                stock = functools.partial(super().generate, *args, **kwargs)
+                return self.server_return.generate(stock, self.send, prompts)
             refuse_long(prompts, self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
@@ -120,6 +113,17 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
     inside = generation.llm.llm_engine
     generation.context = int(inside.model_config.max_model_len)
     generation.page = int(inside.vllm_config.cache_config.block_size)
+
+
+def send(generation: Any, stock: Callable[[], None]) -> None:
+    """Weights (``stock``: TRL's way) or adapter to the engine, once; a server that is lost is an error."""
+    if generation.adapters is not None:
+        generation.moved = send_adapter(generation, generation.adapters)
+    elif generation.mode != "server" and needs_repair(generation.llm):
+        push_weights(generation.llm, generation._iter_named_params())
+    else:
+        stock()
+    generation.synced(generation.moved)
 
 
 def send_adapter(generation: Any, files: AdapterFiles) -> int:

@@ -1,0 +1,131 @@
+"""The whole optimizer step, stock TRL against ours: the quick start from its cold start, its time by part.
+
+    python scripts/bench_step.py [--rounds 3] [--steps 8] [--start FOLDER] [--tiny]
+
+Both train `recipes/quickstart/dr_grpo.yaml`: same start, prompts, rewards, settings; TRL's ``loss_type: dr_grpo`` is
+the same objective. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
+same draws (``rollout: {generate: stock}``), after which their weights must agree; with the draws that are measured,
+mean length and reward are printed beside the times, since a step costs what its completions cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+from trl import GRPOConfig
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.data import word_problems
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import DataSection, ModelSection
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.rewards import AccuracyReward
+from grpo_lab.settings import read
+from grpo_lab.trainer.metrics.profile import Profile, as_table, by_part
+from grpo_lab.trainer.ranks import RankAwareTrainer, at
+from grpo_lab.trainer.supervised.methods import cold_start
+
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
+SECTIONS = ("name", "model", "data", "cold_start", "evaluation", "rewards", "objective")
+#: Adam divides by the root of a gradient's square: where that is rounding alone, one step moves a weight by the rate
+AGREE = 3 * 3.0e-4
+
+
+class Stock(RankAwareTrainer):
+    """TRL's trainer, unchanged, whose loss is a named place, too."""
+
+    @at("update")
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def started(folder: Path, tiny: bool) -> Path:
+    """The quick start's cold start, made where it is not there yet."""
+    if (folder / "model.safetensors").is_file():
+        return folder
+    written = read_yaml(RECIPE)
+    model, tokenizer = load_model(read(ModelSection, written["model"], "model"), seed=0)
+    arguments = dict(written["cold_start"])
+    rows = load_rows(read(DataSection, arguments.pop("data") | ({"n": 640} if tiny else {}), "data"), "data")
+    arguments |= {"use_cpu": True, "bf16": False, "disable_tqdm": True} | ({"max_steps": 5} if tiny else {})
+    cold_start(model, tokenizer, rows, folder, arguments)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def trained(kind: str, start: Path, rows: Dataset, steps: int, **more: Any) -> tuple[Any, Profile]:
+    """A trainer after ``steps`` steps, and where their time went."""
+    settings = {name: value for name, value in read_yaml(RECIPE).items() if name not in SECTIONS}
+    with tempfile.TemporaryDirectory() as folder:
+        common = settings | {
+            "output_dir": folder,
+            "max_steps": steps,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "top_k": 0,
+        }
+        if kind == "stock":
+            same = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
+            trainer_class, args = Stock, GRPOConfig(**common, **same)
+        else:
+            trainer_class, args = LabTrainer, LabConfig(**common, objective="dr_grpo", **more)
+        trainer = trainer_class(
+            model=AutoModelForCausalLM.from_pretrained(start), processing_class=AutoTokenizer.from_pretrained(start),
+            reward_funcs=AccuracyReward(mode="strict"), args=args, train_dataset=rows,
+        )  # fmt: skip
+        profile = Profile(trainer)
+        trainer.add_callback(profile)
+        trainer.train()
+    return trainer, profile
+
+
+def logged(trainer: Any, name: str) -> float:
+    return fmean(line[name] for line in trainer.state.log_history[1:] if name in line)
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--rounds", type=int, default=3)
+    asked.add_argument("--steps", type=int, default=8, help="counted ones, a round")
+    asked.add_argument("--start", type=Path, default=Path("runs/bench_step/start"))
+    asked.add_argument("--tiny", action="store_true", help="a smoke: one round of two steps, hardly a cold start")
+    options = asked.parse_args()
+    if options.tiny:
+        options.rounds, options.steps = 1, 2
+    hf_logging.set_verbosity_error()
+    start = started(options.start, options.tiny)
+    rows = word_problems(split="train", n=4000, seed=0, steps=(2, 3), largest=20, template="chat")
+    weights = [dict(trained("stock", start, rows, 3)[0].model.named_parameters())]
+    weights.append(dict(trained("ours", start, rows, 3, rollout={"generate": "stock"})[0].model.named_parameters()))
+    gap = max(float((weights[0][name] - weights[1][name]).detach().abs().max()) for name in weights[0])
+    if gap > AGREE:
+        raise SystemExit(f"after three steps on the same draws weights differ by {gap:.1e}: not the same training")
+    found: dict[str, list[dict[str, float]]] = {"stock TRL": [], "ours": []}
+    said: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+    for _ in range(options.rounds):
+        for name in found:
+            trainer, profile = trained("stock" if name == "stock TRL" else "ours", start, rows, options.steps + 1)
+            found[name].append(by_part(profile.seconds, profile.steps - 1))
+            said[name].append((logged(trainer, "completions/mean_length"), logged(trainer, "reward")))
+    middle = {name: sorted(runs, key=lambda one: sum(one.values()))[len(runs) // 2] for name, runs in found.items()}
+    print(as_table(middle, options.steps))
+    whole = {name: median(sum(one.values()) for one in runs) for name, runs in found.items()}
+    for name in found:
+        each = ", ".join(f"{sum(one.values()):.3f}" for one in found[name])
+        length, reward = (fmean(one[place] for one in said[name]) for place in (0, 1))
+        print(f"{name}: {each} s a step; mean length {length:.1f} tokens, reward {reward:.3f}")
+    print(f"weights after three steps on the same draws differ by at most {gap:.1e}; {torch.get_num_threads()} threads")
+    print(f"whole step: {whole['stock TRL']:.3f} s / {whole['ours']:.3f} s = {whole['stock TRL'] / whole['ours']:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
