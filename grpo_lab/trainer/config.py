@@ -77,7 +77,7 @@ class LabConfig(GRPOConfig):
     reset_optimizer: bool | None = _setting("Empty the optimizer's state after every generation batch.")
     reference_every: int | str | None = _setting("Reference := policy every n optimizer steps, or 'generation'.")
     sampler: NameOrMapping = _setting("Which prompt comes next: name or mapping; None shuffles as TRL does.")
-    update: NameOrMapping = _setting("'off' or a mapping with dead_groups, max_tokens, randomness.")
+    update: NameOrMapping = _setting("'off' or a mapping with dead_groups, max_tokens, randomness, share_prompts.")
     guard: NameOrMapping = _setting("'off' or a mapping with max_bad_steps, save: steps that are not finite.")
     max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
     stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")

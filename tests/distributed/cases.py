@@ -74,6 +74,7 @@ CASES = [
     Case("grpo-off", SPLIT, {"objective": "grpo", "update": "off"}, exact=False),
     Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}),
+    Case("shared-prompts", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 2000, "share_prompts": True}}),
     Case("clipped-checkpointed", SPLIT, {"objective": "dapo", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
     Case("truncated-masked", SPLIT, {"objective": "grpo", "mask_truncated_completions": True}),
     *(

@@ -199,6 +199,7 @@ class UpdateSettings:
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
             update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
             which takes stock's batches of all rows (the default without: a run that is to equal stock TRL).
+        share_prompts: compute the prompt of a bin's rows once for its completions (full attention by ``sdpa`` only).
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
@@ -206,10 +207,12 @@ class UpdateSettings:
     max_tokens: Positive | None = None
     max_rounds: Positive | None = None
     randomness: Literal["same_distribution", "same_draws"] | None = None
+    share_prompts: Annotated[Switch, NULL_IS_DEFAULT] = False
 
     def __post_init__(self) -> None:
         keep = True if self.dead_groups == "keep" else None
         knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
+        knobs["share_prompts"] = self.share_prompts or None
         for knob, value in knobs.items():
             if self.is_off and value is not None:
                 said = "which computes all rows in stock's batches, with stock's draws; leave it out"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit
+from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.ports import StepPort
@@ -39,6 +40,7 @@ class ExactUpdate:
         self._window: list[dict[str, Any]] = []
         self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
         self._old = OldPolicy(trainer, self.log_probs_of)
+        self._shared = SharedPrompts(trainer) if trainer.lab_settings.update.share_prompts else None
 
     def described(self) -> dict[str, Any]:
         """How the steps are computed and why, for the run's record."""
@@ -143,15 +145,20 @@ class ExactUpdate:
         with trl_bridge.without_checkpointing(self.trainer):
             for places in rows.bins:
                 part = self._bin(rows, places)
-                yield places, part, *completion_log_probs(self.trainer, self.trainer.model, *part.inputs)
+                yield places, part, *self._log_probs(self.trainer.model, part)
 
     def _bin(self, rows: Exchange, places: list[int]) -> Bin:
         return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
+    def _log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
+        if self._shared is not None:
+            return self._shared.log_probs(model, part)
+        return completion_log_probs(self.trainer, model, *part.inputs)
+
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
         trainer, objective = self.trainer, self.trainer.algorithm.objective
         with self.verdict.watching(), hears_values(trainer, model) as heard:
-            scored, entropies = completion_log_probs(trainer, model, *rows.inputs)
+            scored, entropies = self._log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
         logps, values = _of_completions(scored, rows), _of_completions(heard[0], rows) if heard else None
         batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)

@@ -43,21 +43,28 @@ def completion_log_probs(
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
 
-    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        return output
-
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     scored = following != -100
     places = scored.flatten().nonzero().squeeze(1)
     chosen = following.flatten()[places].unsqueeze(0)
-    with trainer.accelerator.autocast(), backbone(trainer, model).register_forward_hook(pick):
-        output = model(**inputs, shift_labels=chosen, fused_lm_head=True)
+    output = score(trainer, model, inputs, places, chosen)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
+    """Output of TRL's fused head for the tokens ``chosen`` ``[1, n]``, each from the backbone's output at its entry of
+    ``places`` ``[n]`` in the flattened batch; no other position reaches the head."""
+
+    def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return output
+
+    with trainer.accelerator.autocast(), backbone(trainer, model).register_forward_hook(pick):
+        return model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,292 @@
+"""A group's prompt computed once gives the log-probs and gradients of unshared rows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+from trl.trainer import utils as trl_utils
+
+from golden.in_double import Head, _angles, _norm
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.exactness.shared_prompts import why_unshared
+from grpo_lab.trainer.trl_bridge import shared_attention
+from parity.harness import Run, arguments, movement_bound, movement_difference, train, weight_difference
+
+FAMILIES = {
+    "Qwen2": (modeling_qwen2, "Qwen2RMSNorm", "Qwen2RotaryEmbedding"),
+    "Qwen3": (modeling_qwen3, "Qwen3RMSNorm", "Qwen3RotaryEmbedding"),
+    "Llama": (modeling_llama, "LlamaRMSNorm", "LlamaRotaryEmbedding"),
+}
+#: prompts, and the completions' lengths of each
+CASES: dict[str, dict[int, tuple[int, ...]]] = {
+    "uneven": {7: (5, 1, 9, 3)},
+    "one token each": {6: (1, 1, 1)},
+    "one live": {6: (4,)},
+    "two groups and a row of its own": {5: (2, 6, 2), 3: (4, 4), 9: (3,)},
+    "a prompt of one token": {1: (3, 5)},
+}
+
+
+@contextlib.contextmanager
+def in_double(family: str) -> Any:
+    module, norm, rotary = FAMILIES[family]
+    with (
+        mock.patch.object(getattr(module, norm), "forward", _norm),
+        mock.patch.object(getattr(module, rotary), "forward", _angles),
+        mock.patch.object(trl_utils, "_ChunkedLogProbFunction", Head),
+    ):
+        yield
+
+
+def network(family: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    trl_utils.add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    return model.train()
+
+
+def trainer_of(model: Any) -> Any:
+    return SimpleNamespace(accelerator=Accelerator(cpu=True), model=model, temperature=1.0)
+
+
+def rows(case: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A bin's ids, labels and positions; rows of a group are not neighbours, and padding is an ordinary token."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for length, completions in CASES[case].items():
+        prompt = torch.randint(60, (length,), generator=generator).tolist()
+        made += [(prompt, torch.randint(60, (n,), generator=generator).tolist()) for n in completions]
+    made = made[::2] + made[1::2]
+    width = max(len(p) + len(c) for p, c in made) + 2
+    ids, labels = torch.full((len(made), width), 4), torch.full((len(made), width), -100)
+    for i, (p, c) in enumerate(made):
+        ids[i, : len(p) + len(c)] = torch.tensor(p + c)
+        labels[i, len(p) : len(p) + len(c)] = torch.tensor(c)
+    return ids, labels, torch.arange(width).expand_as(ids) + 3
+
+
+def gradients(model: Any, case: str, shared: bool) -> tuple[Tensor, list[Tensor]]:
+    ids, labels, positions = rows(case)
+    trainer = trainer_of(model)
+    model.zero_grad()
+    inner = getattr(model, "get_base_model", lambda: model)()
+    inner.set_attn_implementation("shared_prompt" if shared else "sdpa")
+    if shared:
+        packed = trl_bridge.packed_row(ids, labels, positions)
+        assert packed is not None
+        logps, entropy = trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)
+    else:
+        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, labels, positions)
+    weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(2)).to(logps.dtype)
+    (logps * weights).sum().backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return torch.stack([logps.detach(), entropy.detach()]), found
+
+
+def apart(model: Any, case: str) -> float:
+    """Largest difference of log-probs, entropies and gradients, relative to the largest of each."""
+    (one, first), (other, second) = gradients(model, case, False), gradients(model, case, True)
+    assert len(first) == len(second) > 0
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip([one, *first], [other, *second], strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_in_double_nothing_differs(family: str, case: str) -> None:
+    with in_double(family):
+        assert apart(network(family).double(), case) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_in_float32_rounding_alone_differs(family: str, case: str) -> None:
+    assert apart(network(family), case) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_computes_the_packed_row_again(reentrant: bool) -> None:
+    with in_double("Qwen2"):
+        plain, model = network("Qwen2").double(), network("Qwen2").double()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        _, expected = gradients(plain, "uneven", False)
+        _, found = gradients(model, "uneven", True)
+    assert max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)) < 1e-10
+
+
+def test_an_adapter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with in_double("Qwen2"):
+        model = get_peft_model(network("Qwen2"), LoraConfig(r=4, init_lora_weights=False)).double()
+        assert apart(model, "two groups and a row of its own") < 1e-10
+
+
+@pytest.mark.parametrize("fault", ["the head is seen twice", "positions count on"])
+def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "positions count on":
+        right = trl_bridge.packed_row
+
+        def wrong(*given: Any) -> Any:
+            made = right(*given)
+            made.position_ids.copy_(torch.arange(made.input_ids.size(1))[None])
+            return made
+
+        monkeypatch.setattr(trl_bridge, "packed_row", wrong)
+    else:
+        attend = shared_attention.attend
+
+        def seeing(*given: Any, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+            if attn_mask is not None:
+                attn_mask = attn_mask.clone()
+                attn_mask[:, attn_mask.size(1) - attn_mask.size(0)] = True
+            return attend(*given, attn_mask=attn_mask, **options)
+
+        monkeypatch.setattr(shared_attention, "attend", seeing)
+    with in_double("Qwen2"):
+        assert apart(network("Qwen2").double(), "uneven") > 1e-3
+
+
+def test_without_groups_it_is_sdpa() -> None:
+    model = network("Qwen2")
+    ids, mask = torch.randint(60, (2, 9)), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    model.set_attn_implementation("shared_prompt")
+    assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+
+
+def test_nothing_scored_packs_nothing() -> None:
+    ids, labels, positions = rows("uneven")
+    assert trl_bridge.packed_row(ids, torch.full_like(labels, -100), positions) is None
+
+
+# -- as a setting ------------------------------------------------------------------------------------------------------
+
+
+def bins_packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+    right = trl_bridge.packed_row
+
+    def spy(*given: Any) -> Any:
+        seen.append(right(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(trl_bridge, "packed_row", spy)
+    return seen
+
+
+def trained(tiny: Path, out: Path, share: bool | None, **changes: Any) -> Run:
+    update = {"max_tokens": 2000} | ({} if share is None else {"share_prompts": share})
+    peft = {"peft_config": changes.pop("peft_config")} if "peft_config" in changes else {}
+    args = LabConfig(**arguments(out, **changes), objective="dr_grpo", update=update)
+    return train(LabTrainer, args, tiny, **peft)
+
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "two passes, KL": {"num_iterations": 2, "beta": 0.04},
+    "bins of several generations": {
+        "per_device_train_batch_size": 4, "steps_per_generation": 1, "gradient_accumulation_steps": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAININGS, ids=str)
+def test_a_training_moves_as_without(
+    case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = bins_packed(monkeypatch)
+    off = trained(tiny_folder, tmp_path / "off", None, **TRAININGS[case])
+    assert not seen
+    on = trained(tiny_folder, tmp_path / "on", True, **TRAININGS[case])
+    assert any(packed is not None and packed.shares for packed in seen)
+    assert movement_difference(on, off) <= movement_bound(off)
+    assert on.losses == pytest.approx(off.losses, rel=1e-4, abs=1e-6)
+
+
+def test_off_is_todays_code_to_the_bit(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = bins_packed(monkeypatch)
+    default, off = (trained(tiny_folder, tmp_path / str(s), s, max_steps=2) for s in (None, False))
+    assert weight_difference(default, off) == 0.0
+    assert not seen
+
+
+def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = shared_attention.attend
+    monkeypatch.setattr(shared_attention, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    with pytest.raises(RuntimeError, match=r"first shared bin differs by .* leave `update.share_prompts` out"):
+        trained(tiny_folder, tmp_path, True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'"),
+    "sliding window": (
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {}, "sliding_attention",
+    ),
+    "dropout": ({"attention_dropout": 0.1}, {}, "a dropout of 0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_models_that_cannot_be_served(case: str) -> None:
+    config, options, words = REFUSED[case]
+    model = network("Qwen2", **config)
+    if options:
+        model.set_attn_implementation(options["attn_implementation"])
+    assert words in why_unshared(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding window"),
+        ("GptOss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "eager|sliding_attention|sinks"),
+        ("Mamba", {}, "AttentionInterface"),
+        ("Bloom", {}, "AttentionInterface"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "conv"),
+        ("Qwen3Next", {"num_experts": 2, "num_experts_per_tok": 1}, "AttentionInterface"),
+    ],
+)
+def test_families_that_cannot_be_served(family: str, config: dict[str, Any], words: str) -> None:
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "n_head": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    made = getattr(transformers, f"{family}Config")(**sizes, **heads, **config)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(made)
+    assert re.search(words, why_unshared(model))
+
+
+def test_served_families_are_not_refused() -> None:
+    assert [why_unshared(network(family)) for family in FAMILIES] == ["", "", ""]
+
+
+def test_prompt_tuning_is_refused() -> None:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    model = get_peft_model(network("Qwen2"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert "PEFT drops position ids" in why_unshared(model)
+
+
+def test_a_run_that_cannot_be_served(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`update.share_prompts` is on, and .*`torch.compile`"):
+        trained(tiny_folder, tmp_path, True, torch_compile=True)
+    with pytest.raises(ValueError, match=r"`update.share_prompts` has no effect with `update: off`"):
+        LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"name": "off", "share_prompts": True})
