@@ -48,7 +48,7 @@ CANNOT_CHANGE_THE_PAST = frozenset(
         "log_completions", "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica",
         "log_on_each_node", "report_to", "run_name", "project", "trackio_space_id", "disable_tqdm", "save_strategy",
         "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "save_checksums", "max_hours",
-        "stop_file", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "push_to_hub",
+        "stop_file", "profile", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "push_to_hub",
         "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
         "num_generations_eval", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory",

@@ -81,7 +81,7 @@ class LabConfig(GRPOConfig):
     guard: NameOrMapping = _setting("'off' or a mapping with max_bad_steps, save: steps that are not finite.")
     max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
     stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")
-    profile: bool = _setting("Write profile.md: the time of an optimizer step by part.", False)
+    profile: bool | None = _setting("Write profile.md: the time of an optimizer step by part.")
     save_checksums: bool = _setting("A checksum of each file of a checkpoint, compared before a resume.", True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:

@@ -373,6 +373,7 @@ class LabSettings:
     max_hours: Hours | None = None
     stop_file: StopFile | None = None
     save_checksums: OnlySwitch | None = None
+    profile: OnlySwitch | None = None
 
     @property
     def randomness(self) -> str:
