@@ -126,8 +126,9 @@ def test_own_objective_on_a_mixture_of_experts(models: dict[str, Path], tmp_path
     """The load-balancing loss is added to the objective that was configured, not to TRL's."""
     case = Case("moe", {"router_aux_loss_coef": 0.05, "loss_type": "dapo"}, model="moe")
     stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path)
-    plain = run(LabTrainer, LabConfig, case, models, tmp_path, objective="dapo")
-    doubled = run(LabTrainer, LabConfig, case, models, tmp_path, objective={"name": "dapo", "surrogate": own_surrogate})
+    draws, own = {"rollout": {"generate": "stock"}}, {"name": "dapo", "surrogate": own_surrogate}
+    plain = run(LabTrainer, LabConfig, case, models, tmp_path, objective="dapo", **draws)
+    doubled = run(LabTrainer, LabConfig, case, models, tmp_path, objective=own, **draws)
     assert_same_movement(plain, stock)
     first, theirs = doubled.history[0], stock.history[0]
     aux = 0.05 * theirs["aux_loss"]

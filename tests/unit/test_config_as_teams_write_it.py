@@ -45,6 +45,7 @@ OURS: dict[str, Any] = {
     "max_hours": 23.5,
     "stop_file": "/tmp/stop here",
     "save_checksums": False,
+    "profile": True,
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
     "guard": {"max_bad_steps": 5, "save": False},

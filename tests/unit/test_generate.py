@@ -176,6 +176,35 @@ def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sharded" in str(not_by_groups(model, plain))
 
 
+@pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
+def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
+    """With the most likely token taken after it, so that draws are no matter; top-1 is that, too."""
+    model, (ids, mask) = model_of(), prompts(5, 3)
+    config = plain_generation_config(0.0 if "repetition_penalty" in asked else 1.0, 30, [END], PAD)
+    for name, value in asked.items():
+        setattr(config, name, value)
+    seen: list[list[Tensor]] = []
+    for generate_ in (model.generate, None):
+        found: list[Tensor] = []
+
+        def note(row_ids: Tensor, scores: Tensor, found: list[Tensor] = found) -> Tensor:
+            found.append(scores[0].clone())  # of the first row, which never leaves before it ends
+            return scores
+
+        torch.manual_seed(0)
+        how: dict[str, Any] = {"logits_processor": [note]}
+        with torch.no_grad():
+            if generate_ is None:
+                generate_by_groups(model.generate, model, ids[:1], mask[:1], config, [note])
+            else:
+                generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
+        seen.append(found)
+    assert not_by_groups(model, config) is None
+    assert len(seen[0]) == len(seen[1])
+    for stock, ours in zip(*seen, strict=True):  # a row alone: the same random stream, so the same row
+        assert torch.allclose(stock, ours, atol=ROUNDED)
+
+
 def test_learnt_prompts_and_lora() -> None:
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from grpo_lab.engines.generate import generate_by_groups
+from grpo_lab.engines.generate import generate_by_groups, not_by_groups
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
 from grpo_lab.trainer.settings.parse import RolloutSettings
@@ -24,20 +24,18 @@ from grpo_lab.trainer.trl_bridge import replaced
 
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     """Inside the block the model's ``generate``, which TRL calls, is `generate_by_groups`; not with an engine, nor in a
-    drop-in run, which draws what stock TRL draws. ValueError: TRL would leave the weights in half precision."""
-    model, args = trainer.accelerator.unwrap_model(trainer.model_wrapped), trainer.args
-    if trainer.use_transformers_continuous_batching:
-        if (args.bf16 or args.fp16) and any(one.dtype == torch.float32 for one in model.parameters()):
-            half = "bf16" if args.bf16 else "fp16"
-            raise ValueError(
-                f"`use_transformers_continuous_batching` with `{half}` and float32 weights: TRL converts them at the "
-                f"first generation, and they stay so, optimizer steps included. Leave one of them out, or load the "
-                "model in half precision (`model_init_kwargs: {dtype: bfloat16}`)"
-            )
+    drop-in run, which draws what stock TRL draws. ValueError: ``generate: groups`` is asked for and cannot be."""
+    how, engine = (
+        trainer.lab_settings.rollout.generate,
+        trainer.use_vllm or trainer.use_transformers_continuous_batching,
+    )
+    if engine or how == "stock" or (how == "auto" and trainer.lab_settings.objective is None):
         return nullcontext()
-    settings = trainer.lab_settings
-    if trainer.use_vllm or settings.objective is None or settings.rollout.generate == "stock":
-        return nullcontext()
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    if how == "groups" and (reason := not_by_groups(model, trainer.generation_config)):
+        raise ValueError(
+            f"`rollout.generate` is 'groups', and {reason}: leave it out, and transformers makes every row"
+        )
     return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
 
 

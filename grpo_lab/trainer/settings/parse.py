@@ -322,7 +322,8 @@ class RolloutSettings:
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
         generate: without an engine; ``groups``: a prompt is read once and rows that ended leave
-            (``engines/generate.py``; other draws, the same distribution), where ``objective`` is set; ``stock``: TRL's.
+            (``engines/generate.py``; other draws, the same distribution); ``stock``: TRL's own call; ``auto``:
+            ``groups`` where ``objective`` is set and the model's cache allows it.
         overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
             With 1 the sampler is one generation batch older than the policy, so a correction is required:
             ``vllm_importance_sampling_mode`` is then ``token_truncate`` where nothing is written.
@@ -335,7 +336,7 @@ class RolloutSettings:
     server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)
     thinking_budget: Budget | None = None
     budget_text: Text | None = None
-    generate: Literal["groups", "stock"] = "groups"
+    generate: Literal["auto", "groups", "stock"] = "auto"
     overlap: Annotated[Ahead, NULL_IS_DEFAULT] = 0
 
     def __post_init__(self) -> None:
