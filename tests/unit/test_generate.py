@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from grpo_lab.engines import generate
 from grpo_lab.engines.generate import STRETCH, generate_by_groups, not_by_groups
 from grpo_lab.engines.sampler import plain_generation_config
+from grpo_lab.trainer.generation.in_step import by_groups
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -178,7 +180,7 @@ def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
 def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
-    """With the most likely token taken after it, so that draws are no matter; top-1 is that, too."""
+    """A row alone draws from the same random stream as transformers', so it is the same row, from the same scores."""
     model, (ids, mask) = model_of(), prompts(5, 3)
     config = plain_generation_config(0.0 if "repetition_penalty" in asked else 1.0, 30, [END], PAD)
     for name, value in asked.items():
@@ -188,7 +190,7 @@ def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> 
         found: list[Tensor] = []
 
         def note(row_ids: Tensor, scores: Tensor, found: list[Tensor] = found) -> Tensor:
-            found.append(scores[0].clone())  # of the first row, which never leaves before it ends
+            found.append(scores[0].clone())
             return scores
 
         torch.manual_seed(0)
@@ -201,7 +203,7 @@ def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> 
         seen.append(found)
     assert not_by_groups(model, config) is None
     assert len(seen[0]) == len(seen[1])
-    for stock, ours in zip(*seen, strict=True):  # a row alone: the same random stream, so the same row
+    for stock, ours in zip(*seen, strict=True):
         assert torch.allclose(stock, ours, atol=ROUNDED)
 
 
@@ -217,6 +219,28 @@ def test_learnt_prompts_and_lora() -> None:
         stock = lora.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
         ours = generate_by_groups(lora.generate, lora, ids, mask, plain)
     assert stock.tolist() == ours.tolist()
+
+
+def test_groups_that_cannot_be_had_are_an_error_and_a_drop_in_is_left_alone() -> None:
+    def inside(how: str, objective: Any, model: Any) -> Any:
+        trainer: Any = SimpleNamespace(
+            lab_settings=SimpleNamespace(rollout=SimpleNamespace(generate=how), objective=objective),
+            use_vllm=False, use_transformers_continuous_batching=False, model_wrapped=model,
+            accelerator=SimpleNamespace(unwrap_model=lambda one: one),
+            generation_config=plain_generation_config(1.0, 8, [END], PAD),
+        )  # fmt: skip
+        with by_groups(trainer):
+            return model.generate
+
+    model, sliding = model_of(), model_of(use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    stock = model.generate
+    assert inside("auto", None, model) == inside("stock", "dr_grpo", model) == stock
+    for how, objective in (("auto", "dr_grpo"), ("groups", None)):
+        assert inside(how, objective, model).func is generate_by_groups
+    assert model.generate == stock
+    with pytest.raises(ValueError, match=r"`rollout.generate` is 'groups', and its cache is no plain one"):
+        inside("groups", "dr_grpo", sliding)
+    inside("auto", "dr_grpo", sliding)
 
 
 def test_one_token_prompts_and_one_token_completions() -> None:

@@ -25,10 +25,8 @@ from grpo_lab.trainer.trl_bridge import replaced
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     """Inside the block the model's ``generate``, which TRL calls, is `generate_by_groups`; not with an engine, nor in a
     drop-in run, which draws what stock TRL draws. ValueError: ``generate: groups`` is asked for and cannot be."""
-    how, engine = (
-        trainer.lab_settings.rollout.generate,
-        trainer.use_vllm or trainer.use_transformers_continuous_batching,
-    )
+    how = trainer.lab_settings.rollout.generate
+    engine = trainer.use_vllm or trainer.use_transformers_continuous_batching
     if engine or how == "stock" or (how == "auto" and trainer.lab_settings.objective is None):
         return nullcontext()
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
