@@ -1,98 +1,124 @@
-"""Shared prompts: the forward and backward of one group, its prompt computed once against eight times.
+"""Shared prompts: whole policy updates of stock TRL, ours in bins of rows, and ours with each prompt once.
 
-Same weights, rows and loss (a fixed weight a log-prob) through the update's own functions; gradients are compared in
-every cell. Sides take turns, the first pass is left out, medians of the rest.
+Fixed rollouts of 8 groups, 5 of them dead (62%): prompts and completions of one cell's lengths (completions of half to
+all of it), the same weights and rewards on every side. Timed: everything of an optimizer step but generation; the first
+step is left out, sides take turns. In every cell the first gradient of each side must be stock's to 1e-5.
 
-    python scripts/bench_shared_prompts.py            # an idle core
+    python scripts/bench_shared_prompts.py            # idle cores, about 6 minutes
     python scripts/bench_shared_prompts.py --tiny     # does it run: two cells of a tiny model
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
+import itertools
+import tempfile
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from bench_update_sides import Rollouts, Watch, peak_mib, reset_peak, trainer_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from trl.trainer.utils import add_fused_lm_head
+from trl import GRPOTrainer
 
-from grpo_lab.trainer import trl_bridge
+from grpo_lab import LabTrainer
+from grpo_lab.testing import tiny_tokenizer
 
-GROUP = 8
+GROUPS, DEAD, AGREE = 8, 5, 1e-5
+SIDES = ("stock", "off", "on", "auto")
 
 
-def network(hidden: int, layers: int, vocabulary: int) -> Any:
+@dataclass
+class Cell(Rollouts):
+    """Rollouts of one length of prompts; completions of half to all of ``completion`` tokens."""
+
+    prompt: int = 0
+    completion: int = 0
+
+    def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
+        group, place = divmod(row, self.group)
+        length = self.completion - place * (self.completion // 2) // (self.group - 1)
+        draw = torch.Generator().manual_seed(1_000 * call + group)
+        ids = torch.randint(20, self.vocabulary, (self.prompt,), generator=draw).tolist()
+        draw = torch.Generator().manual_seed(1_000_000 + 1_000 * (call * self.rows + row))
+        made = torch.randint(20, self.vocabulary, (length,), generator=draw)
+        made[0] = 20 + (made[1:].sum() + place) % 2  # the sum's parity is the reward: every other row of a live group
+        return ids, made.tolist()
+
+
+def network(hidden: int, layers: int) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=max(hidden // 128, 1), max_position_embeddings=4096,
+        vocab_size=len(tiny_tokenizer()), hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 32, num_key_value_heads=max(hidden // 64, 1), max_position_embeddings=4096,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).train()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    return model
+    return Qwen2ForCausalLM(config)
 
 
-def rows(prompt: int, completion: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, labels and positions of a group; completions of half to the whole length."""
-    ids = torch.randint(vocabulary, (GROUP, prompt + completion))
-    ids[:, :prompt] = ids[0, :prompt]
-    labels = ids.clone()
-    labels[:, :prompt] = -100
-    for row, end in enumerate(torch.linspace(completion // 2, completion, GROUP).long().tolist()):
-        labels[row, prompt + end :] = -100
-    return ids, labels, torch.arange(ids.size(1)).expand_as(ids)
+@dataclass
+class Measured:
+    seconds: list[float]
+    peak: float
+    gradient: torch.Tensor
 
 
-def timed(model: Any, log_probs: Callable[[], Tensor]) -> tuple[float, list[Tensor]]:
-    model.zero_grad()
-    start = time.perf_counter()
-    found = log_probs()
-    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
-    (found * weights).sum().backward()
-    return time.perf_counter() - start, [p.grad.clone() for p in model.parameters()]
+def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Cell, steps: int) -> Measured:
+    model = network(*size)
+    model.load_state_dict(weights)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments: dict[str, Any] = {
+            "output_dir": folder, "per_device_train_batch_size": 8, "gradient_accumulation_steps": cell.rows // 8,
+            "num_generations": cell.group, "max_completion_length": cell.completion, "max_steps": steps + 1,
+            "learning_rate": 1e-5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo",
+            "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+            "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0,
+        }  # fmt: skip
+        kind = GRPOTrainer if side == "stock" else LabTrainer
+        arguments |= {} if side == "stock" else {"update": {"share_prompts": side}}
+        watch = Watch()
+        trainer = trainer_of(kind, model, cell, arguments, watch)
+        reset_peak()
+        before = peak_mib()
+        trainer.train()
+    assert watch.gradient is not None
+    return Measured(watch.seconds[1:], peak_mib() - before, watch.gradient)
 
 
-def cell(model: Any, prompt: int, completion: int, passes: int) -> str:
-    trainer: Any = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model)
-    ids, labels, positions = rows(prompt, completion, model.config.vocab_size)
-
-    def shared() -> Tensor:
-        packed = trl_bridge.packed_row(ids, labels, positions)
-        assert packed is not None
-        return trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)[0]
-
-    def unshared() -> Tensor:
-        return trl_bridge.completion_log_probs(trainer, model, ids, labels, positions)[0]
-
-    times: dict[Any, list[float]] = {shared: [], unshared: []}
-    gradients: dict[Any, list[Tensor]] = {}
-    for _ in range(passes + 1):
-        for side in times:
-            seconds, gradients[side] = timed(model, side)
-            times[side].append(seconds)
-    ours, theirs = (statistics.median(times[side][1:]) for side in (shared, unshared))
-    gap = max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(gradients[shared], gradients[unshared], strict=True)
-    )
-    return f"| {prompt} | {completion} | {theirs:.3f} | {ours:.3f} | {theirs / ours:.2f} | {gap:.1e} |"
+def line(prompt: int, completion: int, group: int, size: tuple[int, int], rounds: int, steps: int) -> str:
+    weights = network(*size).state_dict()
+    found: dict[str, list[Measured]] = {side: [] for side in SIDES}
+    for turn in range(rounds):
+        for side in SIDES if turn == 0 else SIDES[1:]:
+            cell = Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
+            found[side].append(measured(side, weights, size, cell, steps))
+    expected = found["stock"][0].gradient
+    gaps = [float((runs[0].gradient - expected).norm() / expected.norm()) for runs in found.values()]
+    if not max(gaps) < AGREE:
+        raise SystemExit(f"gradients differ from stock's by {gaps} ({', '.join(SIDES)}): not the same update")
+    seconds = {side: median(s for one in runs for s in one.seconds) for side, runs in found.items()}
+    peaks = (f"{median(one.peak for one in runs):.0f}" for runs in found.values())
+    ratios = (seconds["off"] / seconds["on"], seconds["stock"] / seconds["auto"], seconds["off"] / seconds["auto"])
+    cells = [str(prompt), str(completion), str(group), *(f"{value:.2f}" for value in seconds.values())]
+    return f"| {' | '.join([*cells, *(f'{ratio:.2f}×' for ratio in ratios), *peaks, f'{max(gaps):.0e}'])} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
-    model = network(64, 2, 200) if tiny else network(256, 6, 8000)
-    model.set_attn_implementation(trl_bridge.SHARED_PROMPT)  # `sdpa` itself for unshared rows
-    print(f"G {GROUP}, {sum(p.numel() for p in model.parameters()):,} parameters, {torch.get_num_threads()} threads\n")
-    print("| prompt | completion | unshared, s | shared, s | ratio | gradients apart |\n|---|---|---|---|---|---|")
-    for prompt in (16, 64) if tiny else (64, 256, 1024):
-        print(cell(model, prompt, 16 if tiny else 128, passes=1 if tiny else 5), flush=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
+    options = parser.parse_args()
+    size = (64, 2) if options.tiny else (128, 4)
+    count = sum(p.numel() for p in network(*size).parameters())
+    print(f"Qwen2 of {count:,} parameters, {GROUPS} groups, {DEAD} dead, {torch.get_num_threads()} threads\n")
+    heads = ["prompt", "completion", "G", *(f"{side}, s" for side in SIDES), "off / on", "stock / auto", "off / auto"]
+    heads += [*(f"{side}, MiB" for side in SIDES), "gradients"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    cells = list(itertools.product((64, 256, 1024), (128, 256), (8, 16)))
+    for prompt, completion, group in [(16, 24, 8), (64, 16, 4)] if options.tiny else [(8, 256, 8), *cells]:
+        rounds, steps = (1, 1) if options.tiny else (options.rounds, options.steps)
+        print(line(prompt, completion, group, size, rounds, steps), flush=True)
 
 
 if __name__ == "__main__":

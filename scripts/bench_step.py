@@ -75,12 +75,15 @@ def trained(kind: str, start: Path, rows: Dataset, steps: int, **more: Any) -> t
         }
         if kind == "stock":
             same = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
+            common.pop("update", None)
             trainer_class, args = Stock, GRPOConfig(**common, **same)
         else:
             trainer_class, args = LabTrainer, LabConfig(**common, objective="dr_grpo", **more)
+        reward = AccuracyReward(mode="strict")
+        reward(completions=["#### 3x"], solution=["#### 3"])  # starts its worker, once a run: not part of a step
         trainer = trainer_class(
             model=AutoModelForCausalLM.from_pretrained(start), processing_class=AutoTokenizer.from_pretrained(start),
-            reward_funcs=AccuracyReward(mode="strict"), args=args, train_dataset=rows,
+            reward_funcs=reward, args=args, train_dataset=rows,
         )  # fmt: skip
         profile = Profile(trainer)
         trainer.add_callback(profile)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from grpo_lab import LabConfig, LabTrainer
@@ -35,6 +35,7 @@ class Rollouts:
     vocabulary: int
     sampler: torch.nn.Module | None = None
     calls: int = 0
+    group: int = GROUP
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         call, self.calls = self.calls, self.calls + 1
@@ -43,7 +44,7 @@ class Rollouts:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": self._sampler_logps(made)}
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
-        group = call * (self.rows // GROUP) + row // GROUP
+        group = call * (self.rows // self.group) + row // self.group
         prompt = LENGTHS[group % len(LENGTHS)][0]
         completion = LENGTHS[(call * self.rows + row * 7 + 13) % len(LENGTHS)][1]
         draw = torch.Generator().manual_seed(1_000_003 * group)
@@ -161,9 +162,11 @@ def trainer_of(
     (``peft_config``)."""
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [1.0 if r // GROUP < rollouts.dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)]
+        return [
+            1.0 if r // rollouts.group < rollouts.dead else float(sum(ids) % 2) for r, ids in enumerate(completion_ids)
+        ]
 
-    prompts = rollouts.rows // GROUP * arguments["max_steps"]
+    prompts = rollouts.rows // rollouts.group * arguments["max_steps"]
     trainer = kind(
         model=model,
         reward_funcs=reward,
@@ -174,6 +177,7 @@ def trainer_of(
         callbacks=[watch],
         **more,
     )
+    trainer.remove_callback(PrinterCallback)
     watch.leaves_out_generation(trainer)
     return trainer
 

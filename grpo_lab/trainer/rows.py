@@ -105,6 +105,13 @@ def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
     return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
 
 
+def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
+    """Long ``[B]``: a hash of each prompt's tokens, Σ token · wᵏ over places k from its end, modulo 2⁶⁴."""
+    tokens = ((fields["prompt_ids"] + 1) * fields["prompt_mask"]).long()
+    weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
+    return (tokens * weights.flip(0)).sum(1)
+
+
 def _reach(mask: Tensor) -> Tensor:
     """Place of each row's last token, from 1 on; 0 where there is none."""
     steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
@@ -137,7 +144,7 @@ class Bin:
     ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for each completion token, its log-prob among the ``L - 1`` of the
     forward. ``micro_batch`` long ``[n]``: which one of the step TRL had the row in; ``token_count`` float ``[n]``:
     TRL's token denominator of the row's generation batch (both where the step's numbers are known, see
-    ``row_numbers``).
+    ``row_numbers``). ``shared``: its forward computes each prompt once.
     """
 
     input_ids: Tensor
@@ -149,6 +156,7 @@ class Bin:
     fields: dict[str, Tensor]
     micro_batch: Tensor | None = None
     token_count: Tensor | None = None
+    shared: bool = False
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -285,6 +293,7 @@ class RowNumbers:
         contributes: bool ``[N]``, some loss token has an advantage (``live_rows``).
         micro_batch: long ``[N]``, which micro-batch of the step TRL had the row in.
         token_count: float ``[N]``, TRL's token denominator of the row's generation batch.
+        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
         widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
     """
@@ -295,22 +304,27 @@ class RowNumbers:
     contributes: Tensor
     micro_batch: Tensor
     token_count: Tensor
+    prompts: Tensor | None
     footprint: int
     widths: dict[str, int]
     local_widths: dict[str, list[int]]
     bytes_received: int = 0
 
     @staticmethod
-    def of(table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any) -> RowNumbers:
-        """From this rank's rows. A collective on several ranks. RuntimeError: ranks hold different fields (a team's
-        field that only some rows or ranks have)."""
+    def of(
+        table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
+        prompts: bool = False,
+    ) -> RowNumbers:  # fmt: skip
+        """From this rank's rows; ``prompts``: with those. A collective on several ranks. RuntimeError: ranks hold
+        different fields (a team's field that only some rows or ranks have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)
         contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
         bits = token_count.double().view(torch.int64)  # a float travels as its bits
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        columns = (*table.lengths, mask.sum(1), contributes, micro_batch, bits, *alike)
+        asked = (prompt_numbers(table.fields),) if prompts else ()
+        columns = (*table.lengths, mask.sum(1), contributes, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
         widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
@@ -324,11 +338,12 @@ class RowNumbers:
                         f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
                     )
                 widths = accelerator.gather(widths)
-        prompts, completions, scored, live, slots, bits, footprints, _ = numbers.unbind(1)
+        prompt, completion, scored, live, slots, bits, *which, footprints, _ = numbers.unbind(1)
         local = dict(zip(wide, widths.t().tolist(), strict=True))
         counts = bits.contiguous().view(torch.float64).to(token_count.dtype)
         largest, widest = int(footprints.max()), {name: max(found) for name, found in local.items()}
-        return RowNumbers(prompts, completions, scored, live.bool(), slots, counts, largest, widest, local, received)
+        of, live = next(iter(which), None), live.bool()
+        return RowNumbers(prompt, completion, scored, live, slots, counts, of, largest, widest, local, received)
 
     def __len__(self) -> int:
         return self.scored.numel()

@@ -1,16 +1,22 @@
 """Planning of the exact update: which rows must be computed, in which micro-batch, on which rank. Pure: no trainer."""
 
+from grpo_lab.update.balance import cheapest_cuts
 from grpo_lab.update.live import LiveConditions, live_rows, why_all_rows, why_stock_batches
-from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Plan, Routes, Rows, default_max_tokens, plan_update
+from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Numbers, Plan, Routes, Rows, default_max_tokens, plan_update
+from grpo_lab.update.shared_plan import cheaper, plan_shared
 
 __all__ = [
     "DEFAULT_OVERHEAD_TOKENS",
     "LiveConditions",
+    "Numbers",
     "Plan",
     "Routes",
     "Rows",
+    "cheaper",
+    "cheapest_cuts",
     "default_max_tokens",
     "live_rows",
+    "plan_shared",
     "plan_update",
     "why_all_rows",
     "why_stock_batches",

@@ -36,8 +36,8 @@ class Rows:
     live: Numbers
 
     def __post_init__(self) -> None:
-        prompt = _integers("prompt_lengths", self.prompt_lengths)
-        completion = _integers("completion_lengths", self.completion_lengths)
+        prompt = whole_numbers("prompt_lengths", self.prompt_lengths)
+        completion = whole_numbers("completion_lengths", self.completion_lengths)
         live = _array(self.live)
         if live.ndim == 1 and live.size == 0:
             live = live.astype(bool)
@@ -64,7 +64,7 @@ class Plan:
 
     tokens_live: tokens of the live rows (prompt + completion). tokens_computed: Σ rows × longest over all bins of all
     ranks (dummy rows not counted). step_tokens: Σ_k max over ranks of the k-th bins' tokens, what the step waits for.
-    live_per_rank, computed_per_rank [R]: the same, a rank.
+    live_per_rank, computed_per_rank [R]: the same, a rank. shared: the bins are packed rows (`plan_shared`).
     """
 
     bins: list[list[list[int]]]
@@ -73,6 +73,7 @@ class Plan:
     step_tokens: int
     live_per_rank: tuple[int, ...]
     computed_per_rank: tuple[int, ...]
+    shared: bool = False
 
     @property
     def padding_share(self) -> float:
@@ -113,12 +114,17 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
     order = np.lexsort((table, -completion, -total))
     table, lengths = table[order], total[order]
     if not table.size:
-        return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks)
+        return empty_plan(num_ranks)
     starts = choose_cuts(lengths, num_ranks, max_tokens, overhead_tokens)
     rounds, ranks = assign_bins(lengths, starts, num_ranks)
     bin_of = np.repeat(np.arange(starts.size), np.diff(np.append(starts, lengths.size)))
     bin_of = even_out(lengths, bin_of, rounds, ranks, num_ranks, max_tokens)
     return _lay_out(table, lengths, bin_of, rounds, ranks, num_ranks)
+
+
+def empty_plan(num_ranks: int, shared: bool = False) -> Plan:
+    """No row is live: one stand-in a rank."""
+    return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks, shared)
 
 
 def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints, num_ranks: int) -> Plan:
@@ -145,11 +151,12 @@ def _array(values: Numbers) -> NDArray[np.generic]:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _integers(name: str, values: Numbers) -> Ints:
+def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
+    """As int64; ValueError: not a list of them, or one is negative and not ``signed``."""
     array = _array(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
-    if array.size and int(array.min()) < 0:
+    if not signed and array.size and int(array.min()) < 0:
         raise ValueError(f"Rows.{name} must be ≥ 0 tokens; got {int(array.min())} in row {int(array.argmin())}.")
     return array.astype(np.int64)
 

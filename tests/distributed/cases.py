@@ -74,7 +74,13 @@ CASES = [
     Case("grpo-off", SPLIT, {"objective": "grpo", "update": "off"}, exact=False),
     Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}),
-    Case("shared-prompts", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 2000, "share_prompts": True}}),
+    Case("shared-prompts", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 2000, "share_prompts": "on"}}),
+    Case(
+        "shared-prompts-twice-beta",
+        SCATTERED,
+        {"objective": "dapo", "beta": 0.04, "num_iterations": 2, "gradient_checkpointing": True}
+        | {"update": {"share_prompts": "on"}, "max_steps": 6},
+    ),
     Case("clipped-checkpointed", SPLIT, {"objective": "dapo", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
     Case("truncated-masked", SPLIT, {"objective": "grpo", "mask_truncated_completions": True}),
     *(
@@ -112,6 +118,8 @@ SHARDED = [
         "clipped-checkpointed",
         "dr_grpo-off",
         "dapo-twice-beta",
+        "shared-prompts",
+        "shared-prompts-twice-beta",
         "group-split",
     )
 ]

@@ -105,6 +105,15 @@ def test_exact_equals_off_where_the_rows_of_a_step_depend_on_the_world(
     assert all(row["update/computed_share"] == 1 for row in worlds[processes].steps(names[1]))
 
 
+def test_prompts_are_shared_on_two_ranks(worlds: dict[int, World]) -> None:
+    """The rows of a group lie on different ranks before the update; without padding and with each prompt once, a step
+    computes fewer tokens than in bins of rows. (Four ranks cut the three groups to be even.)"""
+    shared, plain = (worlds[2].steps(name) for name in ("shared-prompts", "dr_grpo"))
+    tokens = "update/tokens_computed"
+    assert all(one[tokens] < other[tokens] for one, other in zip(shared, plain, strict=True))
+    assert sum(row["update/padding_share"] for row in worlds[4].steps("shared-prompts-twice-beta")) == 0
+
+
 @cases
 @pytest.mark.parametrize("processes", SEVERAL)
 def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[int, World]) -> None:

@@ -203,6 +203,7 @@ def test_old_log_probs_have_masks_of_their_own(
                 module.attention_dropout = RATE
 
     settings = {"learning_rate": 0.0, "num_iterations": 2, "max_steps": 2}
+    update = update | {"share_prompts": "off"}  # dropout comes after the trainer was made
     config = LabConfig(**arguments(tmp_path, **settings), objective="dr_grpo", update=update)
     run = train(LabTrainer, config, tiny_folder, prepare=with_dropout)
     assert run.trainer.exact_update.described()["batches"] == ("as TRL" if "randomness" in update else "bins")

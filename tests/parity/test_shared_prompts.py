@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -139,7 +141,7 @@ def test_an_adapter() -> None:
         assert apart(model, "two groups and a row of its own") < 1e-10
 
 
-@pytest.mark.parametrize("fault", ["the head is seen twice", "positions count on"])
+@pytest.mark.parametrize("fault", ["the next token is seen", "positions count on"])
 def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "positions count on":
         right = trl_bridge.packed_row
@@ -151,15 +153,14 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(trl_bridge, "packed_row", wrong)
     else:
-        attend = shared_attention.attend
+        seen = shared_attention._seen
 
-        def seeing(*given: Any, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-            if attn_mask is not None:
-                attn_mask = attn_mask.clone()
-                attn_mask[:, attn_mask.size(1) - attn_mask.size(0)] = True
-            return attend(*given, attn_mask=attn_mask, **options)
+        def further(held: list[Any], *sizes: int) -> Any:
+            """As if each prompt had one token more than it has: a query sees the token after its own."""
+            longer = [replace(one, keys=np.append(one.keys, one.queries[0])) for one in held]
+            return seen(longer, *sizes)
 
-        monkeypatch.setattr(shared_attention, "attend", seeing)
+        monkeypatch.setattr(shared_attention, "_seen", further)
     with in_double("Qwen2"):
         assert apart(network("Qwen2").double(), "uneven") > 1e-3
 
@@ -170,6 +171,7 @@ def test_without_groups_it_is_sdpa() -> None:
     expected = model(input_ids=ids, attention_mask=mask).logits
     model.set_attn_implementation("shared_prompt")
     assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, expected)
+    assert "shared_prompt" not in model.config.to_json_string(), "what is saved loads without us"
 
 
 def test_nothing_scored_packs_nothing() -> None:
@@ -192,8 +194,8 @@ def bins_packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def trained(tiny: Path, out: Path, share: bool | None, **changes: Any) -> Run:
-    update = {"max_tokens": 2000} | ({} if share is None else {"share_prompts": share})
+def trained(tiny: Path, out: Path, share: str, **changes: Any) -> Run:
+    update = {"max_tokens": 2000, "share_prompts": share}
     peft = {"peft_config": changes.pop("peft_config")} if "peft_config" in changes else {}
     args = LabConfig(**arguments(out, **changes), objective="dr_grpo", update=update)
     return train(LabTrainer, args, tiny, **peft)
@@ -214,26 +216,52 @@ def test_a_training_moves_as_without(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = bins_packed(monkeypatch)
-    off = trained(tiny_folder, tmp_path / "off", None, **TRAININGS[case])
+    off = trained(tiny_folder, tmp_path / "off", "off", **TRAININGS[case])
     assert not seen
-    on = trained(tiny_folder, tmp_path / "on", True, **TRAININGS[case])
+    on = trained(tiny_folder, tmp_path / "on", "on", **TRAININGS[case])
     assert any(packed is not None and packed.shares for packed in seen)
     assert movement_difference(on, off) <= movement_bound(off)
     assert on.losses == pytest.approx(off.losses, rel=1e-4, abs=1e-6)
 
 
-def test_off_is_todays_code_to_the_bit(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bins_packed(monkeypatch)
-    default, off = (trained(tiny_folder, tmp_path / str(s), s, max_steps=2) for s in (None, False))
-    assert weight_difference(default, off) == 0.0
+    off = trained(tiny_folder, tmp_path / "off", "off", beta=0.04)
+    auto = trained(tiny_folder, tmp_path / "auto", "auto", beta=0.04)
+    assert any(packed is not None and packed.shares for packed in seen)
+    assert movement_difference(auto, off) <= movement_bound(off)
+    assert auto.trainer.exact_update.described()["share_prompts"] == "auto"
+    assert "share_prompts" not in off.trainer.exact_update.described()
+    computed = [sum(row["update/tokens_computed"] for row in run.history if "loss" in row) for run in (auto, off)]
+    assert computed[0] < computed[1]
+    seen.clear()
+    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.cheaper", lambda plain, shared: plain)
+    dearer = trained(tiny_folder, tmp_path / "dearer", "auto", beta=0.04)
     assert not seen
+    assert weight_difference(dearer, off) == 0.0
+
+
+def test_auto_says_why_a_model_is_not_served(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = trained(tiny_folder, tmp_path / "off", "off", max_steps=2)
+    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.why_unshared", lambda model: "its layers are odd")
+    with caplog.at_level("INFO"):
+        auto = trained(tiny_folder, tmp_path / "auto", "auto", max_steps=2)
+    assert auto.trainer.exact_update.described()["share_prompts"] == "no: its layers are odd"
+    assert "each row computes its prompt: its layers are odd" in caplog.text
+    assert weight_difference(auto, off) == 0.0
 
 
 def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = trained(tiny_folder, tmp_path / "off", "off")
     attend = shared_attention.attend
     monkeypatch.setattr(shared_attention, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
-    with pytest.raises(RuntimeError, match=r"first shared bin differs by .* leave `update.share_prompts` out"):
-        trained(tiny_folder, tmp_path, True)
+    with pytest.raises(RuntimeError, match=r"is on, and a log-prob of the first shared bin differs by .* to off"):
+        trained(tiny_folder, tmp_path / "on", "on")
+    auto = trained(tiny_folder, tmp_path / "auto", "auto")
+    assert movement_difference(auto, off) <= movement_bound(off), "its first step is right, too"
+    assert auto.trainer.exact_update.described()["share_prompts"].startswith("no: a log-prob of the first shared bin")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -287,6 +315,6 @@ def test_prompt_tuning_is_refused() -> None:
 
 def test_a_run_that_cannot_be_served(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`update.share_prompts` is on, and .*`torch.compile`"):
-        trained(tiny_folder, tmp_path, True, torch_compile=True)
-    with pytest.raises(ValueError, match=r"`update.share_prompts` has no effect with `update: off`"):
+        trained(tiny_folder, tmp_path, "on", torch_compile=True)
+    with pytest.raises(ValueError, match=r"`update.share_prompts: on` has no effect with `update: off`"):
         LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"name": "off", "share_prompts": True})

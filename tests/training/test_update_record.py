@@ -21,7 +21,8 @@ OFF = {"entropy bonus": {"entropy_coef": 0.01}, "bnpo": {"objective": "bnpo"}}
 
 
 def run_with(folder: Path, model: Path, **changes: Any) -> Run:
-    return train(LabTrainer, LabConfig(**{**arguments(folder, max_steps=2), "objective": "dr_grpo", **changes}), model)
+    lab = {"objective": "dr_grpo", "update": {"share_prompts": "off"}}  # a price is told in bins of rows
+    return train(LabTrainer, LabConfig(**{**arguments(folder, max_steps=2), **lab, **changes}), model)
 
 
 @pytest.mark.parametrize(("changes", "setting"), [(OFF["bnpo"], "loss_type='dapo'"), ({"beta": 0.04}, "beta=0.04")])

@@ -163,7 +163,7 @@ def _in_float32(trainer: StepPort) -> bool:
     short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     tf32 = trainer.accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager"
-    return attention in ("eager", "sdpa") and not short and not tf32
+    return attention in ("eager", "sdpa", trl_bridge.SHARED_PROMPT) and not short and not tf32
 
 
 def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:

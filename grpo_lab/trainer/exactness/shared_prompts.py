@@ -1,7 +1,9 @@
-"""``update: {share_prompts: on}``: which models may read a group's prompt once, and whether this one did it right."""
+"""``update: {share_prompts: auto | on | off}``: may a group's prompt be computed once, is it cheaper, was it right?"""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,54 +14,95 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Bin
+from grpo_lab.update import Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: in float32, in anything coarser
 TOLERANCE, TOLERANCE_COARSE = 1e-4, 0.2
 
 
 class SharedPrompts:
-    """Log-probs of a bin with each prompt once. One per trainer with ``share_prompts: on``; it sets the model's
-    attention to ``trl_bridge.SHARED_PROMPT`` for good (``sdpa`` wherever no prompt is shared).
+    """Plans with a group's prompt once, and the log-probs of their bins. One per trainer.
+
+    Unless the setting is ``off`` the attention of the model and of a reference is ``trl_bridge.SHARED_PROMPT`` for good
+    (``sdpa`` wherever no prompt is shared).
+
+    Attributes:
+        because: why no prompt is shared, "" where it may be.
 
     Raises:
-        ValueError: the model or the run cannot be served.
+        ValueError: ``on``, and the model or the run cannot be served.
     """
 
     def __init__(self, trainer: StepPort) -> None:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        reason = _of_run(trainer) or why_unshared(model)
-        if reason:
-            raise ValueError(f"`update.share_prompts` is on, and {reason}; leave `update.share_prompts` out")
-        _inner(model).set_attn_implementation(trl_bridge.SHARED_PROMPT)
-        self._trainer = trainer
-        self._checked = False
+        self._trainer, self._checked = trainer, False
+        self.asked = trainer.lab_settings.update.share_prompts
+        self.because = "`update.share_prompts` is off" if self.asked == "off" else self._why_not()
+        if self.because and self.asked == "on":
+            raise ValueError(f"`update.share_prompts` is on, and {self.because}; set it to auto or off")
+        if self.because and self.asked == "auto":
+            trainer.recorder.say(
+                f"each row computes its prompt: {self.because}", key="share_prompts", level=logging.INFO
+            )
+        for model in self._models() if self.may_be_shared else ():
+            _inner(model).set_attn_implementation(trl_bridge.SHARED_PROMPT)
+
+    @property
+    def may_be_shared(self) -> bool:
+        return not self.because
+
+    def described(self) -> dict[str, str]:
+        """For ``run.json``: nothing where nothing was asked for."""
+        return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
+
+    def planned(self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int) -> Plan:
+        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one."""
+        if self.because:
+            return plain
+        assert prompts is not None  # they are asked for where prompts may be shared
+        shared = plan_shared(rows, prompts, num_ranks, max_tokens)
+        return shared if self.asked == "on" else cheaper(plain, shared)
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         """``completion_log_probs`` of a bin. One with a hole in a mask, and one that scores nothing, is computed as
-        without this setting. RuntimeError: the first bin that shares differs from its unshared rows."""
-        packed = trl_bridge.packed_row(*part.inputs[:3]) if part.attention_mask is None else None
+        without this setting. The first shared bin is compared with its unshared rows, on every rank: where they differ
+        ``auto`` shares no more and warns; with ``on`` it is a RuntimeError."""
+        if part.shared and not self._checked:
+            self._check(self._trainer.accelerator.unwrap_model(model), part)
+        return self._forward(model, part)
+
+    def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
+        whole = part.shared and not self.because and part.attention_mask is None
+        packed = trl_bridge.packed_row(*part.inputs[:3]) if whole else None
         if packed is None:
             return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
-        found = trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
-        if packed.shares and not self._checked:
-            self._check(model, part, found[0].detach())
-            self._checked = True
-        return found
+        return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
+
+    def _why_not(self) -> str:
+        reasons = (_of_run(self._trainer), *map(why_unshared, self._models()))
+        return next(filter(None, reasons), "")
+
+    def _models(self) -> list[nn.Module]:
+        found = (self._trainer.model, getattr(self._trainer, "ref_model", None))
+        return [self._trainer.accelerator.unwrap_model(model) for model in found if model is not None]
 
     @torch.no_grad()
-    def _check(self, model: nn.Module, part: Bin, found: Tensor) -> None:
-        # not through DistributedDataParallel: other ranks may have no prompt to share yet
-        plain = self._trainer.accelerator.unwrap_model(model)
+    def _check(self, model: nn.Module, part: Bin) -> None:
+        """Every rank is at its first shared bin: with weights in parts these forwards are collectives."""
+        accelerator, self._checked = self._trainer.accelerator, True
         with trl_bridge.without_checkpointing(self._trainer):
-            expected, _ = trl_bridge.completion_log_probs(self._trainer, plain, *part.inputs)
-        exact = self._trainer.accelerator.mixed_precision == "no" and next(plain.parameters()).dtype == torch.float32
-        gap, allowed = float((found - expected).abs().max()), TOLERANCE if exact else TOLERANCE_COARSE
-        if not gap <= allowed:
-            raise RuntimeError(
-                f"with `update.share_prompts: on` a log-prob of the first shared bin differs by {gap:.2g} nats from "
-                f"that of unshared rows (allowed: {allowed:g}): this model ({type(_inner(plain)).__name__}) reads more "
-                "than its attention sees; leave `update.share_prompts` out"
-            )
+            found, expected = (self._forward(model, replace(part, shared=shared))[0] for shared in (True, False))
+        exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
+        allowed = TOLERANCE if exact else TOLERANCE_COARSE
+        gap = float(accelerator.gather((found - expected).abs().max().float().unsqueeze(0)).max())
+        if gap <= allowed:
+            return
+        self.because = (
+            f"a log-prob of the first shared bin differs by {gap:.2g} nats from that of unshared rows (allowed: "
+            f"{allowed:g}): this model ({type(_inner(model)).__name__}) reads more than its attention sees, or draws"
+        )
+        if self.asked == "on":
+            raise RuntimeError(f"`update.share_prompts` is on, and {self.because}; set it to off")
+        self._trainer.recorder.say(f"each row computes its prompt: {self.because}", key="share_prompts")
 
 
 def why_unshared(model: nn.Module) -> str:
@@ -89,10 +132,13 @@ def why_unshared(model: nn.Module) -> str:
 
 
 def _of_run(trainer: StepPort) -> str:
+    if trainer.lab_settings.update.is_off:
+        return "`update` is off"
     if trainer.algorithm.value is not None:
         return "a critic (`value`) reads the prompt's last place in every row"
-    if trainer.accelerator.distributed_type not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        return f"it was not tested with weights in parts ({trainer.accelerator.distributed_type.value})"
+    kind, sharded = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator, "is_fsdp2", False)
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not sharded:
+        return f"it was not tested with weights in parts by {kind} (DDP and FSDP2 are)"
     if trainer.args.torch_compile or trl_bridge.is_compiled(trainer, trainer.model):
         return "every bin has another form, which `torch.compile` would compile anew"
     return "the rows may bring images" if trl_bridge.may_bring_images(trainer) else ""

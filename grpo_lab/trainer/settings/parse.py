@@ -48,8 +48,8 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
     return found
 
 
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # YAML 1.1 reads a bare `off` as false
+def _word(value: Any) -> Any:
+    return ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads a bare `off` as false
 
 
 def _digits(value: Any) -> Any:
@@ -72,7 +72,7 @@ class GuardSettings:
         save: keep the batch of a left-out step under ``<output_dir>/bad_steps``.
     """
 
-    name: Annotated[Literal["on", "off"], BeforeValidator(_off)] = "on"
+    name: Annotated[Literal["on", "off"], BeforeValidator(_word)] = "on"
     max_bad_steps: Annotated[Positive, NULL_IS_DEFAULT] = 3
     save: Annotated[Switch, NULL_IS_DEFAULT] = True
 
@@ -199,20 +199,20 @@ class UpdateSettings:
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
             update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
             which takes stock's batches of all rows (the default without: a run that is to equal stock TRL).
-        share_prompts: compute the prompt of a bin's rows once for its completions (full attention by ``sdpa`` only).
+        share_prompts: compute a group's prompt once (full attention by ``sdpa`` only): ``auto`` where it is cheaper.
     """
 
-    name: Annotated[Literal["exact", "off"], BeforeValidator(_off)] = "exact"
+    name: Annotated[Literal["exact", "off"], BeforeValidator(_word)] = "exact"
     dead_groups: Literal["skip", "keep", "resample"] = "skip"
     max_tokens: Positive | None = None
     max_rounds: Positive | None = None
     randomness: Literal["same_distribution", "same_draws"] | None = None
-    share_prompts: Annotated[Switch, NULL_IS_DEFAULT] = False
+    share_prompts: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"
 
     def __post_init__(self) -> None:
-        keep = True if self.dead_groups == "keep" else None
+        keep, share = self.dead_groups == "keep" or None, self.share_prompts == "on" or None
         knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
-        knobs["share_prompts"] = self.share_prompts or None
+        knobs["share_prompts: on"] = share
         for knob, value in knobs.items():
             if self.is_off and value is not None:
                 said = "which computes all rows in stock's batches, with stock's draws; leave it out"

@@ -26,7 +26,7 @@ from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import denominators_of, hears_values, token_batch, token_denominator, token_loss
 from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
-from grpo_lab.trainer.trl_bridge import backward, completion_log_probs, is_multimodal, without_gradient_sync
+from grpo_lab.trainer.trl_bridge import backward, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, plan_update
 
 
@@ -40,11 +40,11 @@ class ExactUpdate:
         self._window: list[dict[str, Any]] = []
         self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
         self._old = OldPolicy(trainer, self.log_probs_of)
-        self._shared = SharedPrompts(trainer) if trainer.lab_settings.update.share_prompts else None
+        self.prompts = SharedPrompts(trainer)
 
     def described(self) -> dict[str, Any]:
         """How the steps are computed and why, for the run's record."""
-        return self.record.described(self.verdict.so_far())
+        return self.record.described(self.verdict.so_far()) | self.prompts.described()
 
     def forget(self) -> None:
         """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
@@ -112,14 +112,15 @@ class ExactUpdate:
         slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
         counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
         counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
-        numbers = RowNumbers.of(local, slots, counts, largest, accelerator)
+        numbers = RowNumbers.of(local, slots, counts, largest, accelerator, prompts=self.prompts.may_be_shared)
         budget = self.trainer.lab_settings.update.max_tokens or numbers.footprint
         plan = self._plan(numbers, budget, found)
         return budget, plan, Exchange(local, numbers, plan, accelerator)
 
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
         rows = numbers.rows(all_rows=found.all_rows is not None)
-        return plan_update(rows, self.trainer.accelerator.num_processes, budget)
+        ranks = self.trainer.accelerator.num_processes
+        return self.prompts.planned(plan_update(rows, ranks, budget), rows, numbers.prompts, ranks, budget)
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
@@ -145,20 +146,15 @@ class ExactUpdate:
         with trl_bridge.without_checkpointing(self.trainer):
             for places in rows.bins:
                 part = self._bin(rows, places)
-                yield places, part, *self._log_probs(self.trainer.model, part)
+                yield places, part, *self.prompts.log_probs(self.trainer.model, part)
 
     def _bin(self, rows: Exchange, places: list[int]) -> Bin:
         return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
-    def _log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
-        if self._shared is not None:
-            return self._shared.log_probs(model, part)
-        return completion_log_probs(self.trainer, model, *part.inputs)
-
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
         trainer, objective = self.trainer, self.trainer.algorithm.objective
         with self.verdict.watching(), hears_values(trainer, model) as heard:
-            scored, entropies = self._log_probs(model, rows)
+            scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
         logps, values = _of_completions(scored, rows), _of_completions(heard[0], rows) if heard else None
         batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)

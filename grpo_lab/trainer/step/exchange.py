@@ -41,7 +41,7 @@ class Exchange:
 
     def __init__(self, local: RowTable, numbers: RowNumbers, plan: Plan, accelerator: Any) -> None:
         self.numbers, self.bins = numbers, plan.bins[accelerator.process_index]
-        self.bytes_received = numbers.bytes_received
+        self.bytes_received, self._shared = numbers.bytes_received, plan.shared
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self._device = local.offset.device
         self._shape = tuple(local.fields["completion_ids"].shape)
@@ -63,7 +63,7 @@ class Exchange:
         places = rows if self._places is None else [self._places[row] for row in rows]
         index = torch.tensor(rows or [0], device=self._device)
         slots, counts = self.numbers.micro_batch[index], self.numbers.token_count[index]
-        return replace(self.held.bin(places, limit), micro_batch=slots, token_count=counts)
+        return replace(self.held.bin(places, limit), micro_batch=slots, token_count=counts, shared=self._shared)
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
         """The rows that the plan puts here, or one for the stand-in. A collective if any row moves."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,10 +33,19 @@ from torch import Tensor
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_positions
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
+from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import at
-from grpo_lab.trainer.rows import POSITION_OFFSET, Bin, Carried, RowTable, has_hole, positions_at_generation
+from grpo_lab.trainer.rows import (
+    POSITION_OFFSET,
+    Bin,
+    Carried,
+    RowTable,
+    has_hole,
+    positions_at_generation,
+    prompt_numbers,
+)
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.update import Rows, default_max_tokens, plan_update
 
@@ -99,31 +108,42 @@ class GenerationForwards:
 @torch.no_grad()
 def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> Tensor:
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
-    return forwards_in_bins(
-        trainer, model, fields, lambda part: trl_bridge.completion_log_probs(trainer, model, *part.inputs)[0]
-    )
+    prompts: SharedPrompts = trainer.exact_update.prompts
+    return forwards_in_bins(trainer, model, fields, lambda part: prompts.log_probs(model, part)[0], prompts)
 
 
 @at("log-probs")
 @torch.no_grad()
-def forwards_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor]) -> Tensor:
+def forwards_in_bins(
+    trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],
+    prompts: SharedPrompts | None = None,
+) -> Tensor:  # fmt: skip
     """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
     token. Every rank runs the same number of forwards (with sharded weights each one is a collective). ``fields``:
-    those of ``TEXT``; where each row stood only of rows that were put together from several generations."""
+    those of ``TEXT``; where each row stood only of rows that were put together from several generations. ``prompts``:
+    ``of`` can compute them once."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
-    prompts, completions = table.lengths
+    before, completions = table.lengths
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
-    rows_at_once = min(trainer.args.per_device_train_batch_size, len(prompts))
+    rows_at_once = min(trainer.args.per_device_train_batch_size, len(before))
     budget = trainer.lab_settings.update.max_tokens or default_max_tokens(rows_at_once, *shape)
-    (bins,) = plan_update(Rows(prompts, completions, completions > 0), 1, budget).bins
-    rounds = trainer.accelerator.gather(torch.tensor([len(bins)], device=table.offset.device)).max().item()
+    rows = Rows(before, completions, completions > 0)
+    plain = plan_update(rows, 1, budget)
+    plan = plain
+    if prompts is not None and prompts.may_be_shared:
+        plan = prompts.planned(plain, rows, prompt_numbers(table.fields), 1, budget)
+    # ranks agree on what they share: comparing the first shared bin with unshared rows may be a collective
+    said = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
+    said = trainer.accelerator.gather(said)
+    plan, rounds = (plan, said[:, 0].max()) if said[:, 2].all() else (plain, said[:, 1].max())
+    (bins,) = plan.bins
     found = torch.zeros(fields["completion_ids"].shape, device=table.offset.device)
     limit = position_limit(trainer.accelerator.unwrap_model(model))
     with trl_bridge.without_checkpointing(trainer):
-        for rows in bins + [[]] * (int(rounds) - len(bins)):
-            part = table.bin(rows, limit)
+        for places in bins + [[]] * (int(rounds) - len(bins)):
+            part = replace(table.bin(places, limit), shared=plan.shared)
             made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
-            found[rows, : made.size(1)] = made[: len(rows)].to(found.dtype)
+            found[places, : made.size(1)] = made[: len(places)].to(found.dtype)
     return found
 
 

@@ -15,7 +15,7 @@ from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Carried, RowNumbers, loss_mask, row_lengths
-from grpo_lab.update import Plan, Rows, live_rows, plan_update
+from grpo_lab.update import Plan, Rows, live_rows, plan_shared, plan_update
 
 
 def padded_tokens(batch: dict[str, Any]) -> int:
@@ -60,8 +60,8 @@ class UpdateRecord:
         if found.all_rows is None:
             self._described = _described(found, plan.tokens_computed, plan.tokens_computed, stock)
             return
-        lengths = torch.stack([numbers.prompt_lengths, numbers.completion_lengths, numbers.contributes.long()], dim=1)
-        self._say(found, found.all_rows, plan.tokens_computed, lengths, budget, stock)
+        prompts = numbers.prompts if plan.shared else None
+        self._say(found, found.all_rows, plan.tokens_computed, numbers.rows(all_rows=False), budget, stock, prompts)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """A micro-batch that stays as TRL cut it; with the last one of an optimizer step a collective."""
@@ -79,15 +79,21 @@ class UpdateRecord:
         rows, computed = table.size(0), int(sizes[:, 0].sum())
         self._record(rows, rows, int(table[:, :2].sum()), computed, computed)
         if found.stock is not None:
-            self._say(found, found.stock, computed, table, budget or int(sizes[:, 1].max()), computed)
+            needed = Rows(table[:, 0], table[:, 1], table[:, 2].bool())
+            self._say(found, found.stock, computed, needed, budget or int(sizes[:, 1].max()), computed)
 
-    def _say(self, found: UpdateVerdict, reason: str, computed: int, lengths: Tensor, budget: int, stock: int) -> None:
-        """Once a reason: what is not skipped, why, and what it costs beside live rows in bins of ``budget`` tokens."""
+    def _say(
+        self, found: UpdateVerdict, reason: str, computed: int, rows: Rows, budget: int, stock: int,
+        prompts: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Once a reason: what is not skipped, why, and what it costs beside the live ``rows`` in bins of ``budget``
+        tokens (with each of ``prompts`` once)."""
         recorder, key = self.trainer.recorder, f"exact update: {reason}"
         if recorder.has_said(key):
             return
-        rows = Rows(lengths[:, 0], lengths[:, 1], lengths[:, 2].bool())
-        needed = plan_update(rows, self.trainer.accelerator.num_processes, budget).tokens_computed
+        ranks = self.trainer.accelerator.num_processes
+        plan = plan_update(rows, ranks, budget) if prompts is None else plan_shared(rows, prompts, ranks, budget)
+        needed = plan.tokens_computed
         self._described = _described(found, computed, needed, stock)
         what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
         times = f": {computed / needed:.1f} times as many" if needed else ", since no row carries an advantage"

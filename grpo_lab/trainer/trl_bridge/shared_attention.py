@@ -10,49 +10,76 @@ token, so log-probs and gradients are those of the unshared rows, up to the orde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo_lab.trainer.trl_bridge.forwards import score
+from grpo_lab.update import cheapest_cuts
 
+Ints = NDArray[np.int64]
 #: the name under which transformers knows the attention
 SHARED_PROMPT = "shared_prompt"
+#: keys of padding that one more call of attention is worth
+CALL = 512
 
 
 @dataclass(frozen=True)
-class SharedGroup:
-    """A group inside a packed row: its prompt ``[start, end)``; long ``[G, L]`` ``places`` of its G completions, each
-    from its head on, in the packed row (a shorter one repeats its head); ``real`` long ``[sum of lengths]``: the
-    entries of ``places``, flattened, that are no repetition."""
+class Tile:
+    """One call of attention: m sequences of like length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are their
+    places in the packed row (padding: place 0); bool ``seen`` ``[m or 1, 1, q, k]``, None: causal, q = k."""
 
-    start: int
-    end: int
-    places: Tensor
-    real: Tensor
+    queries: Tensor
+    keys: Tensor
+    seen: Tensor | None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """All calls of a packed row; long ``back`` ``[S]``: where the output of each packed token stands in theirs."""
+
+    calls: tuple[Tile, ...]
+    back: Tensor
 
 
 @dataclass(frozen=True)
 class PackedRow:
     """``[1, S]`` ids and positions; ``scored`` long ``[n]``, the packed places whose outputs score ``targets`` ``[n]``,
-    and ``home`` ``[n]``, where each stands in the flattened ``[B, L - 1]`` of the bin."""
+    and ``home`` ``[n]``, where each stands in the flattened ``[B, L - 1]`` of the bin; ``shares``: whether some prompt
+    has two completions."""
 
     input_ids: Tensor
     position_ids: Tensor
-    groups: tuple[SharedGroup, ...]
+    tiles: Tiles
     scored: Tensor
     targets: Tensor
     home: Tensor
+    shares: bool
 
-    @property
-    def shares(self) -> bool:
-        """Whether some prompt has two completions."""
-        return any(group.places.size(0) > 1 for group in self.groups)
+
+@dataclass(frozen=True)
+class _Group:
+    """A prompt's places in the packed row, and those of each completion from its head on."""
+
+    prompt: Ints
+    completions: list[Ints]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Places of what attends, and of what it attends to."""
+
+    queries: Ints
+    keys: Ints
 
 
 def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> PackedRow | None:
@@ -61,44 +88,88 @@ def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Packe
     A row's prompt is what stands before its first label, its completion ends with its last one: what comes after, a
     causal model's scored tokens cannot see. Rows share a prompt where its tokens and its first position are equal.
     """
-    following = (labels[:, 1:] != -100).tolist()
-    tokens, starts = input_ids.tolist(), position_ids[:, 0].tolist()
-    together: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-    for row, marks in enumerate(following):
-        if True in marks:
-            first, last = marks.index(True), len(marks) - marks[::-1].index(True)
-            together.setdefault((starts[row], *tokens[row][: first + 1]), []).append((row, first, last))
+    following = (labels[:, 1:] != -100).cpu().numpy()
+    tokens, starts = input_ids.cpu().numpy(), position_ids[:, 0].tolist()
+    first = following.argmax(1)
+    last = following.shape[1] - following[:, ::-1].argmax(1)
+    together: dict[tuple[int, bytes], list[int]] = {}
+    for row in np.flatnonzero(following.any(1)).tolist():
+        together.setdefault((starts[row], tokens[row, : first[row] + 1].tobytes()), []).append(row)
     if not together:
         return None
-    device, width = input_ids.device, input_ids.size(1)
-    source: list[int] = []  # of each packed token, in the flattened bin
-    scored: list[int] = []
-    home: list[int] = []
+    width, length = tokens.shape[1], 0
+    source: list[Ints] = []  # of each packed token, in the flattened bin
+    scored: list[Ints] = []
+    home: list[Ints] = []
     groups = []
     for rows in together.values():
-        (row, first, _), start = rows[0], len(source)
-        source += range(row * width, row * width + first + 1)
-        end, heads = len(source), []
-        for row, first, last in rows:
-            heads.append((len(source), last - first))
-            home += [row * (width - 1) + at for at in range(first, last) if following[row][at]]
-            scored += [len(source) + at - first for at in range(first, last) if following[row][at]]
-            source += range(row * width + first, row * width + last)
-        longest = max(length for _, length in heads)
-        places = [[head + at if at < length else head for at in range(longest)] for head, length in heads]
-        real = [i * longest + at for i, (_, length) in enumerate(heads) for at in range(length)]
-        groups.append(
-            SharedGroup(start, end, torch.tensor(places, device=device), torch.tensor(real, device=device))
-        )  # fmt: skip
-    of, back = torch.tensor(source, device=device), torch.tensor(home, device=device)
+        prompt = np.arange(first[rows[0]] + 1)
+        source.append(rows[0] * width + prompt)
+        groups.append(_Group(length + prompt, []))
+        length += prompt.size
+        for row in rows:
+            own = np.arange(first[row], last[row])
+            asked = own[following[row, own]]
+            home.append(row * (width - 1) + asked)
+            scored.append(length + asked - first[row])
+            source.append(row * width + own)
+            groups[-1].completions.append(length + own - first[row])
+            length += own.size
+
+    def there(parts: list[Ints]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(input_ids.device)
+
+    of, back = there(source), there(home)
     return PackedRow(
         input_ids.flatten()[of].unsqueeze(0),
         position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0),
-        tuple(groups),
-        torch.tensor(scored, device=device),
+        _tiles(groups, length, input_ids.device),
+        there(scored),
         labels[:, 1:].flatten()[back],
         back,
+        any(len(group.completions) > 1 for group in groups),
     )
+
+
+def _tiles(groups: list[_Group], length: int, device: torch.device) -> Tiles:
+    """Prompts among themselves, then completions with their prompts, each cut into sequences of like length."""
+    prompts = [_Sequence(group.prompt, group.prompt) for group in groups]
+    # a completion sees its prompt and its own tokens, not the head, which stands in the prompt already
+    completions = [
+        _Sequence(own, np.concatenate([group.prompt, own[1:]])) for group in groups for own in group.completions
+    ]
+    calls, back, done = [], np.empty(length, dtype=np.int64), 0
+    cut = [(held, sequences is prompts) for sequences in (prompts, completions) for held in _of_like_length(sequences)]
+    for held, causal in cut:
+        queries, keys = _rectangle([one.queries for one in held]), _rectangle([one.keys for one in held])
+        for row, one in enumerate(held):
+            back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
+        done += queries.size
+        seen = None if causal else torch.from_numpy(_seen(held, queries.shape[1], keys.shape[1])).to(device)
+        calls.append(Tile(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), seen))
+    return Tiles(tuple(calls), torch.from_numpy(back).to(device))
+
+
+def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+    sequences = sorted(sequences, key=lambda one: -one.keys.size)
+    lengths = np.asarray([one.keys.size for one in sequences])
+    starts = cheapest_cuts(lengths, int(lengths.sum()) * int(lengths[0]), CALL).tolist()
+    return [sequences[start:end] for start, end in pairwise([*starts, len(sequences)])]
+
+
+def _seen(held: list[_Sequence], queries: int, keys: int) -> NDArray[np.bool_]:
+    """bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its own."""
+    before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
+    before = before[:1] if (before == before[0]).all() else before
+    reach = before[:, None] + np.arange(queries)
+    return (np.arange(keys) < reach[:, :, None])[:, None]
+
+
+def _rectangle(rows: list[Ints]) -> Ints:
+    found = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+    for row, places in enumerate(rows):
+        found[row, : places.size] = places
+    return found
 
 
 def shared_log_probs(
@@ -107,7 +178,7 @@ def shared_log_probs(
     """As ``completion_log_probs`` of the bin of ``shape`` ``[B, L]`` that was packed; the model's attention must be
     ``SHARED_PROMPT``. Only scored positions leave the backbone, on every device."""
     # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
-    inputs = {"attention_mask": packed.input_ids.new_ones(1, 1, 1, 1), "shared_groups": packed.groups}
+    inputs = {"attention_mask": packed.input_ids.new_ones(1, 1, 1, 1), "shared_prompts": packed.tiles}
     inputs |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
     output = score(trainer, model, inputs, packed.scored, packed.targets.unsqueeze(0))
 
@@ -120,45 +191,30 @@ def shared_log_probs(
 
 def shared_prompt_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, shared_groups: tuple[SharedGroup, ...] | None = None, **options: Any,
+    scaling: float | None = None, shared_prompts: Tiles | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_groups`` (generation,
+    """Attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts`` (generation,
     bins as ever) it is transformers' ``sdpa``.
 
-    The groups come as an argument of the model's forward, and the name stays set between forwards: gradient
+    The tiles come as an argument of the model's forward, and the name stays set between forwards: gradient
     checkpointing computes a layer again in backward, with the arguments of its forward and the name of *that* moment.
     """
-    if shared_groups is None:
+    if shared_prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     repeats = query.size(1) // key.size(1)
-    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    flat = [part[0].transpose(0, 1).flatten(1) for part in (query, key, value)]  # [S, heads · d]
+
+    def at(part: int, places: Tensor) -> Tensor:  # [m, heads, length, d]
+        taken = embedding(places, flat[part])  # as index_select, with a faster backward on a CPU
+        taken = taken.unflatten(2, (-1, query.size(3))).transpose(1, 2)
+        return taken if part == 0 else repeat_kv(taken, repeats)
+
     made = []
-    for group in shared_groups:
-        prompt = slice(group.start, group.end)
-        q, k, v = (part[:, :, prompt] for part in (query, key, value))
-        made.append(attend(q, k, v, is_causal=True, scale=scaling)[0])
-        made.append(_completions(group, query, (key, k), (value, v), scaling))
-    return torch.cat(made, dim=1).transpose(0, 1).unsqueeze(0), None
-
-
-def _completions(
-    group: SharedGroup, query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], scaling: float | None
-) -> Tensor:
-    """``[heads, sum of lengths, d]`` of a group's completions; ``keys``, ``values``: of the packed row, the prompt."""
-    rows, length = group.places.shape
-
-    def own(part: Tensor) -> Tensor:  # [G, heads, L, d]
-        taken = part[0].index_select(1, group.places.flatten())
-        return taken.unflatten(1, (rows, length)).transpose(0, 1)
-
-    def with_prompt(part: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.cat([part[1].expand(rows, -1, -1, -1), own(part[0])], dim=2)
-
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    seen[:, 0] = False  # the head stands in the prompt already
-    mask = torch.cat([seen.new_ones(length, group.end - group.start), seen], dim=1)
-    found = attend(own(query), with_prompt(keys), with_prompt(values), attn_mask=mask, scale=scaling)
-    return found.transpose(0, 1).flatten(1, 2).index_select(1, group.real)
+    for tile in shared_prompts.calls:
+        sequences = at(0, tile.queries), at(1, tile.keys), at(2, tile.keys)
+        found = attend(*sequences, attn_mask=tile.seen, is_causal=tile.seen is None, scale=scaling)
+        made.append(found.transpose(1, 2).flatten(2).flatten(0, 1))
+    return embedding(shared_prompts.back, torch.cat(made)).unflatten(1, (-1, query.size(3))).unsqueeze(0), None
 
 
 AttentionInterface.register(SHARED_PROMPT, shared_prompt_attention)
