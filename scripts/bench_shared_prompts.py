@@ -4,7 +4,7 @@ Fixed rollouts of 8 groups, 5 of them dead (62%): prompts and completions of one
 all of it), the same weights and rewards on every side. Timed: everything of an optimizer step but generation; the first
 step is left out, sides take turns. In every cell the first gradient of each side must be stock's to 1e-5.
 
-    python scripts/bench_shared_prompts.py            # idle cores, about 6 minutes
+    python scripts/bench_shared_prompts.py            # idle cores, about 12 minutes
     python scripts/bench_shared_prompts.py --tiny     # does it run: two cells of a tiny model
 """
 
@@ -91,7 +91,7 @@ def line(prompt: int, completion: int, group: int, size: tuple[int, int], rounds
     for turn in range(rounds):
         for side in SIDES if turn == 0 else SIDES[1:]:
             cell = Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
-            found[side].append(measured(side, weights, size, cell, steps))
+            found[side].append(measured(side, weights, size, cell, 1 if side == "stock" else steps))
     expected = found["stock"][0].gradient
     gaps = [float((runs[0].gradient - expected).norm() / expected.norm()) for runs in found.values()]
     if not max(gaps) < AGREE:
@@ -106,7 +106,8 @@ def line(prompt: int, completion: int, group: int, size: tuple[int, int], rounds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
     options = parser.parse_args()
     size = (64, 2) if options.tiny else (128, 4)
@@ -115,8 +116,8 @@ def main() -> None:
     heads = ["prompt", "completion", "G", *(f"{side}, s" for side in SIDES), "off / on", "stock / auto", "off / auto"]
     heads += [*(f"{side}, MiB" for side in SIDES), "gradients"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    cells = list(itertools.product((64, 256, 1024), (128, 256), (8, 16)))
-    for prompt, completion, group in [(16, 24, 8), (64, 16, 4)] if options.tiny else [(8, 256, 8), *cells]:
+    cells = list(itertools.product(options.prompts, (128, 256), (8, 16)))
+    for prompt, completion, group in [(16, 24, 8), (64, 16, 4)] if options.tiny else [*cells, (8, 256, 8)]:
         rounds, steps = (1, 1) if options.tiny else (options.rounds, options.steps)
         print(line(prompt, completion, group, size, rounds, steps), flush=True)
 

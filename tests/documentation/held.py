@@ -30,6 +30,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
+    "python scripts/bench_shared_prompts.py*": ("minutes", "a benchmark; two small cells: tests/unit/test_arm_runs.py"),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",

@@ -141,6 +141,8 @@ def _of_run(trainer: StepPort) -> str:
         return f"it was not tested with weights in parts by {kind} (DDP and FSDP2 are)"
     if trainer.args.torch_compile or trl_bridge.is_compiled(trainer, trainer.model):
         return "every bin has another form, which `torch.compile` would compile anew"
+    if trainer.args.use_transformers_continuous_batching:
+        return "`use_transformers_continuous_batching` puts an attention of its own in place of the model's"
     return "the rows may bring images" if trl_bridge.may_bring_images(trainer) else ""
 
 
