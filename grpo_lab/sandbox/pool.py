@@ -106,7 +106,7 @@ class ForkServerProcess:
             while (answer := take_frame(self._buffer)) is None or answer["gone"] != number:
                 chunk = self._control.recv(1 << 12)
                 if not chunk:
-                    return  # it has ended, and its workers with it
+                    return self.end()  # it has ended, and its workers with it
                 self._buffer += chunk
         except OSError:
             self.end(at_once=True)
@@ -317,8 +317,8 @@ class _Round:
             raise VerifierError(f"the verifier {self.pool.handler} raised:\n{message['bug']}")
         if "ready" in message:
             worker.pid = message["ready"]
-        elif "lost" in message and self.lost < _MOST_LOST and (worker.pid or self.lost):
-            self.lost += 1  # somebody killed the fork server: another worker does its job
+        elif "lost" in message and self.lost < _MOST_LOST and (self.lost or self.pool.pids):
+            self.lost += 1  # somebody killed the fork server, whose imports had worked: another worker does its job
             if worker in self.job_of:
                 self.todo.appendleft(self.job_of.pop(worker))
             self._end(worker)

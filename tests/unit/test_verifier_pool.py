@@ -240,6 +240,26 @@ def test_a_killed_fork_server_costs_no_job(pool: WorkerPool, tmp_path: Path) -> 
     assert [outcome.value for outcome in pool.run(["7"])] == [7]
 
 
+def test_a_fork_server_killed_while_a_worker_starts_costs_no_job(pool: WorkerPool, tmp_path: Path) -> None:
+    """The one that was not ready ends first, and before its fork server can be waited for."""
+    pool.run(["1"])
+    fork_server, begun = pool.fork_server_pid, tmp_path / "begun"
+    assert fork_server is not None
+    os.kill(fork_server, signal.SIGSTOP)  # the second worker is asked for, and does not come
+
+    def kill() -> None:
+        while not begun.exists():
+            time.sleep(0.02)
+        os.kill(fork_server, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    anew = when(f"os.getppid() != {fork_server}")
+    outcomes = pool.run([f"open({str(begun)!r}, 'w') and {anew}", "6"])
+    killer.join()
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_worker_holds_no_socket_but_its_own(pool: WorkerPool, meeting: list[str]) -> None:
     """Not the fork server's, nor another worker's: it could speak for it."""
