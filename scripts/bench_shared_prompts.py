@@ -6,6 +6,7 @@ step is left out, sides take turns. In every cell the first gradient of each sid
 
     python scripts/bench_shared_prompts.py            # idle cores, about 12 minutes
     python scripts/bench_shared_prompts.py --tiny     # does it run: two cells of a tiny model
+    python scripts/bench_shared_prompts.py --few-shot ../shared/data   # GSM8K rows behind eight solved ones instead
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from bench_update_sides import Rollouts, Watch, peak_mib, reset_peak, trainer_of
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from bench_update_sides import LENGTHS, Rollouts, Watch, peak_mib, reset_peak, trainer_of
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOTrainer
 
 from grpo_lab import LabTrainer
+from grpo_lab.data import load_gsm8k
 from grpo_lab.testing import tiny_tokenizer
 
 GROUPS, DEAD, AGREE = 8, 5, 1e-5
@@ -47,10 +50,32 @@ class Cell(Rollouts):
         return ids, made.tolist()
 
 
-def network(hidden: int, layers: int) -> Any:
+@dataclass
+class FewShot(Cell):
+    """Prompts are GSM8K's training rows behind eight solved ones, by the tokenizer; completions have the lengths of
+    real outputs."""
+
+    prompts: tuple[list[int], ...] = ()
+
+    def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
+        draw = torch.Generator().manual_seed(1_000 * call + row)
+        length = LENGTHS[(call * self.rows + row * 7 + 13) % len(LENGTHS)][1] + 1
+        made = torch.randint(20, self.vocabulary, (length,), generator=draw).tolist()
+        made[0] = 20 + (sum(made[1:]) + row) % 2
+        return self.prompts[(call * GROUPS + row // self.group) % len(self.prompts)], made
+
+
+def few_shot(data: Path) -> FewShot:
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
+    rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
+    ids = tuple(tokenizer(rows["prompt"])["input_ids"])
+    return FewShot(GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512)
+
+
+def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tiny_tokenizer()), hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=max(hidden // 64, 1), max_position_embeddings=4096,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
@@ -64,7 +89,7 @@ class Measured:
 
 
 def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Cell, steps: int) -> Measured:
-    model = network(*size)
+    model = network(*size, cell.vocabulary)
     model.load_state_dict(weights)
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {
@@ -85,13 +110,12 @@ def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Ce
     return Measured(watch.seconds[1:], peak_mib() - before, watch.gradient)
 
 
-def line(prompt: int, completion: int, group: int, size: tuple[int, int], rounds: int, steps: int) -> str:
-    weights = network(*size).state_dict()
+def line(cell: Cell, size: tuple[int, int], rounds: int, steps: int) -> str:
+    weights = network(*size, cell.vocabulary).state_dict()
     found: dict[str, list[Measured]] = {side: [] for side in SIDES}
     for turn in range(rounds):
         for side in SIDES if turn == 0 else SIDES[1:]:
-            cell = Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
-            found[side].append(measured(side, weights, size, cell, 1 if side == "stock" else steps))
+            found[side].append(measured(side, weights, size, replace(cell), 1 if side == "stock" else steps))
     expected = found["stock"][0].gradient
     gaps = [float((runs[0].gradient - expected).norm() / expected.norm()) for runs in found.values()]
     if not max(gaps) < AGREE:
@@ -99,27 +123,35 @@ def line(prompt: int, completion: int, group: int, size: tuple[int, int], rounds
     seconds = {side: median(s for one in runs for s in one.seconds) for side, runs in found.items()}
     peaks = (f"{median(one.peak for one in runs):.0f}" for runs in found.values())
     ratios = (seconds["off"] / seconds["on"], seconds["stock"] / seconds["auto"], seconds["off"] / seconds["auto"])
-    cells = [str(prompt), str(completion), str(group), *(f"{value:.2f}" for value in seconds.values())]
+    mean = [sum(map(len, parts)) / cell.rows for parts in zip(*map(cell.row, [0] * cell.rows, range(cell.rows)))]
+    shape = [f"{length:.0f}" for length in mean] if isinstance(cell, FewShot) else [cell.prompt, cell.completion]
+    cells = [*map(str, shape), str(cell.group), *(f"{value:.2f}" for value in seconds.values())]
     return f"| {' | '.join([*cells, *(f'{ratio:.2f}×' for ratio in ratios), *peaks, f'{max(gaps):.0e}'])} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--few-shot", type=Path, metavar="DATA", help="a folder with gsm8k/ and tokenizers/qwen3/")
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
     options = parser.parse_args()
     size = (64, 2) if options.tiny else (128, 4)
-    count = sum(p.numel() for p in network(*size).parameters())
+    shapes = [*itertools.product(options.prompts, (128, 256), (8, 16)), (8, 256, 8)]
+    cells: list[Cell] = [
+        Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
+        for prompt, completion, group in ([(16, 24, 8), (64, 16, 4)] if options.tiny else shapes)
+    ]
+    cells = [few_shot(options.few_shot)] if options.few_shot else cells
+    count = sum(p.numel() for p in network(*size, cells[0].vocabulary).parameters())
     print(f"Qwen2 of {count:,} parameters, {GROUPS} groups, {DEAD} dead, {torch.get_num_threads()} threads\n")
     heads = ["prompt", "completion", "G", *(f"{side}, s" for side in SIDES), "off / on", "stock / auto", "off / auto"]
     heads += [*(f"{side}, MiB" for side in SIDES), "gradients"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    cells = list(itertools.product(options.prompts, (128, 256), (8, 16)))
-    for prompt, completion, group in [(16, 24, 8), (64, 16, 4)] if options.tiny else [*cells, (8, 256, 8)]:
+    for cell in cells:
         rounds, steps = (1, 1) if options.tiny else (options.rounds, options.steps)
-        print(line(prompt, completion, group, size, rounds, steps), flush=True)
+        print(line(cell, size, rounds, steps), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.data.prompts import PromptTemplate, find_template
+from grpo_lab.data.prompts import PromptTemplate, find_template, with_shots
 from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
 from grpo_lab.verifiers.canonical import group_end
 
@@ -27,6 +27,7 @@ def load_gsm8k(
     split: str = "train",
     template: str | PromptTemplate = "chat",
     *,
+    shots: int = 0,
     system_prompt: str | None = None,
 ) -> Dataset:
     """GSM8K, or a file written like it, ready for training.
@@ -35,6 +36,8 @@ def load_gsm8k(
         source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
         split: ``train`` or ``test``; in a local folder any file stem.
         template: name of a prompt template (``grpo_lab.data.prompts``).
+        shots: so many solved problems stand before every question, the first of the split ``train`` (of a file: its
+            first); no row asks for one of them. For text templates.
         system_prompt: system turn, for templates that are message lists.
 
     Returns:
@@ -42,6 +45,18 @@ def load_gsm8k(
         ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
     """
     form = find_template(template, system_prompt)
+    examples = _gsm8k(source, split)
+    if shots:
+        solved = [(row["question"], row.get("worked_solution", "")) for row in _gsm8k(source, "train")[: max(shots, 0)]]
+        if len(solved) != shots or not all(solution for _, solution in solved):
+            found = sum(bool(solution) for _, solution in solved)
+            raise ValueError(f"`shots` is {shots}, and {str(source)!r} begins with {found} worked solutions")
+        form, asked = with_shots(form, solved), {question for question, _ in solved}
+        examples = [row for row in examples if row["question"] not in asked]
+    return to_dataset(examples, form)
+
+
+def _gsm8k(source: str | Path, split: str) -> list[Row]:
     rows = read_rows(source, split, config="main" if str(source) in {"openai/gsm8k", "gsm8k"} else None)
     golds = ("gold_answer", "final_answer")
     worked = ("answer", "gold_solution", "solution", "worked_solution")
@@ -50,7 +65,7 @@ def load_gsm8k(
         return text.rpartition("####")[2] if "####" in text else ""
 
     examples = _answered(rows, source, ("question", "problem"), golds, worked, after_mark, "answer after '####'")
-    return to_dataset([row | {"solution": row["solution"].replace(",", "")} for row in examples], form)
+    return [row | {"solution": row["solution"].replace(",", "")} for row in examples]
 
 
 def load_math(

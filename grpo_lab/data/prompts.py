@@ -10,6 +10,8 @@ name, every data set of ours carries it in the column ``template``, and a run st
 * ``qwen_boxed`` (text): SimpleRL-Zoo's "complex" prompt (7B and larger): ChatML, ``\\boxed{}`` asked for in the user's
   turn
 * ``abel`` (text): SimpleRL-Zoo's "simple" prompt (0.5B, 1.5B, Llama): question, "Let's think step by step."
+* ``harness_gsm8k`` (text): lm-evaluation-harness, ``tasks/gsm8k/gsm8k.yaml``: question, answer; behind solved examples
+  where a loader's ``shots`` asks for them
 * ``none`` (text): the question and nothing else
 * ``chat`` (messages): a user turn, optionally after a system turn; the tokenizer's own chat template renders it
 * ``verl_gsm8k`` (messages): verl, ``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####``
@@ -119,6 +121,7 @@ TEMPLATES: dict[str, PromptTemplate] = {
         TextTemplate("none"),
         ChatTemplate("chat"),
         TextTemplate("oat_r1", before=f"{_OAT_R1_INSTRUCTION}\nUser: ", after="\nAssistant: <think>"),
+        TextTemplate("harness_gsm8k", before="Question: ", after="\nAnswer:"),
         TextTemplate("abel", before="Question:\n", after="\nAnswer:\nLet's think step by step.\n"),
         TextTemplate(
             "qwen_boxed",
@@ -152,6 +155,18 @@ def find_template(template: str | PromptTemplate, system_prompt: str | None = No
             "unset system_prompt or set template to 'chat'"
         )
     return replace(template, system=system_prompt)
+
+
+def with_shots(template: PromptTemplate, solved: Sequence[tuple[str, str]]) -> PromptTemplate:
+    """``template`` behind solved examples (question, solution): each one's prompt, a space, its solution and an empty
+    line, as lm-evaluation-harness puts them. ValueError: a template of messages."""
+    if not isinstance(template, TextTemplate):
+        raise ValueError(
+            f"`shots` are text before the question, and template {template.name!r} is a list of messages; set "
+            "`template` to 'harness_gsm8k' or another text template, or leave `shots` out"
+        )
+    examples = "".join(f"{template.prompt(question)} {solution}\n\n" for question, solution in solved)
+    return replace(template, name=f"{template.name}, {len(solved)} shots", before=examples + template.before)
 
 
 def apply_template(question: str, template: str | PromptTemplate, system_prompt: str | None = None) -> Prompt:

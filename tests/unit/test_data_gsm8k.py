@@ -128,3 +128,38 @@ def test_the_real_model_outputs_file(grpo_lab_data: Path) -> None:
     loaded = load_gsm8k(grpo_lab_data / "gsm8k" / "gsm8k_model_outputs.jsonl")
     assert len(loaded) == 2632
     assert {"output_text", "label_correct", "worked_solution"} <= set(loaded.column_names)
+
+
+def solved(number: int) -> dict[str, str]:
+    return {"question": f"{number} and 1?", "answer": f"{number}+1={number + 1}\n#### {number + 1}"}
+
+
+def test_shots_stand_before_every_question_and_are_asked_by_none(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", *map(solved, range(4)))
+    write(tmp_path / "test.jsonl", solved(7), solved(1))
+    written = "Question: 0 and 1?\nAnswer: 0+1=1\n#### 1\n\nQuestion: 1 and 1?\nAnswer: 1+1=2\n#### 2\n\n"
+    train = load_gsm8k(tmp_path, "train", "harness_gsm8k", shots=2)
+    assert train["prompt"] == [f"{written}Question: {n} and 1?\nAnswer:" for n in (2, 3)]
+    assert set(train["template"]) == {"harness_gsm8k, 2 shots"}
+    assert load_gsm8k(tmp_path, "test", "harness_gsm8k", shots=2)["question"] == ["7 and 1?"]
+    assert load_gsm8k(tmp_path / "train.jsonl", template="none", shots=3)["question"] == ["3 and 1?"]
+
+
+@pytest.mark.parametrize(
+    ("template", "shots", "words"),
+    [
+        ("chat", 1, r"`shots` are text .*template 'chat' is a list of messages.*'harness_gsm8k'"),
+        ("harness_gsm8k", 5, r"`shots` is 5, .* begins with 2 worked solutions"),
+        ("harness_gsm8k", -1, r"`shots` is -1, .* begins with 0 worked solutions"),
+    ],
+)
+def test_shots_that_cannot_be_had(tmp_path: Path, template: str, shots: int, words: str) -> None:
+    write(tmp_path / "train.jsonl", solved(1), solved(2))
+    with pytest.raises(ValueError, match=words):
+        load_gsm8k(tmp_path, "train", template, shots=shots)
+
+
+def test_shots_that_are_not_worked_out(tmp_path: Path) -> None:
+    rows = write(tmp_path / "t.jsonl", *({"question": q, "gold_answer": "2"} for q in "ab"))
+    with pytest.raises(ValueError, match=r"begins with 0 worked solutions"):
+        load_gsm8k(rows, template="harness_gsm8k", shots=1)
