@@ -299,15 +299,18 @@ def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_every_prompt_is_trained_on_once(saved: Path, tmp_path: Path) -> None:
-    """SIGKILL with the next batch in the engine, twice. One epoch, two steps a batch: a checkpoint inside of one, too.
+@pytest.mark.parametrize("kills", [(6, 13), (2, 3, 7, 8, 9, 12, 15, 18, 21, 23)], ids=["two", "ten"])
+def test_killed_and_resumed_every_prompt_is_trained_on_once(
+    kills: tuple[int, ...], saved: Path, tmp_path: Path
+) -> None:
+    """SIGKILL with the next batch in the engine. One epoch, two steps a batch: a checkpoint inside of one, too.
     What was asked for and not trained on is asked for again."""
     settings = {
         "max_steps": 24, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4,
         "steps_per_generation": 2, "save_total_limit": 1,
     }  # fmt: skip
-    for kill_at in (6, 13, 0):
-        words = spec(tmp_path, saved, settings=settings, kill_at=kill_at, resume=kill_at != 6)
+    for kill_at in (*kills, 0):
+        words = spec(tmp_path, saved, settings=settings, kill_at=kill_at, resume=kill_at != kills[0])
         assert forked.run(words).returncode == (0 if kill_at == 0 else -9)
     steps = written(tmp_path)
     assert [step["step"] for step in steps] == list(range(1, 25))
@@ -316,8 +319,10 @@ def test_killed_and_resumed_every_prompt_is_trained_on_once(saved: Path, tmp_pat
     assert set(counted.values()) == {4}
     versions = [step["versions"][0] for step in steps]
     ahead = [max(2 * (number // 2) - 2, 0) for number in range(24)]
-    resumed = {6: 6, 7: 6, 14: 14, 15: 14}  # the first batch that is made after a kill: of its own step
-    assert versions == [resumed.get(number, expected) for number, expected in enumerate(ahead)]
+    for kill_at in kills:  # the first batch that is made after a kill: of its own step
+        made = kill_at + kill_at % 2
+        ahead[made : made + 2] = [made] * len(ahead[made : made + 2])
+    assert versions == ahead
 
 
 @pytest.mark.slow
