@@ -68,7 +68,7 @@ class FewShot(Cell):
 def few_shot(data: Path) -> FewShot:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
     rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
-    ids = tuple(tokenizer(rows["prompt"])["input_ids"])
+    ids = tuple(tokenizer(list(rows["prompt"]))["input_ids"])
     return FewShot(GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512)
 
 
