@@ -122,7 +122,7 @@ def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.Captu
         ),
         (
             ["--data", "gsm8k", "--largest", "5"],
-            "--data.largest: the loader 'gsm8k' takes source, split, system_prompt",
+            "--data.largest: the loader 'gsm8k' takes source, split, shots, system_prompt",
         ),
         (["--data", "word_problems", "--source", "x"], "--source: the loader 'word_problems' takes n, seed"),
         (["--data", "word_problems", "--split", "heldout"], "Allowed: ['test', 'cold_start', 'train']"),
