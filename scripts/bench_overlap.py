@@ -3,10 +3,11 @@
     ours, rollout.overlap: 1       against       ours, synchronous       against       stock TRL, synchronous
 
 Same model, prompts, completion length and sampler correction (`token_truncate`). Stock is ``trl.GRPOTrainer`` itself;
-its requests and weights take our client's way, since TRL's own needs NCCL. How long the update takes beside the
-generation is set by the passes over a generation batch (``--passes``), and what it comes to is measured on the
-synchronous side: generation g, the rest u; the ideal of overlap is (g + u) / max(g, u). Dead groups: prompts whose
-completions all get the same reward. Each side runs once, the first two batches are left out, medians.
+its requests and weights take our client's way, since TRL's own needs NCCL. A 64th of the vocabulary ends a completion,
+so that lengths vary. How long the update takes beside the generation is set by the dead groups of each batch, whose
+completions all get the same reward, and by the passes over it; what that comes to is measured on the synchronous side:
+generation g, the rest u; the ideal of overlap is (g + u) / max(g, u). Each side runs once, the first two batches are
+left out, medians.
 
     python scripts/bench_overlap.py                  # two idle cores, about 15 minutes
     python scripts/bench_overlap.py --tiny           # does it run: two batches of a tiny model
@@ -23,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_shapes import build
+from bench_shapes import SHAPES, build
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -66,32 +67,36 @@ class Clock(TrainerCallback):
 
 
 class Reward:
-    """Share of odd tokens; of the first ``dead`` of all prompts always 1."""
+    """Share of odd tokens; of the first ``dead`` prompts of each batch of ``prompts`` always 1."""
 
     __name__ = "odd_share"
 
-    def __init__(self, dead: float, prompts: int) -> None:
-        self.dead = round(dead * prompts)
+    def __init__(self, dead: int, prompts: int) -> None:
+        self.dead, self.prompts = dead, prompts
 
     def __call__(self, number: list[int], completion_ids: list[list[int]], **_: Any) -> list[float]:
         odd = [sum(token % 2 for token in ids) / max(len(ids), 1) for ids in completion_ids]
-        return [1.0 if n < self.dead else share for n, share in zip(number, odd, strict=True)]
+        return [1.0 if n % self.prompts < self.dead else share for n, share in zip(number, odd, strict=True)]
 
 
-def trainer_of(side: str, folder: str, url: str, dead: float, passes: int, asked: argparse.Namespace) -> Any:
-    prompts = asked.prompts * 64
+def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> Any:
+    prompts = asked.prompts * asked.batches
     text = ["Tom has " + " and ".join(f"{(n * 7 + i) % 90} apples" for i in range(8)) for n in range(prompts)]
-    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(0)).tolist()
-    rows = Dataset.from_dict({"prompt": [text[n] for n in order], "number": order})
+    rows = Dataset.from_dict({"prompt": text, "number": list(range(prompts))})
     settings: dict[str, Any] = {
         "output_dir": f"{folder}/run", "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url,
-        "vllm_importance_sampling_mode": "token_truncate", "num_generations": GROUP, "num_iterations": passes,
+        "vllm_importance_sampling_mode": "token_truncate", "num_generations": GROUP, "shuffle_dataset": False,
         "per_device_train_batch_size": asked.prompts * GROUP, "max_completion_length": asked.tokens,
-        "max_steps": asked.batches * passes, "learning_rate": 1e-6, "logging_steps": 1000, "save_strategy": "no",
+        "max_steps": asked.batches * passes, "num_iterations": passes,
+        "learning_rate": 1e-6, "logging_steps": 1000, "save_strategy": "no",
         "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True,
     }  # fmt: skip
     settings["rollout"] = {"overlap": int(side == "overlapped")}
-    arguments = {"train_dataset": rows, "processing_class": tiny_tokenizer(), "reward_funcs": Reward(dead, prompts)}
+    arguments = {
+        "train_dataset": rows,
+        "processing_class": tiny_tokenizer(),
+        "reward_funcs": Reward(dead, asked.prompts),
+    }
     args = LabConfig(**settings, objective=None if side == "stock" else "grpo")
     if side != "stock":
         return LabTrainer(model=f"{folder}/model", args=args, **arguments)
@@ -99,9 +104,7 @@ def trainer_of(side: str, folder: str, url: str, dead: float, passes: int, asked
         return GRPOTrainer(model=f"{folder}/model", args=args, **arguments)
 
 
-def seconds(
-    side: str, folder: str, url: str, dead: float, passes: int, asked: argparse.Namespace
-) -> tuple[float, float]:
+def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> tuple[float, float]:
     """(a generation batch, its generation) in seconds, medians without the first two."""
     trainer = trainer_of(side, folder, url, dead, passes, asked)
     clock = Clock(trainer, passes)
@@ -123,48 +126,49 @@ def serve(folder: str, asked: argparse.Namespace) -> Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="10M", choices=["tiny", "10M", "0.5B"])
-    parser.add_argument("--prompts", type=int, default=4, help="groups of 8 in a generation batch")
-    parser.add_argument("--tokens", type=int, default=96, help="of a completion, at most")
-    parser.add_argument("--batches", type=int, default=10, help="generation batches a side")
-    parser.add_argument("--passes", type=int, nargs="+", default=[1, 3, 9], help="over a generation batch, for g : u")
+    parser.add_argument("--prompts", type=int, default=8, help="groups of 8 in a generation batch")
+    parser.add_argument("--tokens", type=int, default=128, help="of a completion, at most")
+    parser.add_argument("--batches", type=int, default=7, help="generation batches a side")
     parser.add_argument(
-        "--dead", type=float, nargs="+", default=[0.0, 0.62], help="shares of dead groups, beside stock"
-    )
+        "--cells", nargs="+", default=["7:1", "5:1", "3:1", "0:1", "0:2"], metavar="DEAD:PASSES",
+        help="dead groups of each batch, passes over it",
+    )  # fmt: skip
+    parser.add_argument("--stock", nargs="*", default=["5:1", "0:1"], help="those of them beside stock TRL")
     parser.add_argument("--port", type=int, default=8765, help="of the server")
     parser.add_argument("--tiny", action="store_true", help="a smoke")
     asked = parser.parse_args()
     if asked.tiny:
-        asked.shape, asked.tokens, asked.batches, asked.passes, asked.dead = "tiny", 16, 3, [1], [0.62]
+        asked.shape, asked.tokens, asked.batches, asked.cells = "tiny", 16, 3, ["5:1"]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         size = build(Path(folder) / "model", asked.shape)
         tiny_tokenizer().save_pretrained(f"{folder}/model")
+        words = SHAPES[asked.shape]["vocab_size"]
+        GenerationConfig(eos_token_id=list(range(words - words // 64, words))).save_pretrained(f"{folder}/model")
         server = serve(folder, asked)
         try:
             print(
                 f"Qwen2 of {size / 1e6:.1f} M parameters, {asked.prompts} x {GROUP} completions, {asked.tokens} tokens"
             )
-            print("| passes | dead | side | s a batch | of it generation | against synchronous | ideal | of ideal |")
+            print("| dead | passes | side | s a batch | of it generation | against synchronous | ideal | of ideal |")
             print("|---|---|---|---|---|---|---|---|")
-            for dead, passes, sides in cases(asked):
-                table(dead, passes, sides, folder, server.options.base_url, asked)
+            for cell in asked.cells:
+                table(cell, folder, server.options.base_url, asked)
         finally:
             server.stop()
 
 
-def cases(asked: argparse.Namespace) -> list[tuple[float, int, tuple[str, ...]]]:
-    ours = [(0.0, passes, ("synchronous", "overlapped")) for passes in asked.passes]
-    return [*ours, *((dead, 1, ("stock", "synchronous", "overlapped")) for dead in asked.dead)]
-
-
-def table(dead: float, passes: int, sides: tuple[str, ...], folder: str, url: str, asked: argparse.Namespace) -> None:
+def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
+    dead, passes = map(int, cell.split(":"))
+    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "overlapped")
     found = {side: seconds(side, folder, url, dead, passes, asked) for side in sides}
     whole, generation = found["synchronous"]
     ideal = whole / max(generation, whole - generation)
     for side, (batch, waited) in found.items():
         gain = whole / batch
         last = f"{ideal:.2f}x | {gain / ideal:.2f}" if side == "overlapped" else "|"
-        print(f"| {passes} | {dead:.0%} | {side} | {batch:.2f} | {waited:.2f} | {gain:.2f}x | {last} |", flush=True)
+        shape = f"{dead} of {asked.prompts} | {passes}"
+        print(f"| {shape} | {side} | {batch:.2f} | {waited:.2f} | {gain:.2f}x | {last} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--few-shot", type=Path, metavar="DATA", help="a folder with gsm8k/ and tokenizers/qwen3/")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
     options = parser.parse_args()
