@@ -113,12 +113,12 @@ def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: arg
     return statistics.median(clock.batches[skipped:]), statistics.median(clock.generations[skipped:])
 
 
-def serve(folder: str, asked: argparse.Namespace) -> Server:
-    """On the last core; the trainer keeps the first."""
+def serve(model: Path, log: Path, port: int, context: int = 512) -> Server:
+    """On the last core; the trainer keeps the first. ``context``: tokens of a prompt and its completion."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[-1:])
-    options = ServerOptions(f"{folder}/model", asked.port, EngineOptions(kv_cache_gib=0.5, max_model_len=512))
-    server = Server(options, log=Path(folder) / "server.log", start_timeout=600).start()
+    options = ServerOptions(str(model), port, EngineOptions(kv_cache_gib=0.5, max_model_len=context))
+    server = Server(options, log=log, start_timeout=600).start()
     os.sched_setaffinity(0, cores[:1])
     return server
 
@@ -145,7 +145,7 @@ def main() -> None:
         tiny_tokenizer().save_pretrained(f"{folder}/model")
         words = SHAPES[asked.shape]["vocab_size"]
         GenerationConfig(eos_token_id=list(range(words - words // 64, words))).save_pretrained(f"{folder}/model")
-        server = serve(folder, asked)
+        server = serve(Path(folder) / "model", Path(folder) / "server.log", asked.port)
         try:
             print(
                 f"Qwen2 of {size / 1e6:.1f} M parameters, {asked.prompts} x {GROUP} completions, {asked.tokens} tokens"

@@ -23,7 +23,6 @@ from transformers.utils import logging as hf_logging
 from trl import GRPOConfig
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.data import word_problems
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection
@@ -62,33 +61,39 @@ def started(folder: Path, tiny: bool) -> Path:
     return folder
 
 
+def built(trainer_class: type[Any], start: Path, rows: Dataset, **settings: Any) -> Any:
+    """The quick start's RL, about to train. ``settings``: beside the recipe's. A ``trainer_class`` of TRL's gets the
+    same objective in TRL's words."""
+    written = {name: value for name, value in read_yaml(RECIPE).items() if name not in SECTIONS}
+    common = written | {"report_to": "none", "disable_tqdm": True, "top_k": 0} | settings
+    args: Any
+    if issubclass(trainer_class, LabTrainer):
+        args = LabConfig(**common, objective="dr_grpo")
+    else:
+        common.pop("update", None)
+        args = GRPOConfig(**common, loss_type="dr_grpo", scale_rewards="none", beta=0.0)
+    reward = AccuracyReward(mode="strict")
+    reward(completions=["#### 3x"], solution=["#### 3"])  # starts its worker, once a run: not part of a step
+    return trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(start), processing_class=AutoTokenizer.from_pretrained(start),
+        reward_funcs=reward, args=args, train_dataset=rows,
+    )  # fmt: skip
+
+
 def trained(kind: str, start: Path, rows: Dataset, steps: int, **more: Any) -> tuple[Any, Profile]:
     """A trainer after ``steps`` steps, and where their time went."""
-    settings = {name: value for name, value in read_yaml(RECIPE).items() if name not in SECTIONS}
     with tempfile.TemporaryDirectory() as folder:
-        common = settings | {
-            "output_dir": folder,
-            "max_steps": steps,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "top_k": 0,
-        }
-        if kind == "stock":
-            same = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0}
-            common.pop("update", None)
-            trainer_class, args = Stock, GRPOConfig(**common, **same)
-        else:
-            trainer_class, args = LabTrainer, LabConfig(**common, objective="dr_grpo", **more)
-        reward = AccuracyReward(mode="strict")
-        reward(completions=["#### 3x"], solution=["#### 3"])  # starts its worker, once a run: not part of a step
-        trainer = trainer_class(
-            model=AutoModelForCausalLM.from_pretrained(start), processing_class=AutoTokenizer.from_pretrained(start),
-            reward_funcs=reward, args=args, train_dataset=rows,
-        )  # fmt: skip
+        settings = {"output_dir": folder, "max_steps": steps, **more}
+        trainer = built(Stock if kind == "stock" else LabTrainer, start, rows, **settings)
         profile = Profile(trainer)
         trainer.add_callback(profile)
         trainer.train()
     return trainer, profile
+
+
+def training_rows() -> Dataset:
+    """The recipe's problems."""
+    return load_rows(read(DataSection, read_yaml(RECIPE)["data"], "data"), "data")
 
 
 def logged(trainer: Any, name: str) -> float:
@@ -106,7 +111,7 @@ def main() -> None:
         options.rounds, options.steps = 1, 2
     hf_logging.set_verbosity_error()
     start = started(options.start, options.tiny)
-    rows = word_problems(split="train", n=4000, seed=0, steps=(2, 3), largest=20, template="chat")
+    rows = training_rows()
     weights = [dict(trained("stock", start, rows, 3)[0].model.named_parameters())]
     weights.append(dict(trained("ours", start, rows, 3, rollout={"generate": "stock"})[0].model.named_parameters()))
     gap = max(float((weights[0][name] - weights[1][name]).detach().abs().max()) for name in weights[0])

@@ -159,9 +159,9 @@ def table(found: Found) -> str:
     return markdown(["arm", "seeds", *names], rows)
 
 
-def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False) -> None:
+def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
     """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go. ``over``: what x
-    is; ``stairs``: a value holds until the next one."""
+    is; ``stairs``: a value holds until the next one; ``target``: a value that is to be reached, dashed."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -179,6 +179,8 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
                 axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8, **style)
             mean = [[fmean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=False)]
             axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=label, **style)
+        if target is not None:
+            axis.axhline(target, color="black", linestyle="--", linewidth=1)
         axis.set(title=title, xlabel=over)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, frameon=False)

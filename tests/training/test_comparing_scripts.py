@@ -100,6 +100,34 @@ def test_a_declared_comparison_in_small(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_time_to_accuracy_in_small_and_gone_on_with(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An arm later what is recorded is not trained again; records of other options are refused."""
+    import bench_accuracy
+
+    small = {"per_device_train_batch_size": 16, "max_completion_length": 16}
+    words = [word for key, value in small.items() for word in ("--set", key, str(value))]
+    words += ["--tiny", "--seeds", "1", "--folder", str(tmp_path), "--start", str(tmp_path / "start")]
+    run(bench_accuracy, *words, "--arms", "stock", "ours", smaller=())
+    records = {file: file.stat().st_mtime_ns for file in tmp_path.glob("tiny/*/arm.json")}
+    assert sorted(file.parent.name for file in records) == ["ours_0.0003_2_steps-1", "stock_0.0003_2_steps-1"]
+    run(bench_accuracy, *words, "--arms", "update off", smaller=())
+    assert all(file.stat().st_mtime_ns == before for file, before in records.items())
+    found = json.loads((tmp_path / "tiny" / "results.json").read_text())
+    assert list(found["runs"]) == ["stock", "ours", "update off"]
+    for [one] in found["runs"].values():
+        assert [point["step"] for point in one["points"]] == [0, 1, 2]
+        assert 0 == one["points"][0]["seconds"] < one["points"][1]["seconds"] < one["points"][2]["seconds"]
+        assert one["points"][2]["seconds"] < one["wall_seconds"]
+        assert one["points"][0] == found["runs"]["stock"][0]["points"][0]
+    assert "| update off | 1 |" in capsys.readouterr().out
+    assert (tmp_path / "tiny" / "accuracy.png").is_file() or importlib.util.find_spec("matplotlib") is None
+    with pytest.raises(SystemExit, match=r"asked for: take another --folder than .*/tiny"):
+        run(bench_accuracy, *words[3:], smaller=())
+
+
+@pytest.mark.slow
 def test_smoke_of_two_presets(run: Any, tmp_path: Path) -> None:
     import lab_smoke
 

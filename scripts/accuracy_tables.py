@@ -1,0 +1,114 @@
+"""Tables of ``bench_accuracy.py``: when a run reached a target, whose rate is taken, stock's time against ours.
+
+A record has ``points`` (step, seconds, accuracy), ``seed`` and ``wall_seconds``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+
+from arm_runs import Point
+
+from grpo_lab.labs.experiment import Found, Record, markdown
+
+TUNED, SERVED = ("stock", "ours"), ("synchronous", "overlapped")
+SHARE = 0.9
+"""Of stock's final accuracy."""
+LAST = 3
+"""Evaluations of which a final accuracy is the mean."""
+
+
+def final(one: Record) -> float:
+    return fmean(point["accuracy"] for point in one["points"][-LAST:])
+
+
+def whole(one: Record) -> float:
+    """Seconds of all steps."""
+    return float(one["points"][-1]["seconds"])
+
+
+def reached(one: Record, target: float) -> Point | None:
+    """The first evaluation at or above ``target``; None: there is none."""
+    return next((point for point in one["points"] if point["accuracy"] >= target), None)
+
+
+def seconds_to(one: Record, target: float) -> float:
+    """Infinite where ``target`` is never reached."""
+    point = reached(one, target)
+    return math.inf if point is None else point["seconds"]
+
+
+def chosen(tests: Mapping[tuple[str, float], Record]) -> tuple[dict[str, float], float]:
+    """Arm → rate, and the target that decides: the first there, of equals (all that never are) the higher end."""
+    target = SHARE * max(final(one) for (arm, _), one in tests.items() if arm == "stock")
+    best: dict[str, tuple[float, float, float]] = {}
+    for (arm, rate), one in tests.items():
+        key = (seconds_to(one, target), -final(one), rate)
+        best[arm] = min(best.get(arm, key), key)
+    return {arm: key[-1] for arm, key in best.items()}, target
+
+
+def told(one: Record, target: float) -> list[str]:
+    """Steps and seconds to ``target``, final accuracy, seconds of all steps, seconds of the whole run."""
+    point = reached(one, target)
+    first = ["never", "never"] if point is None else [f"{point['step']:.0f}", f"{point['seconds']:.1f}"]
+    return [*first, f"{final(one):.3f}", f"{whole(one):.1f}", f"{one['wall_seconds']:.1f}"]
+
+
+def ratio(above: float, below: float) -> str:
+    """– where one of the two was never there."""
+    return f"{above / below:.2f}×" if math.isfinite(above) and math.isfinite(below) and below > 0 else "–"
+
+
+def main_table(found: Found, target: float) -> str:
+    """A line a run, and under an arm of several seeds their mean. The last two columns are of seconds to target."""
+    heads = ["arm", "seed", "steps to target", "seconds to target", "final accuracy", "seconds of all steps"]
+    heads += ["with loading", "stock / this", "this / ours"]
+    times = {arm: {one["seed"]: seconds_to(one, target) for one in runs} for arm, runs in found.items()}
+    rows = []
+    for arm, runs in found.items():
+        for one in runs:
+            own, seed = times[arm][one["seed"]], one["seed"]
+            sides = [times.get(side, {}).get(seed, math.inf) for side in TUNED]
+            rows.append([arm, str(seed), *told(one, target), ratio(sides[0], own), ratio(own, sides[1])])
+        if len(runs) > 1:
+            stock, ours, own = (mean_over(times.get(side, {}), times[arm]) for side in (*TUNED, arm))
+            points = [point for one in runs if (point := reached(one, target))]
+            first = [f"{fmean(point['step'] for point in points):.1f}", f"{own:.1f}"]
+            first = first if len(points) == len(runs) else ["never", "never"]
+            rest = [f"{fmean(map(final, runs)):.3f}", f"{fmean(map(whole, runs)):.1f}"]
+            rest += [f"{fmean(one['wall_seconds'] for one in runs):.1f}", ratio(stock, own), ratio(own, ours)]
+            rows.append([f"**{arm}**", "mean", *first, *rest])
+    return markdown(heads, rows)
+
+
+def mean_over(times: Mapping[int, float], seeds: Iterable[int]) -> float:
+    """Of ``seeds``; infinite where one has no time."""
+    return fmean(times.get(seed, math.inf) for seed in seeds)
+
+
+def overlap_table(found: Found) -> str:
+    """The two with a server, seed by seed."""
+    one, two = ({run["seed"]: run for run in found.get(arm, [])} for arm in SERVED)
+    rows = []
+    for seed in sorted(set(one) & set(two)):
+        ends, spent = [[get(side[seed]) for side in (one, two)] for get in (final, whole)]
+        points = f"{100 * (ends[1] - ends[0]):+.1f}"
+        rows.append([str(seed), *map("{:.3f}".format, ends), points, *map("{:.1f}".format, spent), ratio(*spent)])
+    heads = ["seed", *(f"{arm}: final accuracy" for arm in SERVED), "points"]
+    return markdown([*heads, *(f"{arm}: seconds of all steps" for arm in SERVED), "gain"], rows) if rows else ""
+
+
+def in_all(found: Found, target: float) -> str:
+    """Stock's time against ours over the seeds that both have: of the means, and the least."""
+    stock, ours = ({one["seed"]: seconds_to(one, target) for one in found.get(side, [])} for side in TUNED)
+    seeds = sorted(set(stock) & set(ours))
+    if not seeds:
+        return "stock / ours: no seed that both have"
+    if not all(math.isfinite(times[seed]) for times in (stock, ours) for seed in seeds):
+        return f"stock / ours: no ratio in all, a run never reaches the target (seeds {seeds})"
+    least = min(seeds, key=lambda seed: stock[seed] / ours[seed] if ours[seed] else math.inf)
+    of_means = ratio(mean_over(stock, seeds), mean_over(ours, seeds))
+    return f"stock / ours: {of_means} of the means, least {ratio(stock[least], ours[least])} (seeds {seeds})"

@@ -1,0 +1,271 @@
+"""Time to accuracy: the quick start from its cold start, stock TRL against ours, and what each part of ours gives.
+
+    python scripts/bench_accuracy.py                          # two idle cores, about 90 minutes
+    python scripts/bench_accuracy.py --arms stock ours        # in pieces: what is recorded is not trained again
+    python scripts/bench_accuracy.py --at-most 2              # two more runs
+    python scripts/bench_accuracy.py --at-most 0              # only the tables, the figure and results.json
+    python scripts/bench_accuracy.py --tiny                   # does it run
+
+Arms: ``stock`` (``trl.GRPOTrainer``, the same objective in its settings), ``ours`` (``LabTrainer`` as it is), ours with
+one part off; ``synchronous`` and ``overlapped``: ours with a vLLM server on the last core, the trainer on the first.
+All begin from one cold start; a seed changes the order of the problems and the sampling.
+
+Clock: from the beginning of training (model, reward worker and server are there, the server has answered a batch) to
+the end of a step. Weights are copied on the way (1.5 MB) and evaluated after the training, all by the same generator,
+so that a server cannot work ahead while the trainer evaluates. Tuning: ``stock`` and ``ours`` try the same rates on a
+seed of its own; the rate that is first at 90% of stock's best final accuracy there is taken, of equals that with the
+higher end; ours' holds for its other arms. Target of the measured runs: 90% of the mean of stock's final accuracies
+(each the mean of the last three evaluations); a run has reached it at its first evaluation at or above it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from accuracy_tables import SERVED, SHARE, TUNED, chosen, final, in_all, main_table, overlap_table, told
+from arm_runs import Point, held_out
+from bench_overlap import serve
+from bench_step import RECIPE, built, started, training_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.utils import logging as hf_logging
+from trl import GRPOTrainer
+
+from grpo_lab import LabTrainer
+from grpo_lab.io import write_whole_text
+from grpo_lab.labs.experiment import (
+    Experiment,
+    Found,
+    Options,
+    Record,
+    carry_out,
+    changes_asked,
+    draw,
+    markdown,
+    parser,
+    records,
+)
+from grpo_lab.recipe import parts
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import DataSection, RewardSection
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.settings import read
+
+ARMS: dict[str, dict[str, Any]] = {
+    "stock": {},
+    "ours": {},
+    "update off": {"update": "off"},
+    "generate stock": {"rollout": {"generate": "stock"}},
+    "share_prompts off": {"update": {"share_prompts": "off"}},
+    "synchronous": {"rollout": {"overlap": 0}},
+    "overlapped": {"rollout": {"overlap": 1}},
+}
+ABLATION = ("update off", "generate stock", "share_prompts off")
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Seconds of training, and the weights: before the first step, after each of the first ``dense``, then after every
+    ``every``-th."""
+
+    def __init__(self, every: int, dense: int) -> None:
+        self.every, self.dense, self.began = every, dense, 0.0
+        self.taken: list[tuple[int, float, dict[str, torch.Tensor]]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        self._take(0, 0.0, model)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+        step = state.global_step
+        if step <= self.dense or step % self.every == 0 or step == state.max_steps:
+            self._take(step, time.perf_counter() - self.began, model)
+
+    def _take(self, step: int, seconds: float, model: Any) -> None:
+        weights = {name: one.detach().clone() for name, one in model.state_dict().items()}
+        self.taken.append((step, seconds, weights))
+
+
+def cell(arm: str, rate: float, steps: int) -> str:
+    """What a run is named by, beside its seed."""
+    return f"{arm} {rate:g} {steps} steps"
+
+
+def run(name: str, seed: int, folder: Path, options: Options) -> Record:
+    """One training and its evaluations. ``wall_seconds``: from the model's loading to the end of the training."""
+    arm, rate, steps, _ = name.rsplit(" ", 3)
+    settings = {**changes_asked(options), **ARMS[arm]}
+    settings |= {"learning_rate": float(rate), "max_steps": int(steps), "seed": seed}
+    clock, start = Clock(options.every, options.dense), started(options.start, options.tiny)
+    with ExitStack() as stack:
+        if arm in SERVED:
+            folder.mkdir(parents=True, exist_ok=True)
+            context = json.loads((start / "config.json").read_text())["max_position_embeddings"]
+            server = serve(start, folder / "server.log", options.port, context)
+            stack.callback(server.stop)
+            settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.options.base_url}
+            settings |= {"vllm_importance_sampling_mode": "token_truncate"}
+            torch.set_num_threads(1)
+        rows, kind = training_rows(), GRPOTrainer if arm == "stock" else LabTrainer
+        settings["output_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        if arm in SERVED:  # its first batch takes a server many times what the others take
+            built(kind, start, rows, **settings | {"max_steps": 1, "learning_rate": 0.0}).train()
+        began = time.perf_counter()
+        trainer = built(kind, start, rows, **settings)
+        trainer.add_callback(clock)
+        trainer.train()
+        wall = time.perf_counter() - began
+    began = time.perf_counter()
+    points = evaluated(clock, start, options.problems)
+    evaluations = (time.perf_counter() - began) / len(points)
+    print(f"{name}, seed {seed}: {wall:.1f} s, an evaluation {evaluations:.2f} s", flush=True)
+    return {"points": points, "wall_seconds": wall, "threads": torch.get_num_threads(), **asked(options)}
+
+
+def asked(options: Options) -> dict[str, Any]:
+    """What all runs of a folder share."""
+    shared = {name: getattr(options, name) for name in ("every", "dense", "problems", "tiny")}
+    return {**shared, "set": changes_asked(options)}
+
+
+def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
+    """Greedy, strict accuracy on the recipe's held-out problems, of all the weights that were taken."""
+    recipe = read_yaml(RECIPE)
+    rows = load_rows(read(DataSection, recipe["evaluation"]["data"] | {"n": problems}, "evaluation.data"))
+    reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    found = []
+    for step, seconds, weights in clock.taken:
+        model.load_state_dict(weights)
+        accuracy = held_out(model, tokenizer, rows, reward, recipe["max_completion_length"])
+        found.append({"step": step, "seconds": seconds, "accuracy": accuracy})
+    return found
+
+
+def search(options: Options) -> tuple[dict[str, float] | None, Found]:
+    """The rate of each tuned arm, and the runs that say so; no rates: runs are missing."""
+    if len(options.rates) == 1:
+        return dict.fromkeys(TUNED, options.rates[0]), {}
+    steps = options.search_steps or options.steps
+    tried = {(arm, rate): cell(arm, rate, steps) for arm in TUNED for rate in options.rates}
+    found = carried_out(list(tried.values()), [options.search_seed], options)
+    if missing := sorted({*tried.values()} - {*found}):
+        print(f"rates are not chosen yet; of the search are missing: {', '.join(missing)}")
+        return None, found
+    tests = {key: found[name][0] for key, name in tried.items()}
+    rates, target = chosen(tests)
+    rows = [
+        [arm, f"{rate:g}", *told(one, target)[:3], "taken" if rates[arm] == rate else ""]
+        for (arm, rate), one in tests.items()
+    ]
+    print(f"\nsearch: seed {options.search_seed}, {steps} steps, target {target:.3f} (90% of stock's best)")
+    print(markdown(["arm", "rate", "steps to target", "seconds to target", "final accuracy", ""], rows))
+    return rates, found
+
+
+def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
+    """Records of ``names``; those that are missing are made, ``--at-most`` of them in all. SystemExit: some failed."""
+    own = argparse.Namespace(**{**vars(options), "seeds": list(seeds), "arms": None})
+    before = recorded(names, seeds, options)
+    try:
+        carry_out(Experiment(names, run, lambda found, _: f"recorded: {sum(map(len, found.values()))} runs"), own)
+    finally:
+        found = recorded(names, seeds, options)
+        if options.at_most is not None:
+            options.at_most -= sum(map(len, found.values())) - sum(map(len, before.values()))
+    return found
+
+
+def recorded(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
+    """SystemExit: records are of other options."""
+    found = records(names, argparse.Namespace(folder=options.folder, seeds=seeds))
+    for name, one in ((name, one) for name, runs in found.items() for one in runs):
+        if (seen := {key: one.get(key) for key in asked(options)}) != asked(options):
+            where = f"take another --folder than {options.folder}"
+            raise SystemExit(f"{name}, seed {one['seed']}, is of {seen}, and {asked(options)} is asked for: {where}")
+    return found
+
+
+def report(found: Found, searched: Found, rates: Mapping[str, float], options: Options) -> None:
+    """Prints the tables, writes results.json and accuracy.png."""
+    target = SHARE * fmean(map(final, found["stock"])) if "stock" in found else None
+    if target is None:
+        print("\nno target: `stock` has no measured run yet")
+    else:
+        stock = ", ".join(str(one["seed"]) for one in found["stock"])
+        print(f"\nrates: {rates}; target {target:.4f}: 90% of stock's final accuracy (mean of seeds {stock})\n")
+        print(f"{main_table(found, target)}\n\n{in_all(found, target)}")
+    if text := overlap_table(found):
+        print(f"\n{text}")
+    lines = {
+        arm: [[(at["seconds"], at["accuracy"]) for at in one["points"]] for one in of] for arm, of in found.items()
+    }
+    panels = {"stock and ours": TUNED[::-1], "one part off": ("ours", *ABLATION), "a vLLM server": SERVED}
+    shown = {title: {arm: lines[arm] for arm in arms if arm in lines} for title, arms in panels.items()}
+    shown = {title: arms for title, arms in shown.items() if arms}
+    if shown:
+        draw(shown, options.folder / "accuracy.png", "seconds of training", target=target)
+    result = {**asked(options), "rates": rates, "target": target, "search": searched, "runs": found}
+    write_whole_text(options.folder / "results.json", json.dumps(result, indent=1))
+
+
+def options_of(words: argparse.ArgumentParser) -> Options:
+    """SystemExit: an arm that there is not; rates chosen on a seed that is measured."""
+    words.add_argument("--steps", type=int, default=100)
+    words.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
+    words.add_argument("--dense", type=int, default=20, help="until this step after each: the target is met early")
+    words.add_argument("--problems", type=int, default=500, help="held-out ones of an evaluation")
+    words.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3], help="one: there is no search")
+    words.add_argument("--search-seed", type=int, default=100)
+    words.add_argument("--search-steps", type=int, help="default: --steps")
+    words.add_argument("--ablation-seeds", type=int, nargs="+", help="of the arms with a part off; default: --seeds")
+    words.add_argument("--start", type=Path, default=Path("runs/bench_step/start"), help="made where it is not there")
+    words.add_argument("--port", type=int, default=8765, help="of the server")
+    words.add_argument("--tiny", action="store_true", help="a smoke: two steps, 20 problems, one seed, one rate")
+    options = words.parse_args()
+    if options.tiny:
+        options.steps, options.every, options.problems = 2, 1, 20
+        options.seeds, options.rates, options.folder = options.seeds[:1], options.rates[:1], options.folder / "tiny"
+    options.arms = options.arms or list(ARMS)
+    if unknown := sorted({*options.arms} - {*ARMS}):
+        raise SystemExit(f"--arms {', '.join(unknown)}: there are {', '.join(ARMS)}")
+    if options.search_seed in options.seeds:
+        raise SystemExit(
+            f"--search-seed {options.search_seed} is among --seeds: rates are chosen on a seed of their own"
+        )
+    return options
+
+
+def main() -> None:
+    options = options_of(parser(__doc__, "runs/bench_accuracy"))
+    hf_logging.set_verbosity_error()
+    if options.run_one is not None:
+        carry_out(Experiment([], run, lambda *_: ""), options)
+        return
+    started(options.start, options.tiny)
+    rates, searched = search(options)
+    if rates is None:
+        return
+    names = {arm: cell(arm, rates["stock" if arm == "stock" else "ours"], options.steps) for arm in ARMS}
+    failed = []
+    for arms, seeds in ((set(ARMS) - {*ABLATION}, options.seeds), (ABLATION, options.ablation_seeds or options.seeds)):
+        if of_these := [names[arm] for arm in options.arms if arm in arms]:
+            try:
+                carried_out(of_these, seeds, options)
+            except SystemExit as stop:
+                failed.append(str(stop))
+    found = recorded(list(names.values()), options.seeds, options)
+    report({arm: found[name] for arm, name in names.items() if name in found}, searched, rates, options)
+    if failed:
+        raise SystemExit("; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
