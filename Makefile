@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup setup-vllm train lab-smoke test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
-	bench bench-step bench-accuracy bench-update bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
+	bench bench-step bench-accuracy bench-update bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,7 +34,7 @@ lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick star
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
 test: setup lint types  ## lint, types and the suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	$(BIN)/python -m pytest -m "vllm and not thorough" -rs
+	$(BIN)/python -m pytest -m "vllm and not thorough" -rs --durations=15
 	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15
 	$(MAKE) test-numeric
 
@@ -90,7 +90,13 @@ docs-serve: $(VENV)/.docs  ## the site at http://127.0.0.1:8001, built anew at e
 test-versions: setup  ## fresh environments with the oldest, newest and mixed releases: docs/compatibility.md
 	$(BIN)/python scripts/test_versions.py
 
-bench: bench-step bench-update bench-rollouts bench-verify  ## all benchmarks
+bench: setup-vllm  ## every table in short, under 15 minutes on two idle cores; bench-*: each at its length, and time to accuracy
+	$(BIN)/python scripts/bench_step.py --rounds 1 --steps 4
+	$(BIN)/python scripts/bench_update.py --quick
+	$(BIN)/python scripts/bench_shared_prompts.py --prompts 256 --rounds 1
+	$(BIN)/python scripts/bench_overlap.py --cells 5:1 --batches 4
+	$(BIN)/python scripts/bench_rollouts.py --repeats 1
+	$(BIN)/python scripts/bench_verify.py --rounds 1
 
 bench-step: setup  ## the whole step by part, stock TRL against ours, from the quick start's cold start (made once)
 	$(BIN)/python scripts/bench_step.py
@@ -100,6 +106,12 @@ bench-accuracy: setup-vllm  ## time to accuracy, stock TRL against ours, part by
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 	$(BIN)/python scripts/bench_update.py
+
+bench-shared-prompts: setup  ## the policy update with each prompt once, prompts of 64 to 1,024 tokens: 10 minutes
+	$(BIN)/python scripts/bench_shared_prompts.py
+
+bench-overlap: setup-vllm  ## a vLLM server on one core, the trainer on the other: stock, synchronous, overlapped: 15 minutes
+	$(BIN)/python scripts/bench_overlap.py
 
 bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G requests
 	$(BIN)/python scripts/bench_rollouts.py

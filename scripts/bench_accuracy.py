@@ -7,7 +7,8 @@
     python scripts/bench_accuracy.py --tiny                   # does it run
 
 Arms: ``stock`` (``trl.GRPOTrainer``, the same objective in its settings), ``ours`` (``LabTrainer`` as it is), ours with
-one part off; ``synchronous`` and ``overlapped``: ours with a vLLM server on the last core, the trainer on the first.
+one part off; ``synchronous`` and ``overlapped``: ours with a vLLM server on the last core, the trainer on the first;
+``uncorrected``, only where it is named: overlapped, and the stale completions weighed as if they were the policy's.
 All begin from one cold start; a seed changes the order of the problems and the sampling.
 
 Clock: from the beginning of training (model, reward worker and server are there, the server has answered a batch) to
@@ -67,6 +68,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "share_prompts off": {"update": {"share_prompts": "off"}},
     "synchronous": {"rollout": {"overlap": 0}},
     "overlapped": {"rollout": {"overlap": 1}},
+    "uncorrected": {"rollout": {"overlap": 1}},
 }
 ABLATION = ("update off", "generate stock", "share_prompts off")
 
@@ -105,7 +107,8 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
     settings |= {"learning_rate": float(rate), "max_steps": int(steps), "seed": seed}
     clock, start = Clock(options.every, options.dense), started(options.start, options.tiny)
     with ExitStack() as stack:
-        if arm in SERVED:
+        served = arm in (*SERVED, "uncorrected")
+        if served:
             folder.mkdir(parents=True, exist_ok=True)
             context = json.loads((start / "config.json").read_text())["max_position_embeddings"]
             server = serve(start, folder / "server.log", options.port, context)
@@ -115,11 +118,13 @@ def run(name: str, seed: int, folder: Path, options: Options) -> Record:
             torch.set_num_threads(1)
         rows, kind = training_rows(), GRPOTrainer if arm == "stock" else LabTrainer
         settings["output_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
-        if arm in SERVED:  # its first batch takes a server many times what the others take
+        if served:  # its first batch takes a server many times what the others take
             built(kind, start, rows, **settings | {"max_steps": 1, "learning_rate": 0.0}).train()
         began = time.perf_counter()
         trainer = built(kind, start, rows, **settings)
         trainer.add_callback(clock)
+        if arm == "uncorrected":
+            trainer.vllm_importance_sampling_correction = False  # in the settings it is refused beside `overlap`
         trainer.train()
         wall = time.perf_counter() - began
     began = time.perf_counter()
@@ -207,7 +212,11 @@ def report(found: Found, searched: Found, rates: Mapping[str, float], options: O
     lines = {
         arm: [[(at["seconds"], at["accuracy"]) for at in one["points"]] for one in of] for arm, of in found.items()
     }
-    panels = {"stock and ours": TUNED[::-1], "one part off": ("ours", *ABLATION), "a vLLM server": SERVED}
+    panels = {
+        "stock and ours": TUNED[::-1],
+        "one part off": ("ours", *ABLATION),
+        "a vLLM server": (*SERVED, "uncorrected"),
+    }
     shown = {title: {arm: lines[arm] for arm in arms if arm in lines} for title, arms in panels.items()}
     shown = {title: arms for title, arms in shown.items() if arms}
     if shown:
@@ -233,7 +242,7 @@ def options_of(words: argparse.ArgumentParser) -> Options:
     if options.tiny:
         options.steps, options.every, options.problems = 2, 1, 20
         options.seeds, options.rates, options.folder = options.seeds[:1], options.rates[:1], options.folder / "tiny"
-    options.arms = options.arms or list(ARMS)
+    options.arms = options.arms or [arm for arm in ARMS if arm != "uncorrected"]
     if unknown := sorted({*options.arms} - {*ARMS}):
         raise SystemExit(f"--arms {', '.join(unknown)}: there are {', '.join(ARMS)}")
     if options.search_seed in options.seeds:
