@@ -16,6 +16,7 @@ from grpo_lab.labs.experiment import Found, Record, markdown
 TUNED, SERVED = ("stock", "ours"), ("synchronous", "overlapped")
 SHARE = 0.9
 """Of stock's final accuracy."""
+BELOW = 0.02
 LAST = 3
 """Evaluations of which a final accuracy is the mean."""
 
@@ -41,10 +42,13 @@ def seconds_to(one: Record, target: float) -> float:
 
 
 def chosen(tests: Mapping[tuple[str, float], Record]) -> tuple[dict[str, float], float]:
-    """Arm → rate, and the target that decides: the first there, of equals (all that never are) the higher end."""
+    """Arm → rate, and the target that decides: the first there, of equals (all that never are) the higher end. A rate
+    that ends more than `BELOW` below the arm's best is out: it is there early, and does not stay."""
     target = SHARE * max(final(one) for (arm, _), one in tests.items() if arm == "stock")
     best: dict[str, tuple[float, float, float]] = {}
     for (arm, rate), one in tests.items():
+        if final(one) < max(final(other) for (side, _), other in tests.items() if side == arm) - BELOW:
+            continue
         key = (seconds_to(one, target), -final(one), rate)
         best[arm] = min(best.get(arm, key), key)
     return {arm: key[-1] for arm, key in best.items()}, target

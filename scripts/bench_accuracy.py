@@ -14,9 +14,9 @@ All begin from one cold start; a seed changes the order of the problems and the 
 Clock: from the beginning of training (model, reward worker and server are there, the server has answered a batch) to
 the end of a step. Weights are copied on the way (1.5 MB) and evaluated after the training, all by the same generator,
 so that a server cannot work ahead while the trainer evaluates. Tuning: ``stock`` and ``ours`` try the same rates on a
-seed of its own; the rate that is first at 90% of stock's best final accuracy there is taken, of equals that with the
-higher end; ours' holds for its other arms. Target of the measured runs: 90% of the mean of stock's final accuracies
-(each the mean of the last three evaluations); a run has reached it at its first evaluation at or above it.
+seed of its own; of those that end within two points of its best the one that is first at 90% of stock's best final
+accuracy there is taken; ours' holds for its other arms. Target of the measured runs: 90% of the mean of stock's final
+accuracies (each the mean of the last three evaluations); a run has reached it at its first evaluation at or above it.
 """
 
 from __future__ import annotations
