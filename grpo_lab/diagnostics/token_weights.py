@@ -52,7 +52,7 @@ proportional to at α = 0 and at α = 1."""
 
 
 @dataclass(frozen=True)
-class Family:
+class WeightFamily:
     """What a preset's weights are on-policy: |o|^(α−1), and whether Â is divided by the group's deviation."""
 
     alpha: int
@@ -73,16 +73,16 @@ class Family:
         return 2 * (math.sqrt(variance) if self.scaled else variance)
 
 
-FAMILIES: dict[str, Family] = {
-    "grpo": Family(0, scaled=True),
-    "gspo": Family(0, scaled=True),
-    "dapo": Family(1, scaled=True),
-    "bnpo": Family(1, scaled=True),
-    "cispo": Family(1, scaled=True),
-    "reinforce_token_mean": Family(1, scaled=True),
-    "dr_grpo": Family(1, scaled=False),
-    "reinforce": Family(1, scaled=False),
-    "mirror_descent": Family(1, scaled=False),
+FAMILIES: dict[str, WeightFamily] = {
+    "grpo": WeightFamily(0, scaled=True),
+    "gspo": WeightFamily(0, scaled=True),
+    "dapo": WeightFamily(1, scaled=True),
+    "bnpo": WeightFamily(1, scaled=True),
+    "cispo": WeightFamily(1, scaled=True),
+    "reinforce_token_mean": WeightFamily(1, scaled=True),
+    "dr_grpo": WeightFamily(1, scaled=False),
+    "reinforce": WeightFamily(1, scaled=False),
+    "mirror_descent": WeightFamily(1, scaled=False),
 }
 """Preset → its family; ``ppo`` has advantages of tokens."""
 

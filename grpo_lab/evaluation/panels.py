@@ -233,7 +233,7 @@ def weight_figures(record: RunRecord) -> list[Figure]:
     """What answers weighed in the gradient, by their length and their group's pass rate, beside the formulas'."""
     if not record.token_weights:
         return []
-    from grpo_lab.diagnostics.token_weights import Family, over_steps  # loads torch
+    from grpo_lab.diagnostics.token_weights import WeightFamily, over_steps  # loads torch
 
     how: Any = {"unit": "mean |w|, relative", "from_zero": True}
     quarters = over_steps(record.token_weights, "by_length")
@@ -246,7 +246,7 @@ def weight_figures(record: RunRecord) -> list[Figure]:
     buckets = over_steps(record.token_weights, "by_pass_rate")
     lines, tenths = [Line("measured", [(one.at, one.answer) for one in buckets], markers=True)], range(11)
     for label, scaled in (("∝ √(p(1−p))", True), ("∝ p(1−p)", False)):
-        of = Family(1, scaled).of_pass_rate
+        of = WeightFamily(1, scaled).of_pass_rate
         whole = sum(of(one.at) for one in buckets)
         level = sum(one.answer for one in buckets) / whole if whole else 0.0  # as high as what was measured
         lines.append(Line(label, [(place / 10, level * of(place / 10)) for place in tenths if level]))

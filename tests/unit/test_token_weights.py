@@ -17,7 +17,7 @@ from grpo_lab.diagnostics.token_weights import (
     BUCKETS,
     COLUMNS,
     FAMILIES,
-    Family,
+    WeightFamily,
     as_line,
     over_steps,
     sums_of_rows,
@@ -129,8 +129,8 @@ def test_groups_weigh_by_their_pass_rate(name: str, right: int) -> None:
 
 
 def test_pass_rates_by_hand() -> None:
-    assert Family(1, scaled=False).of_pass_rate(0.25) == 0.375  # 2 · ¼ · ¾
-    assert Family(0, scaled=True).of_pass_rate(0.5) == 1.0  # 2 · √¼
+    assert WeightFamily(1, scaled=False).of_pass_rate(0.25) == 0.375  # 2 · ¼ · ¾
+    assert WeightFamily(0, scaled=True).of_pass_rate(0.5) == 1.0  # 2 · √¼
     assert [name for name, family in FAMILIES.items() if family.unbiased] == ["dr_grpo", "reinforce", "mirror_descent"]
 
 
