@@ -117,6 +117,12 @@ COMMANDS = {
         options="cli:_compare_options",
         verbose=False,
     ),
+    "lab": Command(
+        "what RL does to a model, as a small experiment: table and figure under runs/labs/NAME",
+        run="labs:run",
+        options="labs:add_arguments",
+        verbose=False,
+    ),
     "serve": Command(
         "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
         run="cli:_serve",

@@ -212,6 +212,49 @@ def _accuracy(record: RunRecord) -> Figure | None:
     return figure("Held-out accuracy", meaning, [accuracy_line(record, "greedy"), during], unit, share=True)
 
 
+WEIGHTS = (
+    "−∂loss/∂log π of each token, in units of the run's mean (docs/labs.md). Lines: what the same answers would have "
+    "under 1/|o| (GRPO) and under a constant (Dr.GRPO, DAPO), on-policy."
+)
+_BY_LENGTH = {
+    "Weight of a token by the length of its answer": (
+        "token",
+        "Falling: a token of a long answer counts less, of a long wrong one, too.",
+    ),
+    "Weight of an answer by its length": (
+        "answer",
+        "Level: every answer has the same say. Rising: a long one has as much more as it is longer.",
+    ),
+}
+_BY_PASS_RATE = "Dividing by σ, the root, lifts questions that are almost always or almost never solved."
+
+
+def weight_figures(record: RunRecord) -> list[Figure]:
+    """What answers weighed in the gradient, by their length and their group's pass rate, beside the formulas'."""
+    if not record.token_weights:
+        return []
+    from grpo_lab.diagnostics.token_weights import WeightFamily, over_steps  # loads torch
+
+    how: Any = {"unit": "mean |w|, relative", "from_zero": True}
+    quarters = over_steps(record.token_weights, "by_length")
+    steps = f"A point is a quarter of the lengths; {len(record.token_weights)} optimizer steps."
+    found = []
+    for title, (what, meaning) in _BY_LENGTH.items():
+        names = {"measured": what, "∝ 1/|o|": f"{what}_at_0", "constant": f"{what}_at_1"}
+        lines = [Line(label, [(one.at, getattr(one, name)) for one in quarters]) for label, name in names.items()]
+        found.append(figure(title, f"{meaning} {steps}", lines, x_unit="tokens of an answer", **how))
+    buckets = over_steps(record.token_weights, "by_pass_rate")
+    lines, tenths = [Line("measured", [(one.at, one.answer) for one in buckets], markers=True)], range(11)
+    for label, scaled in (("∝ √(p(1−p))", True), ("∝ p(1−p)", False)):
+        of = WeightFamily(1, scaled).of_pass_rate
+        whole = sum(of(one.at) for one in buckets)
+        level = sum(one.answer for one in buckets) / whole if whole else 0.0  # as high as what was measured
+        lines.append(Line(label, [(place / 10, level * of(place / 10)) for place in tenths if level]))
+    title = "Weight of an answer by its group's pass rate"
+    found.append(figure(title, f"{_BY_PASS_RATE} For rewards of 0 and 1.", lines, x_unit="pass rate", **how))
+    return [one for one in found if one]
+
+
 def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     """Curves with one line a run; quantities that no run recorded are left out."""
     meaning, unit = "Bars: 95% Wilson interval over problems.", "share of problems correct"

@@ -13,7 +13,7 @@ from grpo_lab.evaluation.charts import Figure, Line, figure
 from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
-from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, panel_figures, unit_of
+from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, WEIGHTS, panel_figures, unit_of, weight_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import (
@@ -85,6 +85,7 @@ def run_page(record: RunRecord) -> Page:
     if record.kind != EVALUATION and bool(record.before) != bool(record.after):
         side = "after" if record.before else "before"
         missing.append(f"Evaluation {side} (evaluation/{side})")
+    weights = weight_figures(record)
     points = [one.line for one in changes(windows(record), facts_of(record))][-5:]
     return Page(
         kind="training report" if trained else f"{record.kind} report",
@@ -95,6 +96,7 @@ def run_page(record: RunRecord) -> Page:
         sections=[
             Section("Is it working?", points=points, foot=_WORKING),
             Section("Curves", CURVES, figures=figures),
+            *([Section("Which answers weigh more", WEIGHTS, figures=weights)] if weights else []),
             *evaluation_sections(record),
             _metrics_section(record),
             settings_section(settings),

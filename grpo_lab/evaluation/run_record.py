@@ -5,6 +5,7 @@
     rounds.jsonl              one a round, of `grpo-lab rounds`
     evaluation/before, after  written by EvaluationResult.write; evaluation/step_<n>: during training
     outcomes.jsonl            of a folder that is one evaluation; curation.json: of one that is a curation
+    token_weights.jsonl       a line each n-th optimizer step: `grpo_lab.diagnostics.token_weights`
     pipeline.json             the stages of a pipeline, each with a folder of its name
 
 Whatever could not be read is named in `notices`. Whether the run works: ``grpo_lab.diagnostics`` on ``metrics.jsonl``.
@@ -57,8 +58,8 @@ class RunRecord:
     """A run as far as it could be read; the fields are empty or None where nothing was found.
 
     kinds: what the folder holds, what its page is about first. rounds: the lines of `rounds.jsonl`, their numbers.
-    stages: of a pipeline, in their order; ``before`` and ``after`` are then its first and last answers to the problems
-    that it was evaluated on most often. name: in a comparison.
+    token_weights: those of `token_weights.jsonl`. stages: of a pipeline, in their order; ``before`` and ``after`` are
+    then its first and last answers to the problems that it was evaluated on most often. name: in a comparison.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class RunRecord:
     after: EvaluationResult | None = None
     during: list[tuple[int, EvaluationResult]] = field(default_factory=list)
     rounds: list[dict[str, float]] = field(default_factory=list)
+    token_weights: list[dict[str, Any]] = field(default_factory=list)
     stages: list[PipelineStage] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ def read_run(folder: str | Path) -> RunRecord:
     for step, row in _read_numbers(folder / "metrics.jsonl", "step", record.notices):
         for name, value in row.items():
             record.metrics.setdefault(name, []).append((step, value))
+    record.token_weights = _read_token_weights(folder / "token_weights.jsonl", record.notices)
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
@@ -220,6 +223,24 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
         in_rows = f"{count} row{'s' * (count > 1)}"
         notices.append(f"{path.name}: {name} was NaN, infinite or beyond 1e100 in {in_rows}, not drawn")
     return sorted(rows.items())
+
+
+def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
+    """The lines by which a step's weights can be drawn, of a step the last one; what is left out is named."""
+    if not path.is_file():
+        return []
+    from grpo_lab.diagnostics.token_weights import over_steps  # loads torch
+
+    found: dict[int, dict[str, Any]] = {}
+    for number, row in json_lines(path):
+        try:
+            for by in ("by_length", "by_pass_rate"):
+                over_steps([row], by)  # type: ignore[list-item]
+            found[int(row["step"])] = row  # type: ignore[index, assignment]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = row if isinstance(row, str) else f"no weights of a step ({type(error).__name__}: {error})"
+            notices.append(f"{path.name}, line {number}: {why}; the line was left out")
+    return [found[step] for step in sorted(found)]
 
 
 def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> EvaluationResult | None:

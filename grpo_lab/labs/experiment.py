@@ -44,27 +44,37 @@ class Experiment:
             process held above what it held before) and ``process_seconds`` besides.
         report: records and options → the text that is printed; writes its files into ``options.folder``.
         prepare: makes what the cells begin from, before the first of them.
+        seeds: of ``grpo-lab lab``, where none are asked for.
+        in_process: cells are short and train nothing: they run one after the other, here.
     """
 
     arms: Sequence[str]
     run: Callable[[str, int, Path, Options], Record]
     report: Callable[[Found, Options], str]
     prepare: Callable[[Options], object] = lambda options: None
+    seeds: Sequence[int] = (0, 1, 2)
+    in_process: bool = False
 
 
 def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
     """The options that every experiment has."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    add_options(found, folder)
+    found.set_defaults(seeds=list(seeds), folder=Path(folder))
+    return found
+
+
+def add_options(found: argparse.ArgumentParser, folder: str) -> None:
+    """The options that every experiment has; seeds and folder are None where they are not given."""
+    found.add_argument("--seeds", type=int, nargs="+")
     found.add_argument("--arms", nargs="+", help="only these")
-    found.add_argument("--folder", type=Path, default=Path(folder))
+    found.add_argument("--folder", type=Path, help=f"default: {folder}")
     found.add_argument("--jobs", type=int, default=1, help="cells side by side")
     at_most = "cells run in this call; the next one goes on (0: only report)"
     found.add_argument("--at-most", type=int, metavar="N", help=at_most)
     said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE is JSON"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    return found
 
 
 def changes_asked(options: Options) -> dict[str, Any]:
@@ -76,13 +86,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     """Every cell without a record, then the report of what there is. ValueError: an arm that there is not. SystemExit:
     cells failed; the others have run, and the report is of them."""
     if options.run_one is not None:
-        arm, seed = options.run_one[0], int(options.run_one[1])
-        record = record_file(options.folder, arm, seed)
-        held, began = peak_memory(), time.perf_counter()
-        found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
-        found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_whole_text(record, json.dumps(found))
+        _run_cell(experiment, options, options.run_one[0], int(options.run_one[1]))
         return
     arms = options.arms or experiment.arms
     if unknown := sorted({*arms} - {*experiment.arms}):
@@ -92,6 +96,10 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     waiting = [cell for cell in cells if not record_file(options.folder, *cell).is_file()][: options.at_most]
     if waiting:
         experiment.prepare(options)
+    if experiment.in_process:
+        for arm, seed in waiting:
+            _run_cell(experiment, options, arm, seed)
+        waiting = []
     with ThreadPoolExecutor(options.jobs) as pool:
         ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
         failed = [why for why in ran if why]
@@ -113,6 +121,15 @@ def records(arms: Sequence[str], options: Options) -> Found:
             if file.is_file():
                 found.setdefault(arm, []).append(json.loads(file.read_text(encoding="utf-8")))
     return found
+
+
+def _run_cell(experiment: Experiment, options: Options, arm: str, seed: int) -> None:
+    record = record_file(options.folder, arm, seed)
+    held, began = peak_memory(), time.perf_counter()
+    found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
+    found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_whole_text(record, json.dumps(found))
 
 
 def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:

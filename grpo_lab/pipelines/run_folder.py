@@ -19,6 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 
+from grpo_lab.diagnostics.token_weights import FILE as TOKEN_WEIGHTS
 from grpo_lab.io import write_whole_text
 from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import parsed, written
@@ -48,12 +49,12 @@ CANNOT_CHANGE_THE_PAST = frozenset(
         "log_completions", "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica",
         "log_on_each_node", "report_to", "run_name", "project", "trackio_space_id", "disable_tqdm", "save_strategy",
         "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "save_checksums", "max_hours",
-        "stop_file", "profile", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "push_to_hub",
-        "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
-        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
-        "num_generations_eval", "ddp_timeout", "dataloader_num_workers", "dataloader_pin_memory",
-        "dataloader_prefetch_factor", "dataloader_persistent_workers", "torch_empty_cache_steps",
-        "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+        "stop_file", "profile", "token_weights_every", "load_best_model_at_end", "metric_for_best_model",
+        "greater_is_better", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo",
+        "hub_always_push", "hub_revision", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start",
+        "per_device_eval_batch_size", "num_generations_eval", "ddp_timeout", "dataloader_num_workers",
+        "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+        "torch_empty_cache_steps", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
     )
 )  # fmt: skip
 """Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the
@@ -93,7 +94,8 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
             if not any(one.is_relative_to(stale.resolve()) for one in needed):
                 shutil.rmtree(stale, ignore_errors=True)
     if not begun:
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("metrics.jsonl", TOKEN_WEIGHTS):
+            (folder / name).unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif measured or longer:  # there is something left to do in a finished run
         found = read_marker(folder / RUN)
@@ -187,7 +189,8 @@ def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: C
         elif "parameters" in record:  # written when the training began
             console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
         due = newest is not None and "evaluation_due" in read_state(newest).entries
-        cut_metrics(folder / "metrics.jsonl", -1 if newest is None else step_of(newest), due)
+        for name in ("metrics.jsonl", TOKEN_WEIGHTS):
+            cut_metrics(folder / name, -1 if newest is None else step_of(newest), due)
     return newest
 
 

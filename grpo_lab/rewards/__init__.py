@@ -9,6 +9,7 @@ from grpo_lab.rewards.completion import ModeFollowingReward, ThinkFormatReward
 from grpo_lab.rewards.language import LanguageConsistencyReward
 from grpo_lab.rewards.length import KimiLengthReward, kimi_length_reward
 from grpo_lab.rewards.math.accuracy import AccuracyReward, BoxedReward, HashesReward
+from grpo_lab.rewards.noise import FlippedReward, WrongLabelReward
 from grpo_lab.rewards.preference import PreferenceReward
 from grpo_lab.rewards.protocol import GroupReward, group_reward
 from grpo_lab.rewards.puzzles import CoinReward, CountdownReward, ProofReward, SortingReward
@@ -22,6 +23,7 @@ __all__ = [
     "CoinReward",
     "CountdownReward",
     "EquationSteps",
+    "FlippedReward",
     "GroupReward",
     "HashesReward",
     "KimiLengthReward",
@@ -34,6 +36,7 @@ __all__ = [
     "StepReward",
     "ThinkFormatReward",
     "TokenClassificationSteps",
+    "WrongLabelReward",
     "group_reward",
     "kimi_length_reward",
     "step_reward",

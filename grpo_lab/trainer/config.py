@@ -61,6 +61,8 @@ class LabConfig(GRPOConfig):
         stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``:
             ``STOP`` in ``output_dir``. One older than the process of a training from its first step just goes.
         profile: write ``profile.md``, the time of an optimizer step by part (``--profile``).
+        token_weights_every: in every n-th optimizer step, from the first on, write the weight that tokens had in the
+            gradient, by length and by pass rate, as a line of ``token_weights.jsonl``; the report draws them.
         save_checksums: keep the SHA-256 of every file of a checkpoint; a resume compares them.
 
     Raises:
@@ -82,6 +84,7 @@ class LabConfig(GRPOConfig):
     max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
     stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")
     profile: bool | None = _setting("Write profile.md: the time of an optimizer step by part.")
+    token_weights_every: int | None = _setting("Write the weight of tokens in the gradient every n optimizer steps.")
     save_checksums: bool = _setting("A checksum of each file of a checkpoint, compared before a resume.", True)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:

@@ -79,6 +79,8 @@ class Parts:
         trainer.add_callback(self.stop)
         if trainer.args.profile:
             trainer.add_callback(Profile(trainer))
+        if trainer.lab_settings.token_weights_every is not None:
+            trainer.add_callback(self.update.weights)
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
             trainer.add_callback(HealthLine())
             one_line_for(trainer)

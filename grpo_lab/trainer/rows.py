@@ -74,7 +74,9 @@ class Carried:
         returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
         position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a
             batch that was put together from several.
-        length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction.
+        length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction, or for
+            ``token_weights_every``.
+        pass_rate: float ``[B]``, share of right answers in the row's group, NaN unknown; for ``token_weights_every``.
     """
 
     policy_version = _Field(POLICY_VERSION)
@@ -85,6 +87,7 @@ class Carried:
     as_generated = _Field(f"{OURS}as_generated")
     unmoved = _Field(f"{OURS}unmoved")
     length_quartile = _Field(f"{OURS}length_quartile")
+    pass_rate = _Field(f"{OURS}pass_rate")
     old_values = _Field(f"{OURS}old_values")
     returns = _Field(f"{OURS}returns")
     position_offset = _Field(POSITION_OFFSET)

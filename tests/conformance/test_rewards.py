@@ -17,6 +17,7 @@ from grpo_lab.rewards import (
     BoxedReward,
     CodeReward,
     CountdownReward,
+    FlippedReward,
     GroupReward,
     HashesReward,
     KimiLengthReward,
@@ -25,6 +26,7 @@ from grpo_lab.rewards import (
     ProofReward,
     SortingReward,
     ThinkFormatReward,
+    WrongLabelReward,
 )
 
 LIMIT_S = 600.0
@@ -59,6 +61,8 @@ ROWS: dict[str, Row] = {
     "think": Row(lambda: ThinkFormatReward(form="think"), good="<think>Nine twos.</think> 18"),
     "modes": Row(lambda: ThinkFormatReward(form="modes"), good="<think>\n\n</think>\n\n18"),
     "mode following": Row(ModeFollowingReward),
+    "flipped": Row(lambda: FlippedReward(HashesReward(), false_negatives=1e-9), good="Nine times two is 18.\n#### 18"),
+    "wrong label": Row(lambda: WrongLabelReward(HashesReward(), share=0.0), good="Nine times two is 18.\n#### 18"),
     "language": Row(LanguageConsistencyReward),
     "kimi length": Row(lambda: KimiLengthReward(correctness=ThinkFormatReward()), bad="I do not know. " * 20),
 }

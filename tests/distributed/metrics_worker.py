@@ -23,7 +23,7 @@ from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, problems
 
 KINDS = {
-    "token": {"objective": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05},
+    "token": {"objective": "dr_grpo", "epsilon": 0.03, "epsilon_high": 0.05, "token_weights_every": 1},
     "sequence": {"objective": "gspo", "epsilon": 0.01, "epsilon_high": 0.012},
 }
 

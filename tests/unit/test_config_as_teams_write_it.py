@@ -46,6 +46,7 @@ OURS: dict[str, Any] = {
     "stop_file": "/tmp/stop here",
     "save_checksums": False,
     "profile": True,
+    "token_weights_every": 25,
     "sampler": {"name": "prioritized", "floor": 0.1},
     "update": {"dead_groups": "keep", "max_tokens": 4096, "randomness": "same_draws"},
     "guard": {"max_bad_steps": 5, "save": False},

@@ -21,6 +21,7 @@ from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
+from grpo_lab.trainer.metrics.token_weights import pass_rates
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.rows import Carried, loss_mask
@@ -148,12 +149,17 @@ def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
 
 
 def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
+    """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay; for
+    ``token_weights_every`` the quarter of each length, and the pass rate of each group."""
     scored.forwards.mark(batch)
-    carried, rows = Carried(batch), batch["prompt_ids"].size(0)
+    carried, rows, table = Carried(batch), batch["prompt_ids"].size(0), scored.rewarded.table
+    mine, weighed = local_rows(trainer, batch), trainer.lab_settings.token_weights_every and trainer.model.training
     carried.policy_version = torch.full((rows,), trainer.sampled_by, dtype=torch.long)
-    if scored.forwards.corrected:
-        carried.length_quartile = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
-        if carried.sampler_weights is not None:  # TRL made it: it was not put off
-            record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())
+    if scored.forwards.corrected or weighed:
+        carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]
+    if weighed:
+        of_all = pass_rates(correctness(table, trainer.reward_funcs), len(table.values), table.group_size)
+        carried.pass_rate = of_all[mine].to(batch["prompt_ids"].device)
+    if scored.forwards.corrected and carried.sampler_weights is not None:  # TRL made it: it was not put off
+        record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())
     return batch

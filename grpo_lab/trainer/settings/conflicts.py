@@ -282,6 +282,11 @@ AFTER: tuple[Conflict, ...] = (
         "`kl` is set, but the loss is left to TRL ({algorithm.left_to_trl}), which has a KL of its own; use `beta`",
     ),
     (
+        lambda c: c.ours.token_weights_every is not None and c.algorithm.objective is None,
+        "`token_weights_every` is set, but the loss is left to TRL ({algorithm.left_to_trl}), and TRL's hands out no "
+        "log-probs to differentiate it by: set `objective`, or leave it out",
+    ),
+    (
         lambda c: c.args.reference_every is not None and c.args.beta == 0.0,
         "`reference_every` is {args.reference_every!r}, but nothing reads a reference (`beta` is 0 and `kl` is not "
         "set): set one of them, or leave it out",

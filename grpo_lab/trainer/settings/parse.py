@@ -375,6 +375,7 @@ class LabSettings:
     stop_file: StopFile | None = None
     save_checksums: OnlySwitch | None = None
     profile: OnlySwitch | None = None
+    token_weights_every: Positive | None = None
 
     @property
     def randomness(self) -> str:

@@ -20,6 +20,7 @@ from grpo_lab.trainer.exactness.model_conditions import position_limit
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
+from grpo_lab.trainer.metrics.token_weights import TokenWeights
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
 from grpo_lab.trainer.step.exchange import Collected, Exchange
@@ -37,6 +38,7 @@ class ExactUpdate:
         self.trainer = trainer
         self.verdict = StandingVerdict(trainer)
         self.record = UpdateRecord(trainer)
+        self.weights = TokenWeights(trainer)
         self._window: list[dict[str, Any]] = []
         self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
         self._old = OldPolicy(trainer, self.log_probs_of)
@@ -57,6 +59,7 @@ class ExactUpdate:
         found = self._step or self.verdict.now()
         last = bool(self.trainer.accelerator.sync_gradients)
         self._step = None if last else found
+        self.weights.add_rows(inputs)
         if found.stock is not None:
             if last:
                 self._old.before_update_in_trls_batches()
@@ -163,7 +166,9 @@ class ExactUpdate:
             assert rows.token_count is not None
             denominators = replace(denominators, tokens=rows.token_count.unsqueeze(1))
         assert objective is not None
-        return batch, objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
+        loss = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
+        self.weights.add(loss, batch.logps, batch.mask, rows.fields)
+        return batch, loss
 
     def _origin(self, micro_batch: Tensor | None, denominators: Denominators) -> Origin:
         assert micro_batch is not None  # the step's numbers are known

@@ -95,6 +95,7 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
     accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
     denominators = denominators_of(trainer, inputs, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
+    trainer.exact_update.weights.add(loss, batch.logps, batch.mask, inputs)
     book = trainer.recorder.book(mode)
     record_tokens(trainer, book, batch)
     if router_loss is not None:  # mixture of experts: load balancing, as TRL adds it

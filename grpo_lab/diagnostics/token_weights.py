@@ -1,0 +1,172 @@
+"""The weight that each token really has in the gradient, and what the formulas say it is. Pure: torch, no trainer.
+
+    ∇loss = −Σ_{i,t} w_{i,t} ∇log π(y_{i,t}),        w_{i,t} = −∂loss/∂log π(y_{i,t})
+
+The loss in force is differentiated, so this holds for every surrogate, ratio, aggregation and ``token_loss`` of a team.
+On-policy, with one advantage Â_i for the |o_i| loss tokens of completion i, the presets come to
+
+    w_{i,t} = Â_i · |o_i|^(α−1) / D
+
+======================================  ===  =================  ==========================
+preset                                  α    Â                  D
+======================================  ===  =================  ==========================
+grpo, gspo                              0    (r − r̄)/(σ + ε)    rows
+dapo, bnpo, cispo, …_token_mean         1    (r − r̄)/(σ + ε)    tokens (bnpo: local ones)
+dr_grpo, reinforce                      1    r − r̄              rows · budget
+mirror_descent                          1    r − r̄              rows
+======================================  ===  =================  ==========================
+
+Two statements, both true. *Which estimator is unbiased*: α = 1 without σ, whose expectation is ∇E[r] up to a constant;
+1/|o_i| turns the direction wherever length goes with the reward, and 1/σ weighs questions. *Which answers weigh more*:
+the weight of a whole answer is Σ_t |w_{i,t}| = |Â_i| · |o_i|^α / D, so with α = 0 all lengths have the same say, and
+with α = 1 a long answer has as much more as it is longer. "No length bias" is about the estimator, not about influence.
+
+With rewards of 0 and 1 and pass rate p a group's mean |Â| is 2p(1 − p), and 2√(p(1 − p)) where it is divided by σ (of
+the population; with G − 1 in it times √((G − 1)/G)). Source: GRPO (arXiv 2402.03300, eq. 3); Dr.GRPO (arXiv 2503.20783,
+§3.1, §3.2), DAPO (arXiv 2503.14476, eq. 8), GSPO (arXiv 2507.18071, eq. 7), Kimi k1.5 (arXiv 2501.12599, §2.3.2);
+|o|^(α−1) as a family: an unreviewed note.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_lab.batch import masked_sum
+
+#: of a run's folder; a line for each optimizer step that was looked at
+FILE = "token_weights.jsonl"
+QUARTERS = 4
+#: upper ends of the buckets of pass rates but the last, which is 1 alone, as 0 is the first: such groups are dead
+PASS_RATES = (0.0, 0.25, 0.5, 0.75, 1.0 - 1e-6)
+BUCKETS = QUARTERS + len(PASS_RATES) + 1
+COLUMNS = ("rows", "tokens", "pass_rate", "answer_advantage", "token_advantage", "weight")
+"""Sums of a bucket: completions; their loss tokens; the pass rates of their groups; |Â| of each completion (its tokens'
+mean); |Â| of each token; |w| of each token. ``answer_advantage`` and ``token_advantage`` are what ``weight`` is
+proportional to at α = 0 and at α = 1."""
+
+
+@dataclass(frozen=True)
+class WeightFamily:
+    """What a preset's weights are on-policy: |o|^(α−1), and whether Â is divided by the group's deviation."""
+
+    alpha: int
+    scaled: bool
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expected gradient is ∇E[r] up to a constant, for a given denominator."""
+        return self.alpha == 1 and not self.scaled
+
+    def of_length(self, tokens: float) -> float:
+        """A token's weight in an answer of so many tokens, per unit of |Â|, up to a constant."""
+        return float(tokens) ** (self.alpha - 1)
+
+    def of_pass_rate(self, rate: float) -> float:
+        """Mean |Â| of a group of pass rate p: 2p(1 − p), or 2√(p(1 − p))."""
+        variance = rate * (1 - rate)
+        return 2 * (math.sqrt(variance) if self.scaled else variance)
+
+
+FAMILIES: dict[str, WeightFamily] = {
+    "grpo": WeightFamily(0, scaled=True),
+    "gspo": WeightFamily(0, scaled=True),
+    "dapo": WeightFamily(1, scaled=True),
+    "bnpo": WeightFamily(1, scaled=True),
+    "cispo": WeightFamily(1, scaled=True),
+    "reinforce_token_mean": WeightFamily(1, scaled=True),
+    "dr_grpo": WeightFamily(1, scaled=False),
+    "reinforce": WeightFamily(1, scaled=False),
+    "mirror_descent": WeightFamily(1, scaled=False),
+}
+"""Preset → its family; ``ppo`` has advantages of tokens."""
+
+
+def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
+    """w = −∂loss/∂log π of each token, like ``logps`` ``[B, T]``, no gradient; 0 where the loss does not read one.
+
+    Args:
+        loss: the scalar whose gradient is taken; its graph stays, so that it can still be trained on.
+        logps: the log-probs in its graph, a leaf or not; nothing behind them is differentiated.
+    """
+    found = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)[0]
+    return torch.zeros_like(logps) if found is None else -found.detach()
+
+
+def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
+    """``[BUCKETS, 5]``, float64: all ``COLUMNS`` but the last.
+
+    Args:
+        mask: bool ``[B, T]``, loss tokens; a row without any counts nowhere.
+        advantages: ``[B]``, ``[B, 1]`` or ``[B, T]``.
+        quarter: long ``[B]``, 0 to 3 by length.
+        pass_rate: ``[B]`` of the row's group, in [0, 1]; NaN where nothing says what is right.
+    """
+    size = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).abs().double()
+    of_tokens, tokens = masked_sum(size, mask, dim=1), mask.sum(1).double()
+    own = tokens > 0
+    of_answer, rate = of_tokens / tokens.clamp(min=1), pass_rate.double().nan_to_num(nan=0.0) * own
+    return _in_buckets(torch.stack([own.double(), tokens, rate, of_answer, of_tokens], dim=1), quarter, pass_rate)
+
+
+def sums_of_weights(weights: Tensor, mask: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
+    """``[BUCKETS]``, float64: Σ|w|, the last of ``COLUMNS``; the other arguments as in ``sums_of_rows``."""
+    return _in_buckets(masked_sum(weights.abs().double(), mask, dim=1).unsqueeze(1), quarter, pass_rate).squeeze(1)
+
+
+def _in_buckets(values: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
+    """``[B, C] -> [BUCKETS, C]``: each row in its quarter of lengths, and in its pass rate's bucket if it has one."""
+    ends = torch.tensor(PASS_RATES, device=values.device)
+    known = ~pass_rate.isnan()
+    places = QUARTERS + torch.bucketize(pass_rate.float().nan_to_num(nan=0.0), ends)
+    found = values.new_zeros(BUCKETS, values.size(1)).index_add(0, quarter, values)
+    return found.index_add(0, places[known], values[known])
+
+
+def as_line(step: int, sums: Tensor) -> dict[str, Any]:
+    """What ``FILE`` says of an optimizer step; ``sums``: ``[BUCKETS, COLUMNS]`` over all ranks."""
+    buckets = [dict(zip(COLUMNS, row, strict=True)) for row in sums.tolist()]
+    return {"step": step, "by_length": buckets[:QUARTERS], "by_pass_rate": buckets[QUARTERS:]}
+
+
+class Bucket(NamedTuple):
+    """Of a part of a run's completions: their mean length (tokens) or their groups' mean pass rate, and mean |w| of a
+    token and Σ|w| of an answer, as measured and as the same completions would have them at α = 0 and α = 1. Each in
+    units of the run's mean."""
+
+    at: float
+    token: float
+    answer: float
+    token_at_0: float
+    token_at_1: float
+    answer_at_0: float
+    answer_at_1: float
+
+
+def over_steps(lines: Iterable[Mapping[str, Any]], by: str) -> list[Bucket]:
+    """The buckets of ``by_length`` or ``by_pass_rate`` over all ``lines``, empty ones left out; nothing where nothing
+    weighed anything. KeyError, TypeError: a line that ``as_line`` did not write."""
+    sums: list[dict[str, float]] = []
+    for line in lines:
+        for place, bucket in enumerate(line[by]):
+            if place == len(sums):
+                sums.append(dict.fromkeys(COLUMNS, 0.0))
+            for name in COLUMNS:
+                sums[place][name] += float(bucket[name])
+    whole = {name: sum(one[name] for one in sums) for name in COLUMNS}
+    if not all(whole[name] > 0 for name in ("rows", "tokens", "answer_advantage", "token_advantage", "weight")):
+        return []
+    found = []
+    for one in sums:
+        if one["rows"] > 0:
+            at = one["tokens" if by == "by_length" else "pass_rate"] / one["rows"]
+            measured, *shares = (one[n] / whole[n] for n in ("weight", "answer_advantage", "token_advantage"))
+            token, answer = whole["tokens"] / one["tokens"], whole["rows"] / one["rows"]
+            expected = [share * of for of in (token, answer) for share in shares]
+            found.append(Bucket(at, measured * token, measured * answer, *expected))
+    return found

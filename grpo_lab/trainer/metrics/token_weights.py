@@ -1,0 +1,83 @@
+"""``token_weights_every: n``: the weight that tokens had in every n-th optimizer step, by length and by pass rate, as a
+line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``), beginning with the first step.
+
+The loss that HF is about to train on is differentiated by the log-probs of its own forward: no second forward and no
+second call of a hook, and what is trained on stays the same to the bit. Completions count wherever they are computed
+or left out (their weight is exactly 0 then); weights are as ranks average them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from grpo_lab.diagnostics.token_weights import BUCKETS, COLUMNS, FILE, as_line, sums_of_rows, sums_of_weights
+from grpo_lab.diagnostics.token_weights import token_weights as weights_in
+from grpo_lab.io import no_link
+from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.verifiers.verdict import CORRECT_FROM
+
+
+class TokenWeights(TrainerCallback):  # type: ignore[misc]
+    """Sums of an optimizer step on this rank; with the step's end those of all ranks become a line."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.every = trainer, trainer.lab_settings.token_weights_every
+        self._sums: Tensor | None = None
+
+    def is_due(self) -> bool:
+        """Whether the optimizer step under way is looked at."""
+        trainer = self.trainer
+        return self.every is not None and trainer.model.training and trainer.state.global_step % self.every == 0
+
+    def add_rows(self, inputs: dict[str, Any]) -> None:
+        """The completions of a micro-batch of this rank, each once, whether they will be computed or not."""
+        if place := self._places(inputs):
+            self._of_step[:, :-1] += sums_of_rows(loss_mask(inputs).cpu(), inputs["advantages"].cpu(), *place)
+
+    def add(self, loss: Tensor, logps: Tensor, mask: Tensor, fields: Any) -> None:
+        """What was computed: its ``loss``, as all ranks' are averaged, the log-probs in it, its loss tokens and rows'
+        ``fields``."""
+        if place := self._places(fields):
+            found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
+            self._of_step[:, -1] += found / self.trainer.accelerator.num_processes
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        if self.trainer.accelerator.num_processes > 1:
+            with at("token weights of all ranks"):
+                sums = self.trainer.accelerator.reduce(sums.to(self.trainer.accelerator.device), "sum")
+        if state.is_world_process_zero and bool(sums.isfinite().all()):  # else a step that the guard has left out
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            with open(Path(args.output_dir) / FILE, "a", encoding="utf-8", opener=no_link) as file:
+                file.write(json.dumps(as_line(state.global_step, sums)) + "\n")
+
+    def _places(self, fields: Any) -> tuple[Tensor, Tensor] | None:
+        """Quarter and pass rate of each row; None where nobody asks, or a checkpoint's batch was not marked."""
+        carried = Carried(fields)
+        if not self.is_due() or carried.length_quartile is None or carried.pass_rate is None:
+            return None
+        return carried.length_quartile.cpu(), carried.pass_rate.cpu()
+
+    @property
+    def _of_step(self) -> Tensor:
+        if self._sums is None:
+            self._sums = torch.zeros(BUCKETS, len(COLUMNS), dtype=torch.float64)
+        return self._sums
+
+
+def pass_rates(correct: Tensor | None, rows: int, group_size: int) -> Tensor:
+    """Share of right answers in the group of each of ``rows`` completions, ``[N]``; NaN where none could be judged, and
+    everywhere without a correctness reward. ``correct``: its scores ``[N]``, NaN unscorable."""
+    if correct is None:
+        return torch.full((rows,), float("nan"))
+    right = (correct >= CORRECT_FROM).float().masked_fill(correct.isnan(), float("nan"))
+    return right.view(-1, group_size).nanmean(dim=1).repeat_interleave(group_size)
