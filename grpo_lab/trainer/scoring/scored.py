@@ -151,7 +151,7 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay."""
     scored.forwards.mark(batch)
     carried, rows = Carried(batch), batch["prompt_ids"].size(0)
-    carried.policy_version = torch.full((rows,), trainer.sampled_by, dtype=torch.long)
+    carried.policy_version = trainer.sampled_by(rows)
     if scored.forwards.corrected:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[local_rows(trainer, batch)]
         if carried.sampler_weights is not None:  # TRL made it: it was not put off
