@@ -43,6 +43,9 @@ class Engine:
     #: whether the end token follows these tokens; None: completions have lengths of their own, and no end token
     stop: Callable[[tuple[int, ...]], bool] | None = None
     end: int = 0
+    #: the trainer's step, and what it was at each sync
+    step: Callable[[], int] = lambda: -1
+    synced_at: list[int] = field(default_factory=list)
     #: with ``stop``: what was asked for and drawn, in order: (tokens before, tokens, log-probs, syncs before the draw)
     segments: list[tuple[tuple[int, ...], tuple[int, ...], list[float], int]] = field(default_factory=list)
 
@@ -50,6 +53,7 @@ class Engine:
         assert not self.busy, "weights were sent into a running batch"
         sent = dict(named)
         self.syncs += 1
+        self.synced_at.append(self.step())
         self.said.append(f"sync {self.syncs}")
         self.fail(f"sync {self.syncs}")
         with torch.no_grad():
