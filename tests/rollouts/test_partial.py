@@ -5,7 +5,6 @@ each token by what stands before it, and is set beside what was trained on. With
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -14,16 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 
-import forked
-from distributed.launch import RECIPES, accelerate_launch
-from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.waiting import FILE, Begun, Group, begin, read_groups, write_groups
-from rollouts import overlap_runs
 from rollouts.overlap_runs import PROMPTS, Rows, build, log_probs
 from rollouts.stand_in import Engine, ends_at_random, stand_in
 
