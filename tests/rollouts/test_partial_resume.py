@@ -18,7 +18,7 @@ import forked
 from distributed.launch import RECIPES, accelerate_launch
 from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.waiting import FILE, Begun, Group, begin, read_groups, write_groups
+from grpo_lab.trainer.generation.waiting import FILE, WaitingCompletion, WaitingGroup, begin, read_groups, write_groups
 from grpo_lab.trainer.resume.state import STATE
 from rollouts import overlap_runs
 from rollouts.overlap_runs import Rows, build
@@ -118,14 +118,17 @@ def test_a_longer_budget_may_be_taken_and_stock_s_checkpoint(whole: Any, tiny: A
 
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "ü"}], "answer": None, "tests": ["x" * 9], "n": 3, "share": math.inf}
-    done = Begun([5, 7], [-0.1, math.nan], [(3, 1), (4, 1)], whole=True)
-    groups = [Group(row, [1, 2], 9, (done, Begun([], [], [], whole=False))), begin({"prompt": "a"}, [1], 8, 2)]
+    done = WaitingCompletion([5, 7], [-0.1, math.nan], [(3, 1), (4, 1)], whole=True)
+    groups = [
+        WaitingGroup(row, [1, 2], 9, (done, WaitingCompletion([], [], [], whole=False))),
+        begin({"prompt": "a"}, [1], 8, 2),
+    ]
     write_groups(tmp_path, groups)
     assert repr(read_groups(tmp_path, torch.device("cpu"))).replace("[3, 1], [4, 1]", "(3, 1), (4, 1)") == repr(groups)
 
 
 def test_segments_of_one_policy_are_one() -> None:
-    one = Begun([], [], [], whole=False).continued([1, 2], [-1.0, None], 4, whole=False)
+    one = WaitingCompletion([], [], [], whole=False).continued([1, 2], [-1.0, None], 4, whole=False)
     one = one.continued([3], [-3.0], 4, whole=False).continued([9], [-4.0], 6, whole=True)
     assert (one.ids, one.segments, one.whole) == ([1, 2, 3, 9], [(4, 3), (6, 1)], True)
     assert math.isnan(one.logprobs[1])

@@ -37,12 +37,13 @@ from trl import GRPOTrainer
 
 from grpo_lab.trainer.generation.in_step import generate_in_step
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead, refuse_turns
-from grpo_lab.trainer.generation.waiting import Begun, Group, begin, read_groups, write_groups
+from grpo_lab.trainer.generation.waiting import WaitingCompletion, WaitingGroup, begin, read_groups, write_groups
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
 Rows = list[dict[str, Any]]
+Groups = tuple[WaitingGroup, ...]
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
@@ -71,11 +72,11 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def _forget(self) -> None:
-        self._waiting: tuple[Group, ...] = ()
-        self._open: tuple[Group, ...] = ()  # those of the generation batch at hand
+        self._waiting: Groups = ()
+        self._open: Groups = ()  # those of the generation batch at hand
         self._again = False  # a checkpoint was written inside of that batch, and its micro-batches are lost
-        self._kept: tuple[tuple[Group, ...], tuple[Group, ...]] = (), ()  # after the last whole optimizer step
-        self._answer: tuple[list[list[int]], list[Begun]] | None = None
+        self._kept: tuple[Groups, Groups] = (), ()  # after the last whole optimizer step
+        self._answer: tuple[list[list[int]], list[WaitingCompletion]] | None = None
         self._versions: list[int] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -129,7 +130,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         None where all are of one policy, that of the step or of ``overlap``."""
         return self._versions if self.trainer.model.training else None
 
-    def _oldest_whole(self, inputs: Rows) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    def _oldest_whole(self, inputs: Rows) -> tuple[Groups, Groups]:
         """(groups to train on, groups that wait)."""
         trainer, waiting = self.trainer, self._waiting
         number = trainer.phase.start // trainer.phase.every
@@ -155,7 +156,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         rows: Rows | None = self._ahead.rows_to_train(self.trainer, coming * self.trainer.phase.every)
         return rows
 
-    def _begin(self, rows: Rows) -> tuple[Group, ...]:
+    def _begin(self, rows: Rows) -> Groups:
         """The groups of this rank's ``rows`` and of all others', without a token."""
         trainer, size = self.trainer, int(self.trainer.num_generations)
         prompts, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
@@ -167,7 +168,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         ]
         return tuple(gather_object(mine))
 
-    def _continue(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    def _continue(self, groups: Groups) -> Groups:
         """With every completion that has no end by at most ``cut`` tokens longer; as they are where one call fails."""
         assert self.cut is not None
         version, found = int(self.trainer.state.global_step), [list(group.completions) for group in groups]
@@ -183,7 +184,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
                 whole = ended or len(one.ids) + len(ids) >= room
                 found[place][number] = one.continued(ids, logprobs, version, whole)
         return tuple(
-            Group(group.row, group.prompt, group.room, tuple(completions))
+            WaitingGroup(group.row, group.prompt, group.room, tuple(completions))
             for group, completions in zip(groups, found, strict=True)
         )
 
@@ -241,7 +242,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._again = bool(self._open) and self.trainer._buffered_inputs is None
         self._kept = self._waiting, self._open
 
-    def _read(self, entry: Any, checkpoint: Path) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    def _read(self, entry: Any, checkpoint: Path) -> tuple[Groups, Groups]:
         number, then, now = int(entry["waiting"]), entry["settings"], self._settings()
         if self.cut is None:
             if number:
@@ -259,9 +260,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 _LOST = "the groups that wait are then lost, and as many prompts of the epoch are trained on twice"
 
 
-def _oldest(one: Begun) -> int:
+def _oldest(one: WaitingCompletion) -> int:
     return one.segments[0][0]
 
 
-def _segments(one: Begun) -> int:
+def _segments(one: WaitingCompletion) -> int:
     return len(one.segments)

@@ -21,7 +21,7 @@ FILE = "grpo_lab_generation_waiting.safetensors"
 
 
 @dataclass(frozen=True)
-class Begun:
+class WaitingCompletion:
     """A completion as far as it is written, T tokens up to now.
 
     ids       tokens [T]
@@ -35,31 +35,33 @@ class Begun:
     segments: list[tuple[int, int]]
     whole: bool
 
-    def continued(self, ids: list[int], logprobs: Sequence[float | None], version: int, whole: bool) -> Begun:
+    def continued(
+        self, ids: list[int], logprobs: Sequence[float | None], version: int, whole: bool
+    ) -> WaitingCompletion:
         """With one more segment; two of one policy are one."""
         *before, last = self.segments or [(version, 0)]
         segments = [*before, (version, last[1] + len(ids))]
         if last[0] != version:
             segments = [*before, last, (version, len(ids))]
         told = [math.nan if value is None else float(value) for value in logprobs]
-        return Begun([*self.ids, *ids], [*self.logprobs, *told], segments, whole)
+        return WaitingCompletion([*self.ids, *ids], [*self.logprobs, *told], segments, whole)
 
 
 @dataclass(frozen=True)
-class Group:
+class WaitingGroup:
     """A prompt and its G completions. ``row``: of the data set; ``room``: tokens that a completion may have."""
 
     row: dict[str, Any]
     prompt: list[int]
     room: int
-    completions: tuple[Begun, ...]
+    completions: tuple[WaitingCompletion, ...]
 
     @property
     def whole(self) -> bool:
         return all(one.whole for one in self.completions)
 
 
-def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> Group:
+def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> WaitingGroup:
     """A group without a token. ValueError: its row could not be written into a checkpoint."""
     try:
         flattened(row, "row")
@@ -68,10 +70,10 @@ def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> Group
             "`rollout.cut_after` keeps the rows of waiting completions in checkpoints, and of a row of `train_dataset` "
             f"{unknown}, which is neither text, number, list, mapping nor tensor: drop or convert that column"
         ) from unknown
-    return Group(row, prompt, room, (Begun([], [], [], whole=False),) * size)
+    return WaitingGroup(row, prompt, room, (WaitingCompletion([], [], [], whole=False),) * size)
 
 
-def write_groups(folder: Path, groups: Sequence[Group]) -> None:
+def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
     """Into a checkpoint's folder."""
     plain = [
         {
@@ -96,18 +98,18 @@ def write_groups(folder: Path, groups: Sequence[Group]) -> None:
     write_whole(folder / FILE, lambda partial: save_file(held, partial))
 
 
-def read_groups(folder: Path, device: torch.device) -> list[Group]:
+def read_groups(folder: Path, device: torch.device) -> list[WaitingGroup]:
     """What ``write_groups`` wrote; tensors of a row come to ``device``. ValueError: it is damaged or missing."""
     try:
         tensors = load_file(folder / FILE)
         description = json.loads(tensors.pop("description").numpy().tobytes())
         return [
-            Group(
+            WaitingGroup(
                 plain["row"],
                 plain["prompt"],
                 plain["room"],
                 tuple(
-                    Begun(one["ids"].tolist(), one["logprobs"].tolist(), one["segments"], one["whole"])
+                    WaitingCompletion(one["ids"].tolist(), one["logprobs"].tolist(), one["segments"], one["whole"])
                     for one in plain["completions"]
                 ),
             )
