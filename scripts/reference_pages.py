@@ -22,7 +22,8 @@ from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES
 from grpo_lab.objectives.presets import Preset
 from grpo_lab.registry import knobs_of
-from grpo_lab.trainer.settings.parse import KNOBS, OUR_FIELDS, LabSettings
+from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
+from grpo_lab.trainer.settings.sampler import KNOBS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MADE = "<!-- made by scripts/reference_pages.py: make docs-index -->"

@@ -13,7 +13,7 @@ from grpo_lab.registry import address
 from grpo_lab.settings import from_json, read, refuse_unknown
 from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
-from grpo_lab.trainer.settings.conflicts import AFTER, BEFORE, OVERLAP, Case, refuse, refuse_sampling_keys
+from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.knobs import with_registered, written
 from grpo_lab.trainer.settings.limits import GONE, check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
@@ -121,9 +121,9 @@ class LabConfig(GRPOConfig):
         given = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
         ours = with_registered(read(LabSettings, given))
         self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
-        if ours.rollout.overlap and not written(self, CORRECTION):
+        if ours.rollout.earlier_policy and not written(self, CORRECTION):
             setattr(self, CORRECTION, "token_truncate")
-        refuse(OVERLAP if ours.rollout.overlap else (), Case(self, ours))
+        refuse(AHEAD[ours.rollout.earlier_policy], Case(self, ours))
         refuse(BEFORE, Case(self, ours))
         refuse_sampling_keys(self)
         agree_with_trl(self, ours)

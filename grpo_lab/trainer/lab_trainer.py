@@ -1,7 +1,8 @@
 """``LabTrainer``: TRL's GRPOTrainer, read down the page as a step happens.
 
     prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
-    generate          ``_generate_single_turn``, and there: prove sync, ask for the next batch (``rollout.overlap``)
+    generate          which groups are whole (``rollout.cut_after``), then ``_generate_single_turn``, and there: prove
+                      sync, ask for the next batch (``rollout.overlap``)
     score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs:
                       ``_generate_and_score``
     record, buffer    its end; TRL cuts the batch and keeps it
@@ -21,6 +22,7 @@ import logging
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
@@ -167,7 +169,7 @@ class LabTrainer(ResumableTrainer):
         return super()._get_train_sampler(dataset) if ours is None else ours
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        coming = self.parts.overlap.read(epoch_iterator, num_batches)
+        coming = self.parts.ahead.read(epoch_iterator, num_batches, self._step)
         return super().get_batch_samples(coming, num_batches, device)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -176,13 +178,16 @@ class LabTrainer(ResumableTrainer):
         return ids, images, fields
 
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
+        begun = self.parts.partial.take(prompt_ids)
+        if begun is not None:
+            return begun
         training = self.model.training
         with by_groups(self), self.parts.overlap.taking():
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
-            self.parts.sync_proof.prove(prompt_ids)
+            self.parts.sync_proof.prove(self.parts.partial.asked or prompt_ids)
         self.parts.overlap.begin()
         return generated
 
@@ -193,7 +198,7 @@ class LabTrainer(ResumableTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
             self.parts.before_generation(self.model.training)
-            scored = self._generate_and_score(inputs)
+            scored = self._generate_and_score(self.parts.partial.choose(inputs))
             if self.model.training:
                 scored = self.parts.resampler.select(scored, self._generate_and_score)
                 self.parts.prompts.record(self.recorder.book())
@@ -297,10 +302,11 @@ class LabTrainer(ResumableTrainer):
     def phase(self) -> Phase:
         return Phase.of(self)
 
-    @property
-    def sampled_by(self) -> int:
-        """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
-        return self.parts.overlap.version
+    def sampled_by(self, rows: int) -> Tensor:
+        """Long ``[rows]``, of this rank's rows of the generation batch at hand: optimizer steps that the policy had
+        taken which wrote it; of a completion of several policies (``rollout.cut_after``) the oldest."""
+        of_rows = self.parts.partial.versions()
+        return torch.full((rows,), self.parts.overlap.version) if of_rows is None else torch.tensor(of_rows)
 
     @property
     def correction(self) -> SamplerCorrection | None:

@@ -16,8 +16,10 @@ from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.overlap import Overlap
+from grpo_lab.trainer.generation.partial import PartialRollouts
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
+from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
@@ -49,7 +51,10 @@ class Parts:
         trainer.rollout_func = thinking_rollout(trainer, settings.rollout, given.environment_factory)
         self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
-        self.overlap = Overlap(trainer, settings.rollout)
+        batches = batches_ahead(settings.rollout, trainer.max_completion_length)
+        self.ahead = ReadAhead(batches * trainer.phase.every)
+        self.overlap = Overlap(trainer, settings.rollout, self.ahead)
+        self.partial = PartialRollouts(trainer, settings.rollout, self.ahead)
         self.weight_schedules = WeightSchedules(trainer, settings.reward_schedules)
         self.preference = PreferenceInTraining(trainer)
         self.resampler = Resampler(trainer)
@@ -109,6 +114,7 @@ class Parts:
             "generated": lambda: self.generated,
             "sampler": self.prompts.state,
             "generation": lambda: self.generation_buffer.save(folder),
+            "waiting": lambda: self.partial.save(folder),
             "guard": self.guard.state,
             "evaluation_due": self.due_evaluation.state,
         }
@@ -125,8 +131,8 @@ class Parts:
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
         self.generated = 0 if saved is None else saved.entry("generated", int, "the tokens before it do not count") or 0
-        parts = (self.prompts, self.generation_buffer, self.reference, self.kl, self.guard, self.due_evaluation)
-        for part in (*parts, self.preference):
+        rows = (self.prompts, self.generation_buffer, self.partial)
+        for part in (*rows, self.reference, self.kl, self.guard, self.due_evaluation, self.preference):
             part.load(saved)
 
 

@@ -177,7 +177,6 @@ class StepPort(Protocol):
     recorder: Recorder
     exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
     phase: Phase
-    sampled_by: int
     correction: SamplerCorrection | None
     team_overrides_token_loss: bool
     replaces_trls_advantages: bool
@@ -212,6 +211,8 @@ class StepPort(Protocol):
     _generate: Any
     _calculate_rewards: Any
     _group_size: Any
+
+    def sampled_by(self, rows: int) -> Tensor: ...
 
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 

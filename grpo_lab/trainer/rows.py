@@ -59,7 +59,8 @@ class Carried:
         fields: the dict itself, not a copy.
 
     Attributes:
-        policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row.
+        policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row;
+            of a row of several policies (``rollout.cut_after``) the first that wrote in it.
         behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
         proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none
             it is the loss's own forward (``step.log_probs``).

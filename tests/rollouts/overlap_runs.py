@@ -1,8 +1,8 @@
 """Trainings with ``rollout: {overlap: 1}`` against the stand-in engine, and what is read from their rows.
 
 Run as a script (alone, or by ``accelerate launch``): ``overlap_runs.py spec.json`` with ``{"model", "out", "steps",
-"kill_at", "resume", "settings", "fault"}``; each rank appends to ``rank-<r>.jsonl`` what every optimizer step trained
-on, and writes the error that ended the run to ``rank-<r>.end``.
+"kill_at", "resume", "settings", "fault", "ends"}``; each rank appends to ``rank-<r>.jsonl`` what every optimizer step
+trained on, and writes the error that ended the run to ``rank-<r>.end``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.rows import Carried
-from rollouts.stand_in import Engine, stand_in
+from rollouts.stand_in import Engine, ends_at_random, stand_in
 
 PROMPTS = 24
 
@@ -110,7 +110,9 @@ class Written(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         last = self.rows.steps[-1]
         with self.file.open("a") as out:
-            out.write(json.dumps({name: last[name] for name in ("step", "prompts", "versions")}) + "\n")
+            row = {name: last[name] for name in ("step", "prompts", "versions")}
+            tokens = {name: last["fields"][name].tolist() for name in ("completion_ids", "sampling_per_token_logps")}
+            out.write(json.dumps({**row, **tokens}) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.kill_at:
@@ -121,10 +123,13 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = json.loads(Path(sys.argv[1]).read_text())
     out, model = Path(spec["out"]), AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     with stand_in(model) as engine:
+        if spec.get("ends"):
+            engine.stop, engine.end = ends_at_random(spec["ends"]), tokenizer.eos_token_id
         if spec.get("fault"):
             engine.faults[spec["fault"]] = WeightSyncError("planted")
-        trainer = build(out, model, AutoTokenizer.from_pretrained(spec["model"]), **spec["settings"])
+        trainer = build(out, model, tokenizer, **spec["settings"])
         rank = trainer.accelerator.process_index
         rows = Rows(trainer)
         trainer.add_callback(Written(rows, out / f"rank-{rank}.jsonl", spec.get("kill_at", 0)))

@@ -2,7 +2,8 @@
 of the model that samples by itself, knows which weights it holds, and sees who talks to it when.
 
 Every completion is drawn from a generator of its own (prompt, place in the group), as with vLLM's ``seed``: with equal
-weights the same prompt has the same completions, whoever asks and when.
+weights the same prompt has the same completions, whoever asks and when. Where ``stop`` is set, also in whatever pieces
+it is asked: each token is drawn by what stands before it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import contextlib
 import copy
 import threading
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +40,20 @@ class Engine:
     generations: int = 0
     busy: bool = False
     faults: dict[str, Exception] = field(default_factory=dict)
+    #: whether the end token follows these tokens; None: completions have lengths of their own, and no end token
+    stop: Callable[[tuple[int, ...]], bool] | None = None
+    end: int = 0
+    #: the trainer's step, and what it was at each sync
+    step: Callable[[], int] = lambda: -1
+    synced_at: list[int] = field(default_factory=list)
+    #: with ``stop``: what was asked for and drawn, in order: (tokens before, tokens, log-probs, syncs before the draw)
+    segments: list[tuple[tuple[int, ...], tuple[int, ...], list[float], int]] = field(default_factory=list)
 
     def load(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
         assert not self.busy, "weights were sent into a running batch"
         sent = dict(named)
         self.syncs += 1
+        self.synced_at.append(self.step())
         self.said.append(f"sync {self.syncs}")
         self.fail(f"sync {self.syncs}")
         with torch.no_grad():
@@ -56,7 +67,7 @@ class Engine:
     @torch.no_grad()
     def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **asked: Any) -> dict[str, Any]:
         assert not self.busy, "two requests at once"
-        self.busy, probe = True, n == 1
+        self.busy, probe = True, "repetition_penalty" not in asked  # the client's own request says no more than it must
         try:
             return self._generate(prompts, n, max_tokens, "probe" if probe else "generate")
         finally:
@@ -69,10 +80,15 @@ class Engine:
             self.generations += 1
             assert self.gates.get(self.generations, _OPEN).wait(300)
             self.fail(f"generate {self.generations}")
-        ids, logps = [], []
+        ids, logps, places = [], [], Counter[tuple[int, ...]]()
         for prompt in prompts:
-            for place in range(n):
-                row, scores = self._sample(prompt, place, max_tokens)
+            for _ in range(n):
+                place, places[tuple(prompt)] = places[tuple(prompt)], places[tuple(prompt)] + 1
+                if self.stop is not None and kind == "generate":
+                    row, scores = self._follow(prompt, place, max_tokens)
+                    self.segments.append((tuple(prompt), tuple(row), scores, held))
+                else:
+                    row, scores = self._sample(prompt, place, max_tokens)
                 ids.append(row)
                 logps.append([[score] for score in scores])
                 self.drawn[*prompt, -1, *row] = held, scores
@@ -90,6 +106,25 @@ class Engine:
             row.append(int(torch.multinomial(logps.exp(), 1, generator=own)))
             scores.append(float(logps[row[-1]]))
         return row[len(prompt) :], scores
+
+    def _follow(self, prompt: list[int], place: int, max_tokens: int) -> tuple[list[int], list[float]]:
+        """``place``: among the rows of a request that begin alike."""
+        assert self.stop is not None
+        row, scores = list(prompt), []
+        while len(scores) < max_tokens and row[-1] != self.end:
+            own = torch.Generator().manual_seed(zlib.crc32(str((row, 0 if scores else place)).encode()))
+            logps = self.model(torch.tensor([row])).logits[0, -1].double().log_softmax(-1)
+            chances = logps.exp()
+            chances[self.end] = 0.0
+            token = self.end if self.stop(tuple(row)) else int(torch.multinomial(chances, 1, generator=own))
+            row.append(token)
+            scores.append(float(logps[token]))
+        return row[len(prompt) :], scores
+
+
+def ends_at_random(chance: float) -> Callable[[tuple[int, ...]], bool]:
+    """A ``stop`` that a hash of the tokens decides: lengths are geometric, with mean 1 / ``chance``."""
+    return lambda tokens: zlib.crc32(str((tokens, "end")).encode()) < chance * 2**32
 
 
 _OPEN = threading.Event()
@@ -123,7 +158,7 @@ class StandIn(LabVLLMClient):
 
     def _drawn(self, prompts: list[list[int]], **asked: Any) -> dict[str, Any]:
         assert torch.is_inference_mode_enabled() is False
-        wanted = {name: asked[name] for name in ("n", "max_tokens")}
+        wanted = {name: asked[name] for name in ("n", "max_tokens", "repetition_penalty") if name in asked}
         return self.engine.generate(prompts, **wanted)
 
 

@@ -24,7 +24,7 @@ from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.background import Background
-from grpo_lab.trainer.generation.overlap import ReadAhead
+from grpo_lab.trainer.generation.read_ahead import ReadAhead
 from rollouts import overlap_runs
 from rollouts.overlap_runs import Rows, build, log_probs, rows_drawn
 from rollouts.stand_in import stand_in

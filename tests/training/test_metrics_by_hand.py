@@ -62,6 +62,8 @@ ELSEWHERE = {
     "reward_weights/<name>": "training/test_kimi_trainer.py",
     "rollout/cut_share": "rollouts/test_thinking_trainer.py",
     "rollout/staleness": "rollouts/test_overlap.py",
+    "rollout/segments": "rollouts/test_partial.py",
+    "rollout/waiting": "rollouts/test_partial.py",
     "rollout/waited_s": "rollouts/test_overlap.py",
     "rollout/sync_bytes": "rollouts/test_adapter_vllm.py",
     "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",

@@ -238,7 +238,9 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         trainer = self.trainer
-        if self.settings.overlap:  # the sampler is an earlier policy: the difference is how far this one has come
+        if (
+            self.settings.earlier_policy
+        ):  # the sampler is an earlier policy: the difference is how far this one has come
             return
         gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
         limit = GAP_FACTOR * self.tolerance()

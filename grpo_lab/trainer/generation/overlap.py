@@ -10,8 +10,8 @@ cut off, and no weights reach a running batch. A batch that nobody could ask for
 resumed one and of each epoch) is generated then and there, with the weights of its step. ``policy_version`` says, row
 by row, whose completion it is; ``rollout/staleness`` is logged.
 
-The prompts of k+1 come from the data loader, read one generation batch ahead (``ReadAhead``). A checkpoint counts what
-was trained on, so a resumed run meets them again and asks again.
+The prompts of k+1 come from the data loader, read one generation batch ahead (``read_ahead.py``); a resumed run meets
+them again and asks again.
 
 Sources: slime's ``train_async.py``, verl's one-step-off recipe (both wait for the running batch before the sync).
 """
@@ -19,7 +19,6 @@ Sources: slime's ``train_async.py``, verl's one-step-off recipe (both wait for t
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,42 +26,9 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.generation.read_ahead import ReadAhead, refuse_turns
 from grpo_lab.trainer.generation.server import from_main
 from grpo_lab.trainer.settings.parse import RolloutSettings
-
-
-class ReadAhead:
-    """Micro-batches of an epoch as transformers' loop takes them, and those that come after, up to ``ahead``."""
-
-    def __init__(self, ahead: int) -> None:
-        self._ahead = ahead
-        self.forget()
-
-    def forget(self) -> None:
-        self._source: Iterator[Any] | None = None
-        self._given: list[Any] = []
-        self._coming: deque[Any] = deque()
-        self.first = 0  # micro-batches trained on before those of the optimizer step at hand
-
-    def read(self, source: Iterator[Any], number: int, first: int) -> Iterator[Any]:
-        """The next ``number`` micro-batches of ``source`` (fewer at its end); ``first``: how many were trained on
-        before them."""
-        if source is not self._source:  # an epoch begins
-            self._source, self._coming = source, deque()
-        while len(self._coming) < number + self._ahead:
-            found = next(source, None)
-            if found is None:
-                break
-            self._coming.append(found)
-        self._given = [self._coming.popleft() for _ in range(min(number, len(self._coming)))]
-        self.first = first
-        return iter(self._given)
-
-    def rows(self, number: int) -> Any | None:
-        """Micro-batch ``number`` of the training, counted from 0; None where the epoch has no more."""
-        place, known = number - self.first, [*self._given, *self._coming]
-        return known[place] if 0 <= place < len(known) else None
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
@@ -73,19 +39,15 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
             vision model's data.
     """
 
-    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
+    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead) -> None:
         self.trainer, self.on = trainer, settings.overlap > 0
-        self._ahead = ReadAhead(trainer.phase.every)
+        self._ahead = ahead
         self._version: int | None = None
         if not self.on:
             return
         turns = "which asks the engine in turns of its own, and the next batch's request would be in its way"
         images = "whose image features are made by the engine itself, beside the request for the batch before"
-        taken = {"rollout_func": turns, "tools": turns, "environment_factories": turns}
-        found = [(f"`{name.replace('ies', 'y')}`", why) for name, why in taken.items() if getattr(trainer, name, None)]
-        found += [("data with images", images)] if trl_bridge.may_bring_images(trainer) else []
-        if found:
-            raise ValueError(f"`rollout.overlap` does not combine with {found[0][0]}, {found[0][1]}: leave one out")
+        refuse_turns(trainer, "rollout.overlap", turns, images)
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -93,10 +55,6 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         self._version = None
         if self.trainer.accelerator.is_main_process:
             self.trainer.vllm_generation.vllm_client.background.drop()
-
-    def read(self, source: Iterator[Any], number: int) -> Iterator[Any]:
-        """For ``get_batch_samples``: what an optimizer step is to have."""
-        return self._ahead.read(source, number, self.trainer._step) if self.on else source
 
     @property
     def version(self) -> int:
@@ -136,16 +94,12 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         """Ask for the next generation batch with the weights that the engine holds now; nothing at the end of an epoch
         and of the training, and in an evaluation."""
         trainer = self.trainer
-        rows = self._next_rows() if self.on and trainer.model.training else None
+        if not self.on or not trainer.model.training:
+            return
+        rows = self._ahead.rows_to_train(trainer, trainer.phase.start + trainer.phase.every)
         if rows is None:
             return
         prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
         trainer.vllm_generation.begin([list(ids) for ids in prompt_ids], trainer.num_generations)
         if trainer.accelerator.is_main_process:
             trainer.vllm_generation.vllm_client.background.version = int(trainer.state.global_step)
-
-    def _next_rows(self) -> Any | None:
-        phase, state = self.trainer.phase, self.trainer.state
-        following = phase.start + phase.every
-        left = (state.max_steps - state.global_step) * phase.accumulation  # micro-batches, the step at hand included
-        return None if following >= self._ahead.first + left else self._ahead.rows(following)

@@ -21,7 +21,7 @@ from torch import Tensor
 from grpo_lab.curation import CurriculumSampler, PrioritizedSampler, RoundSampler, UniformThenHardSampler
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.resume.state import STATE, SavedState
-from grpo_lab.trainer.settings.parse import KNOBS, SamplerSettings
+from grpo_lab.trainer.settings.sampler import KNOBS, SamplerSettings
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 

@@ -2,6 +2,8 @@
 
     generation       where in a generation batch; the rows of an open one are in
                      ``grpo_lab_generation_<rank>.safetensors``
+    waiting          how many groups wait to be gone on with (``rollout.cut_after``), which are in
+                     ``grpo_lab_generation_waiting.safetensors``
     sampler          what the prompts' sampler knows            guard            bad steps in a row, a bad open batch
     kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
     generated        tokens that the policy has made

@@ -154,7 +154,7 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     scored.forwards.mark(batch)
     carried, rows, table = Carried(batch), batch["prompt_ids"].size(0), scored.rewarded.table
     mine, weighed = local_rows(trainer, batch), trainer.lab_settings.token_weights_every and trainer.model.training
-    carried.policy_version = torch.full((rows,), trainer.sampled_by, dtype=torch.long)
+    carried.policy_version = trainer.sampled_by(rows)
     if scored.forwards.corrected or weighed:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]
     if weighed:

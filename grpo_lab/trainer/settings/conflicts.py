@@ -33,8 +33,9 @@ class Case:
         return self.ours.rollout.thinking_budget is not None
 
     @property
-    def overlaps(self) -> bool:
-        return self.ours.rollout.overlap > 0
+    def ahead(self) -> str | None:
+        """The setting by which completions of an earlier policy are trained on."""
+        return self.ours.rollout.earlier_policy
 
     @property
     def corrects(self) -> bool:
@@ -88,7 +89,7 @@ _PHASE = (
     "repetition_detection",
     "max_time",
 )
-"""Sampling settings of either engine that would end a phase of thinking or answering."""
+"""Sampling settings of either engine that would end a phase of thinking or answering, or a segment of a completion."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1.0),
     "top_k": (None, 0, -1),
@@ -125,6 +126,22 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
     return None
 
 
+EARLIER_POLICY: tuple[Conflict, ...] = (
+    (
+        lambda c: not c.args.vllm_importance_sampling_correction,
+        "`rollout.{case.ahead}` trains on completions of an earlier policy, and "
+        "`vllm_importance_sampling_correction: false` would weigh them as if they were the policy's: leave that out, "
+        "or `{case.ahead}`",
+    ),
+    (
+        lambda c: c.args.vllm_importance_sampling_mode == "sequence_mask",
+        "`vllm_importance_sampling_mode: sequence_mask` does not combine with `rollout.{case.ahead}`: its ratio is a "
+        "product over the completion, so under an earlier policy it passes its bound the sooner the longer the "
+        "completion is, and long ones would not be trained on. Use 'token_truncate' (the default with "
+        "`{case.ahead}`) or 'token_mask', or 'sequence_truncate' for an objective about whole responses",
+    ),
+)
+
 OVERLAP: tuple[Conflict, ...] = (
     (
         lambda c: not c.args.use_vllm,
@@ -138,18 +155,7 @@ OVERLAP: tuple[Conflict, ...] = (
         "{args.vllm_mode}` the engine shares the trainer's process and device, so neither would be faster: start "
         "`grpo-lab serve` and set `vllm_mode: server`, or leave `overlap` out",
     ),
-    (
-        lambda c: not c.args.vllm_importance_sampling_correction,
-        "`rollout.overlap` trains on completions of an earlier policy, and `vllm_importance_sampling_correction: "
-        "false` would weigh them as if they were the policy's: leave that out, or `overlap`",
-    ),
-    (
-        lambda c: c.args.vllm_importance_sampling_mode == "sequence_mask",
-        "`vllm_importance_sampling_mode: sequence_mask` does not combine with `rollout.overlap`: its ratio is a "
-        "product over the completion, so under an earlier policy it passes its bound the sooner the longer the "
-        "completion is, and long ones would not be trained on. Use 'token_truncate' (the default with `overlap`) or "
-        "'token_mask', or 'sequence_truncate' for an objective about whole responses",
-    ),
+    *EARLIER_POLICY,
     (
         lambda c: c.thinks,
         "`rollout.thinking_budget` asks the engine up to three times for one completion, and `rollout.overlap` has the "
@@ -166,7 +172,53 @@ OVERLAP: tuple[Conflict, ...] = (
         "batch early, before the results that it is to be drawn by: leave one of them out",
     ),
 )
-"""Asked of what is written, where ``rollout.overlap`` is."""
+
+CUT_AFTER: tuple[Conflict, ...] = (
+    (
+        lambda c: not c.args.use_vllm,
+        "`rollout.cut_after` trains on completions of several policies, which takes the log-probs that each token was "
+        "sampled with, and without `use_vllm` transformers' `generate` hands out none: set `use_vllm: true`, or leave "
+        "`cut_after` out",
+    ),
+    (
+        lambda c: c.ours.rollout.overlap > 0,
+        "`rollout.overlap` asks for the whole of one generation batch early, and with `rollout.cut_after` a batch is "
+        "what is whole once the engine has answered: leave one of them out",
+    ),
+    *EARLIER_POLICY,
+    (
+        lambda c: c.args.max_completion_length is None,
+        "`rollout.cut_after` needs `max_completion_length`, at which a completion ends over all its segments: set it",
+    ),
+    (
+        lambda c: c.ours.rollout.cut_after >= c.args.max_completion_length,
+        "`rollout.cut_after` is {ours.rollout.cut_after} and `max_completion_length` is {args.max_completion_length}, "
+        "so no completion would ever be put aside: lower it, or leave it out",
+    ),
+    (
+        lambda c: c.thinks,
+        "`rollout.thinking_budget` ends the thinking of a completion in calls of its own, and `rollout.cut_after` puts "
+        "it aside in between: leave one of them out",
+    ),
+    (
+        lambda c: c.ours.update.dead_groups == "resample",
+        "`update.dead_groups: resample` fills a batch with further prompts once rewards are known, and with "
+        "`rollout.cut_after` it is filled with what is whole: leave one of them out",
+    ),
+    (
+        lambda c: c.ours.sampler is not None,
+        "`sampler`={ours.sampler.name!r} draws a round by the results of the one before, and `rollout.cut_after` "
+        "begins rounds before those are known: leave one of them out",
+    ),
+    (
+        lambda c: _first(_PHASE, c.args.generation_kwargs),
+        "`generation_kwargs.{found}` would end a completion where `rollout.cut_after` cannot tell that from the end of "
+        "a segment; leave one of them out (`max_completion_length` is the limit of a whole completion)",
+    ),
+)
+
+AHEAD: dict[str | None, tuple[Conflict, ...]] = {None: (), "overlap": OVERLAP, "cut_after": CUT_AFTER}
+"""Asked of what is written, where ``rollout.overlap`` or ``rollout.cut_after`` is."""
 
 BEFORE: tuple[Conflict, ...] = (
     (

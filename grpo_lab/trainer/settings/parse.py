@@ -28,6 +28,7 @@ from grpo_lab.settings import (
     must_be,
     settings,
 )
+from grpo_lab.trainer.settings.sampler import SamplerSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
@@ -225,54 +226,8 @@ class UpdateSettings:
         return self.name == "off"
 
 
-#: sampler → the settings that it reads, with their defaults (None: has to be given)
-KNOBS: dict[str, dict[str, Any]] = {
-    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
-    "curriculum": {"pass_rate_column": "pass_rate"},
-    "uniform_then_hard": {"pass_rate_column": "pass_rate", "floor": 0.05, "uniform_rounds": None, "hard_below": 0.5},
-}
-
-
-@settings(bare="name")
-class SamplerSettings:
-    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
-
-    Args:
-        name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
-        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
-            writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
-        floor: least weight of a problem, where the hardest has 1: nothing starves. ``uniform_then_hard`` may have 0.
-        decay: share of the earlier counts kept when a problem is seen again.
-        uniform_rounds: generation batches over all problems before the hard ones.
-        hard_below: a problem is hard if its pass rate is smaller.
-    """
-
-    name: Literal["prioritized", "curriculum", "uniform_then_hard"]
-    pass_rate_column: str | None = None
-    floor: Number | None = None
-    decay: Number | None = None
-    uniform_rounds: Count | None = None
-    hard_below: Number | None = None
-
-    def __post_init__(self) -> None:
-        reads, (_, *knobs) = KNOBS[self.name], self.__dataclass_fields__
-        for knob in knobs:
-            if getattr(self, knob) is not None and knob not in reads:
-                raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
-            if reads.get(knob, "") != "" and self[knob] in (None, ""):
-                raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
-
-    def __getitem__(self, knob: str) -> Any:
-        """The value in force: as set, or the sampler's default."""
-        value = getattr(self, knob)
-        return KNOBS[self.name][knob] if value is None else value
-
-    @property
-    def column(self) -> str | None:
-        return self["pass_rate_column"] or None
-
-
 Budget = Annotated[int, Field(ge=0, strict=True), must_be("a number of tokens, 0 or more, or null for no budget")]
+Segment = Annotated[int, BeforeValidator(_digits), Field(ge=1, strict=True), must_be("a number of tokens (at least 1)")]
 Ahead = Annotated[Literal[0, 1], BeforeValidator(_digits), must_be("0, or 1: one generation batch ahead")]
 Text = Annotated[str, Field(strict=True), must_be("a text that closes the thinking")]
 FileName = Annotated[str, Field(strict=True, min_length=1), must_be("the name of a file")]
@@ -327,6 +282,9 @@ class RolloutSettings:
         overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
             With 1 the sampler is one generation batch older than the policy, so a correction is required:
             ``vllm_importance_sampling_mode`` is then ``token_truncate`` where nothing is written.
+        cut_after: with ``use_vllm``: tokens after which a completion without an end is put aside, to be gone on with at
+            the next generation batch; its group waits until all of it is whole. Its segments are of several policies,
+            so a correction is required, as with ``overlap``; ``None``: the whole batch is waited for.
     """
 
     verify_every: Count = 50
@@ -338,11 +296,17 @@ class RolloutSettings:
     budget_text: Text | None = None
     generate: Literal["auto", "groups", "stock"] = "auto"
     overlap: Annotated[Ahead, NULL_IS_DEFAULT] = 0
+    cut_after: Segment | None = None
 
     def __post_init__(self) -> None:
         EngineOptions.from_mapping(self.engine or {})
         if self.budget_text is not None and self.thinking_budget is None:
             raise ValueError("`rollout.budget_text` has an effect only with `rollout.thinking_budget`; leave it out")
+
+    @property
+    def earlier_policy(self) -> Literal["overlap", "cut_after"] | None:
+        """The setting by which completions of an earlier policy are trained on; None where there are none."""
+        return "cut_after" if self.cut_after is not None else "overlap" if self.overlap else None
 
 
 ReferenceEvery = Annotated[

@@ -1,0 +1,119 @@
+"""Groups that were begun and are not yet trained on (``rollout.cut_after``): what is known of each, and the file of a
+checkpoint (``grpo_lab_generation_waiting.safetensors``: tensors, and a description in JSON; nothing is pickled)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from grpo_lab.io import write_whole
+from grpo_lab.trainer.resume.generation_buffer import flattened, rebuilt
+
+FILE = "grpo_lab_generation_waiting.safetensors"
+
+
+@dataclass(frozen=True)
+class WaitingCompletion:
+    """A completion as far as it is written, T tokens up to now.
+
+    ids       tokens [T]
+    logprobs  of each token, of the policy that sampled it, in nats [T]; NaN where the engine gave none that is finite
+    segments  (optimizer steps that the policy had taken, tokens that it wrote), in order; the tokens sum to T
+    whole     it has its end: an end token, or the last token that there is room for
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    segments: list[tuple[int, int]]
+    whole: bool
+
+    def continued(
+        self, ids: list[int], logprobs: Sequence[float | None], version: int, whole: bool
+    ) -> WaitingCompletion:
+        """With one more segment; two of one policy are one."""
+        *before, last = self.segments or [(version, 0)]
+        segments = [*before, (version, last[1] + len(ids))]
+        if last[0] != version:
+            segments = [*before, last, (version, len(ids))]
+        told = [math.nan if value is None else float(value) for value in logprobs]
+        return WaitingCompletion([*self.ids, *ids], [*self.logprobs, *told], segments, whole)
+
+
+@dataclass(frozen=True)
+class WaitingGroup:
+    """A prompt and its G completions. ``row``: of the data set; ``room``: tokens that a completion may have."""
+
+    row: dict[str, Any]
+    prompt: list[int]
+    room: int
+    completions: tuple[WaitingCompletion, ...]
+
+    @property
+    def whole(self) -> bool:
+        return all(one.whole for one in self.completions)
+
+
+def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> WaitingGroup:
+    """A group without a token. ValueError: its row could not be written into a checkpoint."""
+    try:
+        flattened(row, "row")
+    except ValueError as unknown:
+        raise ValueError(
+            "`rollout.cut_after` keeps the rows of waiting completions in checkpoints, and of a row of `train_dataset` "
+            f"{unknown}, which is neither text, number, list, mapping nor tensor: drop or convert that column"
+        ) from unknown
+    return WaitingGroup(row, prompt, room, (WaitingCompletion([], [], [], whole=False),) * size)
+
+
+def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
+    """Into a checkpoint's folder."""
+    plain = [
+        {
+            "row": group.row,
+            "prompt": group.prompt,
+            "room": group.room,
+            "completions": [
+                {
+                    "ids": torch.tensor(one.ids, dtype=torch.long),
+                    "logprobs": torch.tensor(one.logprobs, dtype=torch.float64),
+                    "segments": one.segments,
+                    "whole": one.whole,
+                }
+                for one in group.completions
+            ],
+        }
+        for group in groups
+    ]
+    description, tensors = flattened(plain, "group ")
+    words = bytearray(json.dumps(description).encode())  # rows may be longer than a header of safetensors
+    held = {**tensors, "description": torch.frombuffer(words, dtype=torch.uint8)}
+    write_whole(folder / FILE, lambda partial: save_file(held, partial))
+
+
+def read_groups(folder: Path, device: torch.device) -> list[WaitingGroup]:
+    """What ``write_groups`` wrote; tensors of a row come to ``device``. ValueError: it is damaged or missing."""
+    try:
+        tensors = load_file(folder / FILE)
+        description = json.loads(tensors.pop("description").numpy().tobytes())
+        return [
+            WaitingGroup(
+                plain["row"],
+                plain["prompt"],
+                plain["room"],
+                tuple(
+                    WaitingCompletion(one["ids"].tolist(), one["logprobs"].tolist(), one["segments"], one["whole"])
+                    for one in plain["completions"]
+                ),
+            )
+            for plain in rebuilt(description, tensors, device)
+        ]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{FILE}, the completions that wait, is damaged or missing: {error!r}") from error

@@ -1,0 +1,53 @@
+"""``sampler`` of ``LabConfig``, as typed settings."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from grpo_lab.settings import Count, Number, settings
+
+#: sampler → the settings that it reads, with their defaults (None: has to be given)
+KNOBS: dict[str, dict[str, Any]] = {
+    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
+    "curriculum": {"pass_rate_column": "pass_rate"},
+    "uniform_then_hard": {"pass_rate_column": "pass_rate", "floor": 0.05, "uniform_rounds": None, "hard_below": 0.5},
+}
+
+
+@settings(bare="name")
+class SamplerSettings:
+    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
+
+    Args:
+        name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
+        pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
+            writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
+        floor: least weight of a problem, where the hardest has 1: nothing starves. ``uniform_then_hard`` may have 0.
+        decay: share of the earlier counts kept when a problem is seen again.
+        uniform_rounds: generation batches over all problems before the hard ones.
+        hard_below: a problem is hard if its pass rate is smaller.
+    """
+
+    name: Literal["prioritized", "curriculum", "uniform_then_hard"]
+    pass_rate_column: str | None = None
+    floor: Number | None = None
+    decay: Number | None = None
+    uniform_rounds: Count | None = None
+    hard_below: Number | None = None
+
+    def __post_init__(self) -> None:
+        reads, (_, *knobs) = KNOBS[self.name], self.__dataclass_fields__
+        for knob in knobs:
+            if getattr(self, knob) is not None and knob not in reads:
+                raise ValueError(f"`sampler.{knob}` has no effect with `sampler.name: {self.name}`; leave it out")
+            if reads.get(knob, "") != "" and self[knob] in (None, ""):
+                raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
+
+    def __getitem__(self, knob: str) -> Any:
+        """The value in force: as set, or the sampler's default."""
+        value = getattr(self, knob)
+        return KNOBS[self.name][knob] if value is None else value
+
+    @property
+    def column(self) -> str | None:
+        return self["pass_rate_column"] or None
