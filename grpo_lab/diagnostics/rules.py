@@ -135,7 +135,7 @@ def no_gradient(history: History, facts: Facts) -> str | None:
 @rule("sampler drifts", "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every")
 def drifting(history: History, facts: Facts) -> str | None:
     gaps = [recent(history, "rollout/sync_gap")]
-    if not recent(history, "rollout/staleness"):  # an older sampler differs by as much as the policy has moved
+    if not any(values(history, "rollout/staleness")):  # an older sampler differs by as much as the policy has moved
         gaps.append(lasting(history, "sampling/sampling_logp_difference/mean"))
     worst = max(gap or 0.0 for gap in gaps)
     said = f"sampler and trainer differ by {worst:.2g} nats a token: completions are not the policy's"

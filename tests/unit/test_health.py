@@ -98,6 +98,7 @@ CASES: dict[str, tuple[list[Any], list[Any]]] = {
             run(*[{"sampling/sampling_logp_difference/mean": 0.09}] * 3),
             run({"rollout/sync_gap": 0.2}),  # mean 0.069
             run(*[{"sampling/sampling_logp_difference/mean": 0.3, "rollout/staleness": 1.0}] * 3),  # `rollout.overlap`
+            run({"rollout/staleness": 2.0}, *[{"sampling/sampling_logp_difference/mean": 0.3}] * 3),  # once a batch
         ],
     ),
     "truncation": (
