@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import pvariance
 from typing import Any
 
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import evaluate
+from grpo_lab.labs.tokens import GENERATED, until
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
@@ -94,23 +95,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
-def points_of(folder: Path, completions: int) -> list[Point]:
-    """Points of a trainer's run: ``HeldOut``'s lines, with the tokens that ``metrics.jsonl`` says were generated until
-    then.
-
-    Args:
-        completions: of one generation; the log holds their mean length.
-    """
-    log = read_lines(folder / "metrics.jsonl")
-    found = []
-    for point in read_lines(folder / "points.jsonl"):
-        lengths = [
-            row["completions/mean_length"]
-            for row in log
-            if row["step"] <= point["step"] and "completions/mean_length" in row
-        ]
-        found.append({**point, "tokens": round(sum(lengths) * completions)})
-    return found
+def points_of(folder: Path) -> list[Point]:
+    """Points of a training: ``HeldOut``'s lines, with the tokens that ``metrics.jsonl`` says were generated until then;
+    one that generates nothing says nothing of them, and has 0."""
+    log = [(row["step"], row[GENERATED]) for row in read_lines(folder / "metrics.jsonl") if GENERATED in row]
+    points = read_lines(folder / "points.jsonl")
+    return [{**one, "tokens": max((n for step, n in log if step <= one["step"]), default=0)} for one in points]
 
 
 def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new_tokens: int) -> list[Point]:
@@ -153,10 +143,5 @@ def smoothness(points: Sequence[Point]) -> float:
 def at_tokens(points: Sequence[Point], tokens: float) -> float:
     """Accuracy that was there when ``tokens`` had been generated: of the last point with no more. NaN where fewer than
     95% of them were generated in all."""
-    reached = [point["accuracy"] for point in points if point["tokens"] <= tokens]
-    return reached[-1] if reached and points[-1]["tokens"] >= 0.95 * tokens else math.nan
-
-
-def smooth(values: Sequence[float], width: int = 10) -> list[float]:
-    """Running mean of the last ``width``."""
-    return [fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+    enough = points[-1]["tokens"] >= 0.95 * tokens
+    return until([(one["tokens"], one["accuracy"]) for one in points], tokens) if enough else math.nan

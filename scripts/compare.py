@@ -24,12 +24,12 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import shared_start, smooth
+from arm_runs import shared_start
 
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.io import write_whole_text
@@ -45,6 +45,7 @@ from grpo_lab.labs.experiment import (
     spread,
     table,
 )
+from grpo_lab.labs.tokens import GENERATED, at_equal_tokens, over_tokens
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.rewards import EquationSteps, LanguageConsistencyReward, SortingReward
@@ -70,12 +71,13 @@ class Arms:
     Args:
         recipe: below ``recipes/``.
         arms: name → changes, or a function of options and seed that makes them.
-        curves: what is drawn: title → logged metric.
+        curves: what is drawn over generated tokens: title → logged metric.
         columns: of the table: an evaluation of held-out problems, and the log until then → numbers.
         settings: changes of every arm.
         pairs: arms whose first columns are subtracted, seed by seed.
         panel: an arm → panel and label in the figure.
         prepare: besides the shared start.
+        compared_by: the column, a share, that says how many seeds a difference needs.
     """
 
     recipe: str
@@ -86,11 +88,11 @@ class Arms:
     pairs: Sequence[tuple[str, str]] = ()
     panel: Callable[[str], tuple[str, str]] = lambda arm: ("", arm)
     prepare: Callable[[Options], None] = lambda options: None
+    compared_by: str = "accuracy"
 
     def start(self, options: Options) -> Path:
-        return options.start or shared_start(
-            read_recipe(RECIPES / self.recipe, changes_asked(options)), options.folder / "cold_start"
-        )
+        recipe = read_recipe(RECIPES / self.recipe, changes_asked(options))
+        return options.start or shared_start(recipe, options.folder / "cold_start")
 
     def make_ready(self, options: Options) -> None:
         self.start(options)
@@ -109,12 +111,12 @@ class Arms:
         return {
             "before": self.columns(done.before, []) if done.before else None,
             "after": self.columns(done.after, log),
-            "curves": {metric: [row[metric] for row in log if metric in row] for metric in self.curves.values()},
+            "curves": {one: [(row[GENERATED], row[one]) for row in log if one in row] for one in self.curves.values()},
         }
 
     def report(self, found: Found, options: Options) -> str:
         name = next(iter(next(iter(found.values()))[0]["after"]))
-        lines = [table(found), ""]
+        lines = [table(found), "", at_equal_tokens(over_tokens(found, self.curves)), ""]
         for ours, theirs in self.pairs:
             both = zip(found.get(ours, []), found.get(theirs, []), strict=False)
             gains = [one["after"][name] - other["after"][name] for one, other in both]
@@ -126,14 +128,16 @@ class Arms:
         return text
 
     def draw(self, found: Found, path: Path) -> None:
-        """Running means of ten rows of the log."""
         panels: dict[str, dict[str, Any]] = {}
-        for title, metric in self.curves.items():
-            for arm, runs in found.items():
+        for title, lines in over_tokens(found, self.curves).items():
+            for arm, curves in lines.items():
                 panel, label = self.panel(arm)
-                curves = [list(enumerate(smooth(run["curves"][metric]))) for run in runs if run["curves"][metric]]
                 panels.setdefault(", ".join(filter(None, (panel, title))), {})[label] = curves
-        draw(panels, path, "logged steps")
+        draw(panels, path, "generated tokens")
+
+    def problems(self, options: Options) -> int | None:
+        held_out = read_recipe(RECIPES / self.recipe, {**self.settings, **changes_asked(options)}).evaluation
+        return held_out.data.arguments.get("n") if held_out else None
 
 
 def of_two_samples(result: EvaluationResult, log: Log) -> dict[str, float]:
@@ -334,6 +338,7 @@ EXPERIMENTS = {
         },
         {f"{kind} (of {most})": f"rewards/sorting_{kind}_reward/mean" for kind, most in SORTING.items()},
         of_sorting,
+        compared_by="exact (of 1)",
     ),
     "reinforce": Arms(
         "quickstart/dr_grpo.yaml",
@@ -377,15 +382,18 @@ def main() -> None:
     words = parser(__doc__, "runs/compare")
     words.add_argument("experiment", choices=EXPERIMENTS)
     words.add_argument(
-        "--start", type=Path, help="model that the arms start from; default: the recipe's cold start, made once"
+        "--task", help="another recipe below recipes/ than the experiment's, such as lab/chains/dr_grpo.yaml"
     )
+    words.add_argument("--start", type=Path, help="model to start from; default: the recipe's cold start, made once")
     words.add_argument("--gamma", type=float, help="reinforce: discount of the return, per token")
     options = words.parse_args()
     options.folder /= options.experiment
     one = EXPERIMENTS[options.experiment]
     if options.start is None and options.experiment in ("curation", "preference"):
         words.error(f"{options.experiment}: give --start")
-    carry_out(Experiment(list(one.arms), one.run, one.report, one.make_ready), options)
+    one = replace(one, recipe=options.task or one.recipe)
+    compared: Any = {"result": lambda record: record["after"][one.compared_by], "problems": one.problems}
+    carry_out(Experiment(list(one.arms), one.run, one.report, one.make_ready, **compared), options)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main() -> None:
     words.add_argument("--student", type=Path, help="a saved model; default: the recipe's, made once")
     words.add_argument("--teacher", type=Path, help="likewise")
     options = words.parse_args()
-    carry_out(Experiment(list(ARMS), run, report, prepare), options)
+    carry_out(Experiment(list(ARMS), run, report, prepare, lambda record: record["after"]["accuracy"]), options)
 
 
 def stages(options: Options, names: Sequence[str], given: Mapping[str, str]) -> list[Entry]:

@@ -5,9 +5,10 @@
     python scripts/compare_methods.py critic        # Dr.GRPO, PPO, Kimi's mirror descent with/without optimizer reset
     python scripts/compare_methods.py all --jobs 2
 
-The start is the quick start's cold start (seed 0), which blurts most answers. Seeds change the problems and the
-sampling. Killed anywhere, the same command goes on (a trainer's arm from its last checkpoint). An arm that two
-comparisons name runs once. Prints a table a comparison and writes it, with its records and a figure, into --folder.
+Cold start (seed 0), problems and held-out problems are those of the recipe --task: the quick start's, or with
+lab/chains/dr_grpo.yaml longer ones. Seeds change the problems and the sampling. Killed anywhere, the same command goes
+on (a trainer's arm from its last checkpoint). An arm that two comparisons name runs once. Prints a table a comparison
+and writes it, with its records and a figure, into --folder; and before the first run, how many seeds it needs.
 """
 
 from __future__ import annotations
@@ -36,18 +37,15 @@ from grpo_lab.labs.experiment import (
     spread,
 )
 from grpo_lab.pipelines.train import train
-from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
-from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.sections import Recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "recipes/quickstart/dr_grpo.yaml"
 ACCURACY = {"name": "accuracy", "mode": "strict"}
 PROBLEMS, EACH = 32, 8
 """Problems of a batch of completions, and completions of each."""
-TOKENS = 56
-"""Longest completion; the longest solution has 45."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +92,36 @@ COMPARISONS = {
 def main() -> None:
     words = parser(__doc__, "runs/compare/methods")
     words.add_argument("experiment", choices=[*COMPARISONS, "all"])
+    words.add_argument("--task", default="quickstart/dr_grpo.yaml", help="recipe below recipes/, see above")
     words.add_argument("--steps", type=int, default=48, help=f"batches of {PROBLEMS} x {EACH} completions")
     words.add_argument("--every", type=int, default=5, help="batches from one held-out measurement to the next")
     words.add_argument("--held-out", type=int, default=300, help="held-out problems of a measurement")
     options = words.parse_args()
     chosen = COMPARISONS if options.experiment == "all" else {options.experiment: COMPARISONS[options.experiment]}
     arms = list(dict.fromkeys(arm for of_one in chosen.values() for arm in of_one))
-    carry_out(Experiment(arms, run, lambda found, _: report(found, chosen, options.folder), make_start), options)
+    compared: Any = {"result": lambda record: record["points"][-1]["accuracy"], "problems": lambda _: options.held_out}
+    shown = Experiment(arms, run, lambda found, _: report(found, chosen, options.folder), make_start, **compared)
+    carry_out(shown, options)
+
+
+def task(options: Options) -> Recipe:
+    return read_recipe(ROOT / "recipes" / options.task, changes_asked(options))
+
+
+def of_task(options: Options, seed: int) -> dict[str, Any]:
+    """The changes that put an arm's recipe on the task's problems."""
+    given = task(options)
+    data = {"loader": given.data.loader, "template": given.data.template, **given.data.arguments, "seed": seed}
+    return {"data": data, "max_completion_length": longest(options)}
+
+
+def longest(options: Options) -> int:
+    """Tokens of a completion."""
+    return int(task(options).arguments["max_completion_length"])
 
 
 def make_start(options: Options) -> None:
-    shared_start(read_recipe(ROOT / QUICK, changes_asked(options)), options.folder / "cold_start")
+    shared_start(task(options), options.folder / "cold_start")
 
 
 def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
@@ -126,16 +143,15 @@ def report(found: Found, chosen: Mapping[str, Sequence[str]], folder: Path) -> s
 def by_trainer(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """``grpo-lab train`` with a checkpoint at every measurement; goes on from the last one."""
     every = options.every * arm.updates
-    changes = {**changes_asked(options), **arm.changes, "max_steps": options.steps * arm.updates}
+    changes = {**changes_asked(options), **of_task(options, seed), **arm.changes}
+    changes["max_steps"] = options.steps * arm.updates
     changes |= {"model": {"path": str(options.folder / "cold_start")}, "cold_start": None, "evaluation": None}
-    changes |= {"output_dir": str(output), "name": output.name, "seed": seed, "data.seed": seed, "disable_tqdm": True}
+    changes |= {"output_dir": str(output), "name": output.name, "seed": seed, "disable_tqdm": True}
     changes |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": 1, "logging_steps": 1}
     watch = {"name": "arm_runs:HeldOut", "file": str(output / "points.jsonl"), "every": every}
-    changes["callbacks"] = [{**watch, "data": held_out_rows(options), "max_new_tokens": TOKENS}]
-    recipe = read_recipe(ROOT / arm.recipe, changes)
-    train(recipe)
-    made = lab_config(numbers_read(recipe)).generation_batch_size
-    return points_of(output, made)
+    changes["callbacks"] = [{**watch, "data": held_out_rows(options), "max_new_tokens": longest(options)}]
+    train(read_recipe(ROOT / arm.recipe, changes))
+    return points_of(output)
 
 
 def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
@@ -148,7 +164,7 @@ def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point
     changes = {"model": {"path": str(start)}, "cold_start": None, "evaluation": None, "output_dir": str(output)}
     changes |= {
         "seed": seed,
-        "data.seed": seed,
+        **of_task(options, seed),
         "n_samples": EACH,
         "rounds.count": arm.rounds,
         "training.disable_tqdm": True,
@@ -160,20 +176,20 @@ def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point
         "training.save_only_model": True,
     }
     run_rounds(rounds_recipe_from(read_yaml(ROOT / arm.recipe, changes), Path(arm.recipe).stem))
-    return points_of_rounds(output, start, held_out_rows(options), TOKENS)
+    return points_of_rounds(output, start, held_out_rows(options), longest(options))
 
 
 def by_solutions(arm: Arm, seed: int, output: Path, options: Options) -> list[Point]:
     """TRL's SFT on the problems' own worked solutions: a teacher's, nothing is generated."""
     from grpo_lab.trainer.supervised.methods import cold_start
 
-    recipe = read_recipe(ROOT / arm.recipe, {**changes_asked(options), "data.seed": seed})
+    recipe = read_recipe(ROOT / arm.recipe, {**changes_asked(options), **of_task(options, seed)})
     model, tokenizer = load_model(
         read_recipe(ROOT / QUICK, {"model": {"path": str(options.folder / "cold_start")}}).model, seed
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / "points.jsonl").unlink(missing_ok=True)
-    watch = HeldOut(str(output / "points.jsonl"), options.every, held_out_rows(options), TOKENS)
+    watch = HeldOut(str(output / "points.jsonl"), options.every, held_out_rows(options), longest(options))
     settings = {
         "per_device_train_batch_size": 64,
         "learning_rate": 5.0e-4,
@@ -183,7 +199,7 @@ def by_solutions(arm: Arm, seed: int, output: Path, options: Options) -> list[Po
     settings |= {"max_steps": options.steps, "max_length": 256, "gradient_checkpointing": False, "logging_steps": 1}
     settings |= {"seed": seed, "use_cpu": True, "bf16": False, "disable_tqdm": True}
     cold_start(model, tokenizer, load_rows(recipe.data), output, settings, [watch])
-    return points_of(output, 0)
+    return points_of(output)
 
 
 TRAINED_BY: dict[str, Callable[..., list[Point]]] = {
@@ -194,7 +210,7 @@ TRAINED_BY: dict[str, Callable[..., list[Point]]] = {
 
 
 def held_out_rows(options: Options) -> dict[str, Any]:
-    section = read_recipe(ROOT / QUICK).evaluation
+    section = task(options).evaluation
     assert section is not None
     return {
         "loader": section.data.loader,

@@ -21,6 +21,7 @@ FROM_OUTSIDE = {
     "SECURITY.md": "SECURITY.md",
     "recipes/quickstart/README.md": "recipes/quickstart/README.md",
     "recipes/lab/misreading/README.md": "recipes/lab/misreading/README.md",
+    "recipes/lab/chains/README.md": "recipes/lab/chains/README.md",
     "recipes/lab/sorting/README.md": "recipes/lab/sorting/README.md",
 }
 _LINK = re.compile(r"\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")

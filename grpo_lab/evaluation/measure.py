@@ -78,6 +78,7 @@ def evaluate(
     answer: ReadAnswer | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     measures: Mapping[str, Reward] = MappingProxyType({}),
+    by: str | None = None,
     context: int | None = None,
     blocks: Blocks | None = None,
     said: Mapping[str, Any] = MappingProxyType({}),
@@ -89,6 +90,7 @@ def evaluate(
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
+    by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
 
     A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
@@ -101,9 +103,9 @@ def evaluate(
         if model is None:
             raise ValueError("evaluate needs a model, or generate= in its place; both are None")
         generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
-    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs), context, max_new_tokens)
+    asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
-    settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked)}
+    settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks, outcomes = blocks or Blocks(), list[Outcome]()
     blocks.begin(settings, asked)
     passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
@@ -111,7 +113,7 @@ def evaluate(
         try:
             for name, first, some in blocks.left(kind, n, progress):
                 written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
-                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer)
+                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer, by)
                 blocks.keep(name, found, whole=not stopped)
                 if stopped:
                     raise KeyboardInterrupt
@@ -124,8 +126,10 @@ def evaluate(
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
 
 
-def _asked(problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> list[_Asked]:
-    _check_rows(problems)
+def _asked(
+    problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, by: str | None
+) -> list[_Asked]:
+    _check_rows(problems, by)
     prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
     for index, prompt in enumerate(prompts):
         if not prompt.ids:
@@ -168,6 +172,7 @@ def _grade(
     tokenizer: Any,
     rewards: Mapping[str, Reward],
     read_answer: ReadAnswer | None,
+    by: str | None,
 ) -> list[Outcome]:
     """``rewards``: the one that decides, under the empty name, and the measures."""
     answers = [
@@ -194,6 +199,7 @@ def _grade(
             thinking=tokens_of_thinking(one.prompt.text, completion, tokenizer.decode),
             log_prob=_mean_log_prob(completion),
             measures={name: found[place] for name, found in scores.items() if name},
+            group=None if by is None else as_text(one.row[by]),
         )
         for place, (one, sample, completion, text) in enumerate(answers)
     ]
@@ -226,10 +232,16 @@ def _question(prompt: Any) -> str:
     return content if isinstance(content, str) else str(as_text(content))
 
 
-def _check_rows(problems: Sequence[Row]) -> None:
+def _by(by: str | None) -> dict[str, str]:
+    return {} if by is None else {"by": by}
+
+
+def _check_rows(problems: Sequence[Row], by: str | None) -> None:
     if not problems:
         raise ValueError("there are no rows to evaluate; at least one with a column `prompt` is needed")
     columns = set(problems[0])
+    if by is not None and by not in columns:
+        raise ValueError(f"`by` is {by!r}; the columns of the rows are {', '.join(problems[0])}")
     for index, row in enumerate(problems):
         if "prompt" not in row:
             raise ValueError(f"row {index} has no column `prompt`; its columns are {sorted(row)}")

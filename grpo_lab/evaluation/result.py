@@ -47,6 +47,7 @@ class Outcome:
     thinking    tokens that it wrote before its thinking was closed; None: it did not think
     log_prob    mean log-prob of the tokens that the model wrote, in nats; None: not asked for
     measures    name → score of each further reward (`format`, `language`, …); None: unscorable
+    group       the row's value, as text, in the column by which accuracy is reported; None: in none
     """
 
     problem: int
@@ -63,6 +64,7 @@ class Outcome:
     thinking: int | None = None
     log_prob: float | None = None
     measures: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    group: str | None = None
 
     @property
     def correct(self) -> bool | None:
@@ -75,7 +77,8 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
     measures = sorted(outcomes[0].measures) if outcomes else []
-    names = [f.name for f in fields(Outcome) if f.name != "measures" or measures] + ["correct"]
+    asked = {"measures": bool(measures), "group": any(one.group is not None for one in outcomes)}
+    names = [f.name for f in fields(Outcome) if asked.get(f.name, True)] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
     write_json_lines(folder / "outcomes.jsonl", records)
     arrow = {"int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
@@ -95,7 +98,7 @@ def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     """Of a line; what earlier releases did not write is as it is by default."""
     if isinstance(row, str):
         raise ValueError(f"{where} {row}")
-    row = {"thinking": None, "log_prob": None, "measures": {}, **row}
+    row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
@@ -103,7 +106,7 @@ def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
     wrong = [
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
-        *(name for name in ("solution", "answer") if not isinstance(row[name], str | None)),
+        *(name for name in ("solution", "answer", "group") if not isinstance(row[name], str | None)),
         *(["truncated"] if type(row["truncated"]) is not bool else []),
         *(name for name in ("score", "tokens", "thinking", "log_prob") if not is_number(row[name] or 0)),
         *(["measures"] if not all(is_number(one or 0) for one in measures) else []),
@@ -180,6 +183,16 @@ class EvaluationResult:
     def accuracy(self) -> Interval | None:
         """Greedy accuracy over the scorable problems, 95% Wilson interval. None if none was scorable."""
         return statistics.accuracy_interval([o.correct for o in self.greedy if o.correct is not None])
+
+    @cached_property
+    def accuracy_by(self) -> dict[str, Interval]:
+        """Value of the column that the setting `by` names → greedy accuracy on its problems, numbers in their order."""
+        found: dict[str, list[bool]] = {}
+        for one in self.greedy:
+            if one.group is not None and one.correct is not None:
+                found.setdefault(one.group, []).append(one.correct)
+        limits = {group: statistics.accuracy_interval(correct) for group, correct in found.items()}
+        return {group: limits[group] for group in sorted(limits, key=_in_order)}  # type: ignore[misc]
 
     @cached_property
     def sampled_accuracy(self) -> Interval | None:
@@ -267,12 +280,16 @@ class EvaluationResult:
             }
         return {
             "problems": self.n_problems,
-            "greedy": self.numbers if self.greedy else None,
+            "greedy": self.numbers | self._by() if self.greedy else None,
             "sampled": sampled,
             "calibration": {name: asdict(found) for name, found in self.calibration.items()},
             "seconds": self.seconds,
             "settings": dict(self.settings),
         }
+
+    def _by(self) -> dict[str, Any]:
+        groups = {group: interval.to_dict() for group, interval in self.accuracy_by.items()}
+        return {"accuracy_by": {str(self.settings.get("by")): groups}} if groups else {}
 
     def write(self, folder: str | Path) -> Path:
         """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder``; returns it."""
@@ -309,6 +326,12 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Of those that are there (of flags: the share that is set); None without any."""
     there = [one for one in values if one is not None]
     return fmean(there) if there else None
+
+
+def _in_order(group: str) -> tuple[bool, float, str]:
+    """Numbers by value, in front of other texts."""
+    number = float(group) if _DECIMAL.fullmatch(group) else None
+    return number is None, number or 0.0, group
 
 
 def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, Any]:

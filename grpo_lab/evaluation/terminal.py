@@ -113,8 +113,8 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
     percentage points, of a length in tokens; brackets are 95% intervals."""
     gain = None if before is None else paired_gain(before, after)
     rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
-    old_shares = dict(_sampled_shares(before)) if before else {}
-    for name, share in _sampled_shares(after):
+    old_shares = dict(_other_shares(before)) if before else {}
+    for name, share in _other_shares(after):
         old = old_shares.get(name)
         change = _change(old.value if old else None, share.value if share else None, 100)
         rows.append((name, _limits(old), _limits(share), change))
@@ -141,6 +141,12 @@ _NUMBERS = {
     "unscorable": "unscorable_share",
 }
 """Name → where it is in a result."""
+
+
+def _other_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:
+    """Accuracy by the column that the evaluation names, and of the samples."""
+    by = [(f"{result.settings.get('by')} {group}", one) for group, one in result.accuracy_by.items()]
+    return [*by, *_sampled_shares(result)]
 
 
 def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.evaluation.statistics import difference_seen, half_width_over_seeds, pooled_sd, seeds_needed
 from grpo_lab.io import write_whole_text
 
 Options = argparse.Namespace
@@ -31,6 +31,8 @@ Found = dict[str, list[Record]]
 Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 """Label → curves of (x, y), one a seed."""
 
+POWER, LEVEL = 0.8, 0.05
+"""Of a comparison: the chance to see a difference that is there, and to see one that is not."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 
 
@@ -46,6 +48,9 @@ class Experiment:
         prepare: makes what the cells begin from, before the first of them.
         seeds: of ``grpo-lab lab``, where none are asked for.
         in_process: cells are short and train nothing: they run one after the other, here.
+        result: of a record, the share that arms are compared by; how many seeds that needs is said before the cells
+            run, and beside the report. None: arms are not compared by one.
+        problems: held-out problems behind it.
     """
 
     arms: Sequence[str]
@@ -54,6 +59,20 @@ class Experiment:
     prepare: Callable[[Options], object] = lambda options: None
     seeds: Sequence[int] = (0, 1, 2)
     in_process: bool = False
+    result: Callable[[Record], float] | None = None
+    problems: Callable[[Options], int | None] = lambda options: None
+
+    def power(self, arms: Sequence[str], options: Options) -> str:
+        """`power_said` of all records in the folder, of other seeds than ``options.seeds`` too: they are the pilot."""
+        if self.result is None:
+            return ""
+        found: dict[str, list[float]] = {arm: [] for arm in arms}
+        for file in sorted(options.folder.glob("*/arm.json")):
+            record = json.loads(file.read_text(encoding="utf-8"))
+            if record["arm"] in found and not math.isnan(value := self.result(record)):
+                found[record["arm"]].append(value)
+        results = [values for values in found.values() if values]
+        return power_said(results, len(options.seeds), options.difference, options.spread, self.problems(options))
 
 
 def parser(doc: str | None, folder: str, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
@@ -74,6 +93,9 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     found.add_argument("--at-most", type=int, metavar="N", help=at_most)
     said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE is JSON"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
+    found.add_argument("--difference", type=float, metavar="POINTS", help="that is to be seen: how many seeds it needs")
+    of_spread = "standard deviation over seeds, if no pilot is recorded"
+    found.add_argument("--spread", type=float, metavar="POINTS", help=of_spread)
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
 
 
@@ -95,6 +117,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     cells = [(arm, seed) for seed in options.seeds for arm in arms]
     waiting = [cell for cell in cells if not record_file(options.folder, *cell).is_file()][: options.at_most]
     if waiting:
+        _print(experiment.power(arms, options))
         experiment.prepare(options)
     if experiment.in_process:
         for arm, seed in waiting:
@@ -104,9 +127,61 @@ def carry_out(experiment: Experiment, options: Options) -> None:
         ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
         failed = [why for why in ran if why]
     if done := records(arms, options):
-        print(f"\n{experiment.report(done, options)}", flush=True)
+        _print(experiment.report(done, options), experiment.power(arms, options))
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")
+
+
+def _print(*said: str) -> None:
+    for text in filter(None, said):
+        print(f"\n{text}", flush=True)
+
+
+def power_said(
+    arms: Sequence[Sequence[float]],
+    seeds: int,
+    difference: float | None = None,
+    spread: float | None = None,
+    problems: int | None = None,
+) -> str:
+    """In words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
+
+    Args:
+        arms: each arm's results that there are, one a seed, as shares.
+        difference: in points, that is to be seen with 80% chance; None: nobody asked.
+        spread: standard deviation over seeds, in points; None: that of ``arms``, pooled.
+        problems: held-out problems behind a result, for the part of the spread that is the evaluation's.
+
+    ValueError: a difference or a spread that is not above 0.
+    """
+    for option, value in (("--difference", difference), ("--spread", spread)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} is {value!r} points; a number above 0 is needed")
+    measured, whole = pooled_sd(arms), [result for arm in arms for result in arm]
+    sd, source = spread, "--spread"
+    if sd is None and measured is not None:
+        sd, source = 100 * measured, f"over {len(whole)} results of {len(arms)} arms"
+    if not sd:
+        why = "no arm has two seeds" if measured is None else "all seeds of an arm came out alike"
+        return f"power: {why} and --spread says nothing, so nobody knows how many seeds it takes; 3 are a pilot"
+    lines = [f"power: spread {sd:.1f} points over seeds ({source}){_of_evaluation(whole, problems)}"]
+    if difference is not None:
+        needed = seeds_needed(difference, sd, POWER, LEVEL)
+        enough = "enough" if seeds >= needed else "too few"
+        lines.append(f"a difference of {difference:g} points needs {needed} seeds an arm; here {seeds}: {enough}")
+    seen = difference_seen(seeds, sd, POWER, LEVEL)
+    which = "no difference" if seen is None else f"differences from {seen:.1f} points on"
+    lines.append(f"{seeds} seed{'s' * (seeds != 1)} an arm see {which} (80% chance, two-sided t test at 5%)")
+    return "\n  ".join(lines)
+
+
+def _of_evaluation(results: Sequence[float], problems: int | None) -> str:
+    """√(p(1 − p)/n): what n problems answered anew, each by luck of its own, would spread by."""
+    if problems is None or not results:
+        return ""
+    share = fmean(results)
+    noise = 100 * math.sqrt(share * (1 - share) / problems)
+    return f", of which the evaluation's {problems} problems make up to {noise:.1f}: more problems lower it, too"
 
 
 def record_file(folder: Path, arm: str, seed: int) -> Path:

@@ -30,7 +30,7 @@ _TAKEN = (
 """Options of another meaning: a loader's argument of that name is `--data.NAME` only."""
 
 _GIVEN = ("batch_size", "n_samples", "temperature", "max_new_tokens", "use_vllm", "log_probs", "templates",
-         "thinking", "thinking_budget", "budget_text")  # fmt: skip
+         "thinking", "thinking_budget", "budget_text", "by")  # fmt: skip
 """Options that are settings of a recipe's ``evaluation``."""
 
 
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
     measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"
     add(how, "--measure", measure, action="append", metavar="NAME=REWARD", dest="measures")
+    add(how, "--by", "a column of the rows, such as steps or level: accuracy at each of its values, too")
     add(how, "--log-probs", "of the answers, for calibration", action="store_true")
     add(how, "--vllm", "vLLM in the place of transformers", action="store_true", dest="use_vllm")
     add(how, "--against", "a second model, on the same problems: paired test", metavar="MODEL", default=None)

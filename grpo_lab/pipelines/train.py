@@ -163,6 +163,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
 
     folder = job.folder
     began, given = time.perf_counter(), {name: one for name, one in job.arguments.items() if one is not None}
+    log = MetricsFile(folder / "metrics.jsonl")
     trainer: Any = job.trainer(
         model=start,
         reward_funcs=job.rewards or None,
@@ -170,8 +171,9 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         train_dataset=job.rows,
         eval_dataset=job.eval_rows,
         processing_class=None if job.model.tokenizer is None else load_tokenizer(job.model),
-        **{**given, "callbacks": [*given["callbacks"], MetricsFile(folder / "metrics.jsonl")]},
+        **{**given, "callbacks": [*given["callbacks"], log]},
     )
+    log.beside = lambda: {"rollout/generated": trainer.parts.generated}
     if job.evaluation is not None and job.evaluation.every is not None:
         trainer.add_callback(EvaluationOnTheWay(trainer, job.evaluation, folder))
     with at("start: all processes begin together"):

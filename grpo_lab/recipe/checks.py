@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
-from grpo_lab.recipe.sections import ColdStartSection, Recipe
+from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.supervised.methods import check_rows, check_training
@@ -82,6 +82,13 @@ def check_room(
         longest = longest_prompt(rows["prompt"], words, context - (limit or 1), config.chat_template_kwargs)
         risk = check_prompt_lengths([longest], shape, limit)
     return f"{context:,} tokens" + ("" if risk is None else f"; {risk}")
+
+
+def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
+    """ValueError: ``evaluation.by`` is no column of the held-out rows. ``held_out``: None where they are not here."""
+    if evaluation.by is not None and held_out is not None and evaluation.by not in held_out.column_names:
+        there = ", ".join(held_out.column_names)
+        raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
 
 
 def check_held_out(own: int | None, otherwise: int, prompts: Sequence[Any], words: Any, context: int) -> None:

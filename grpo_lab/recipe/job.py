@@ -83,6 +83,7 @@ class Job:
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
+            checks.check_by(evaluation, held_out)
             parts.judges_of(evaluation)
         model = tokenizer_and_config(recipe.model, here_only)
         made = recipe.cold_start if cold_start else None
@@ -197,6 +198,7 @@ def questions(
     if evaluation is not None:
         parts.judges_of(evaluation)
         held_out = load(evaluation.data, "evaluation.data")
+        checks.check_by(evaluation, held_out)
     return Questions(rows, judge, held_out)
 
 

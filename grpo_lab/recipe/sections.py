@@ -132,6 +132,7 @@ class EvaluationSection:
         templates, thinking, thinking_budget: one or several each; all combinations are asked. ``thinking``: what the
             chat template is told (``enable_thinking``); a budget of ``none`` is no limit.
         budget_text: what closes the thinking at the budget (default: as ``rollout.budget_text``).
+        by: a column of the rows that says how hard they are (`steps`, `level`): accuracy at each of its values, too.
         log_probs: the model's log-probs of its answers, for calibration.
         use_vllm, engine: vLLM in the place of transformers, and its options; not on the way.
     """
@@ -149,6 +150,7 @@ class EvaluationSection:
     thinking: Annotated[tuple[Switch, ...], LISTED] = ()
     thinking_budget: Annotated[tuple[Annotated[Count | None, NONE], ...], LISTED] = ()
     budget_text: str | None = None
+    by: str | None = None
     log_probs: Switch | None = None  # as in the records of earlier runs
     use_vllm: Switch | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)

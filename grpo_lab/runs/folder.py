@@ -13,7 +13,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,15 +157,17 @@ def kept(recipe: Any) -> str:
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
-    """Appends every log of the main process to ``metrics.jsonl``, with its step."""
+    """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside``: numbers that are written
+    in front of it, and in no other log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.beside: Callable[[], Mapping[str, float]] = dict
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
             with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
-                file.write(json.dumps({"step": state.global_step, **logs}, default=str) + "\n")
+                file.write(json.dumps({"step": state.global_step, **self.beside(), **logs}, default=str) + "\n")
 
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:

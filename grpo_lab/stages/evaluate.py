@@ -17,6 +17,7 @@ from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts
+from grpo_lab.recipe.checks import check_by
 from grpo_lab.recipe.job import questions
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.rows import every_argument, load_rows
@@ -55,6 +56,7 @@ class Evaluate:
         parts.judges_of(self.section)
         found = questions(self.section.data, self.section.reward, here_only=True)
         if found.rows is not None:
+            check_by(self.section, found.rows)
             self._difficulty(found.rows)
         names = ", ".join(filter(None, conditions_in(self.section)))
         on = f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
@@ -114,6 +116,7 @@ def flat_facts(result: EvaluationResult) -> Facts:
         "accuracy_high": accuracy.high if accuracy else None,
         "sampled_accuracy": sampled.value if sampled else None,
         **{f"pass_at_{k}": one.value for k, one in result.pass_at.items() if k > 1},
+        **{f"accuracy.{result.settings['by']}_{group}": one.value for group, one in result.accuracy_by.items()},
         **result.numbers["measures"],
         "length": result.mean_length,
         "thinking_length": result.numbers["mean_thinking"],
@@ -165,8 +168,10 @@ class HeldOutRows:
         self.section, self.ways = section, conditions_in(section)
         templates = {way.template for way in self.ways.values()}
         self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
+        for rows in self.rows.values():
+            check_by(section, rows)
         self.asked: Any = {
-            **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature")},
+            **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature", "by")},
             "max_new_tokens": section.max_new_tokens or max_new_tokens,
             "seed": seed,
             **parts.judges_of(section),

@@ -65,8 +65,10 @@ def test_two_arms_from_one_start_and_a_lost_record(
     assert records["SFT"]["points"][0]["accuracy"] == records["Dr.GRPO"]["points"][0]["accuracy"]
     tokens = [point["tokens"] for point in records["Dr.GRPO"]["points"]]
     assert 0 == tokens[0] < tokens[1] < tokens[2] <= 2 * 256 * 56
+    assert tokens[-1] == json.loads((tmp_path / "Dr.GRPO-0" / "run.json").read_text())["tokens"]
     assert [point["tokens"] for point in records["SFT"]["points"]] == [0, 0, 0]
     said = capsys.readouterr().out
+    assert said.count("power: no arm has two seeds") == 2  # before the cells, and beside the report
     assert (tmp_path / "trio.png").is_file() or ("grpo_lab[figures]" in said and "trio.png" in said)
     assert "| Dr.GRPO | 1 |" in (tmp_path / "critic.md").read_text()
 
@@ -95,7 +97,9 @@ def test_a_declared_comparison_in_small(run: Any, tmp_path: Path) -> None:
     assert lines[-1].startswith("accuracy, steps and outcome - outcome, seed by seed: ")
     found = json.loads((tmp_path / "process" / "records.json").read_text())
     assert found["outcome"][0]["before"] == found["steps and outcome"][0]["before"]
-    assert all(len(runs[0]["curves"][compare.SAMPLES]) == 1 for runs in found.values())
+    [[[tokens, _]], _] = [runs[0]["curves"][compare.SAMPLES] for runs in found.values()]
+    assert 0 < tokens <= 16 * 8
+    assert lines[6].startswith("After 0.1 k generated tokens:")
     assert (tmp_path / "process" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
 
 

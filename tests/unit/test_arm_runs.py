@@ -24,19 +24,13 @@ def loaded(path: str) -> ModuleType:
 
 def test_tokens_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
     arms = loaded("scripts/arm_runs.py")
-    logs = [
-        (1, 10.0),
-        (2, 20.0),
-        (2, 21.0),
-        (3, None),
-        (4, 30.0),
-    ]  # step 2 twice: the later counts; step 3 generated nothing
-    rows = [{"step": s, "loss": 0.0} | ({} if n is None else {"completions/mean_length": n}) for s, n in logs]
+    logs = [(1, 80), (2, 240), (2, 248), (3, None), (4, 488)]  # step 2 twice: the later counts; step 3 says nothing
+    rows = [{"step": s, "loss": 0.0} | ({} if n is None else {"rollout/generated": n}) for s, n in logs]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     points = [(0, 0.1), (2, 0.2), (2, 0.3), (4, 0.5)]
     lines = [json.dumps({"step": s, "accuracy": a, "seconds": 1.0 * s}) + "\n" for s, a in points]
     (tmp_path / "points.jsonl").write_text("".join(lines) + '{"step": 6, "accu')  # killed while it wrote
-    found = arms.points_of(tmp_path, completions=8)
+    found = arms.points_of(tmp_path)
     assert [(p["step"], p["tokens"], p["accuracy"]) for p in found] == [(0, 0, 0.1), (2, 248, 0.3), (4, 488, 0.5)]
     assert arms.at_tokens(found, 247) == 0.1  # nothing better was there yet
     assert arms.at_tokens(found, 248) == 0.3

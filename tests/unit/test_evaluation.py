@@ -18,7 +18,9 @@ from grpo_lab.evaluation import (
     evaluate,
     paired_gain,
 )
+from grpo_lab.evaluation.terminal import comparison_rows
 from grpo_lab.finite import NumbersError
+from grpo_lab.stages.evaluate import flat_facts
 from grpo_lab.testing import tiny_model
 
 torch.set_num_threads(1)
@@ -503,6 +505,32 @@ def test_summary_json_holds_what_the_result_says(tmp_path):
     assert summary["greedy"]["unscorable_share"] == 0.5
     assert summary["sampled"] is None
     assert summary["settings"] == {"max_new_tokens": 9}
+
+
+def test_accuracy_by_a_column_by_hand(model_and_tokenizer, tmp_path):
+    """Groups in the order of their numbers; a sum over groups is the whole; an unscorable answer is in none."""
+    model, tokenizer = model_and_tokenizer
+    rows = [{"prompt": prompt, "right": right, "steps": steps} for prompt, right, steps in zip(
+        PROMPTS, (1.0, 0.0, None, 1.0, 1.0), (10, 9, 9, 10, 3), strict=True)]  # fmt: skip
+    asked = {"reward": lambda prompts, completions, right, **_: right, "max_new_tokens": 2, "batch_size": 8}
+    result = evaluate(model, tokenizer, rows, **asked, n_samples=1, by="steps", progress=False)
+    found = {group: (one.value, one.n) for group, one in result.accuracy_by.items()}
+    assert list(found.items()) == [("3", (1.0, 1)), ("9", (0.0, 1)), ("10", (1.0, 2))]
+    assert result.summary()["greedy"]["accuracy_by"]["steps"]["10"] == result.accuracy_by["10"].to_dict()
+    assert result.settings["by"] == "steps"
+    again = EvaluationResult.read(result.write(tmp_path))
+    assert again.accuracy_by == result.accuracy_by
+    assert [row["group"] for row in pq.read_table(tmp_path / "outcomes.parquet").to_pylist()][:5] == [
+        "10", "9", "9", "10", "3"]  # fmt: skip
+    assert [row[:3] for row in comparison_rows(result, again)][1:4] == [
+        ("steps 3", "100.0% [20.7, 100.0]", "100.0% [20.7, 100.0]"),
+        ("steps 9", "0.0% [0.0, 79.3]", "0.0% [0.0, 79.3]"),
+        ("steps 10", "100.0% [34.2, 100.0]", "100.0% [34.2, 100.0]"),
+    ]
+    assert {name: value for name, value in flat_facts(result).items() if name.startswith("accuracy.")} == {
+        "accuracy.steps_3": 1.0, "accuracy.steps_9": 0.0, "accuracy.steps_10": 1.0}  # fmt: skip
+    with pytest.raises(ValueError, match="`by` is 'level'; the columns of the rows are prompt, right, steps"):
+        evaluate(model, tokenizer, rows, **asked, by="level", progress=False)
 
 
 @pytest.mark.parametrize(

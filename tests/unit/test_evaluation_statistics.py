@@ -13,12 +13,16 @@ from grpo_lab.evaluation.result import vote_key
 from grpo_lab.evaluation.statistics import (
     accuracy_interval,
     clustered_interval,
+    difference_seen,
     half_width_over_seeds,
     ks_up_to,
     majority_at_k,
     majority_vote,
     paired_difference,
     pass_at_k,
+    pooled_sd,
+    power_over_seeds,
+    seeds_needed,
     wilson_interval,
 )
 
@@ -292,3 +296,61 @@ def test_half_width_has_the_quantile_of_the_printed_table(trainings, quantile):
     values = [0.0] * (trainings - 1) + [1.0]
     error = 1 / trainings  # s² = (1 − 1/n) · n/(n − 1) / n = 1/n, so s/√n = 1/n
     assert half_width_over_seeds(values) / error == pytest.approx(quantile, abs=5.1e-4)
+
+
+# --- power over seeds ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("effect", "paired", "seeds", "power"),
+    [  # Faul et al., G*Power 3 (Behavior Research Methods 39, 2007): two-sided, 5%, power 0.8; effect = d / s
+        (0.2, False, 394, 0.8006),
+        (0.5, False, 64, 0.8015),  # Cohen 1988, table 2.4.1: 64
+        (0.8, False, 26, 0.8075),  # the same table: 26
+        (0.2, True, 199, 0.8017),
+        (0.5, True, 34, 0.8078),
+        (0.8, True, 15, 0.8213),
+    ],
+)
+def test_seeds_needed_as_in_the_textbook(effect, paired, seeds, power):
+    assert seeds_needed(3.0 * effect, 3.0, paired=paired) == seeds
+    assert power_over_seeds(3.0 * effect, 3.0, seeds, paired=paired) == pytest.approx(power, abs=5e-5)
+    assert power_over_seeds(-3.0 * effect, 3.0, seeds - 1, paired=paired) < 0.8
+
+
+def test_seeds_for_other_powers_and_levels():
+    # 2 ((1.960 + 1.2816) / 0.5)² = 84.1 a normal test needs for 90%; t: about z²/4 = 1 more, 86 by G*Power.
+    assert seeds_needed(0.5, 1.0, power=0.9) == 86
+    # 2 ((2.5758 + 0.8416) / 0.5)² = 93.4; t: about 2.5758²/4 = 1.7 more.
+    assert seeds_needed(0.5, 1.0, level=0.01) == 96
+
+
+@pytest.mark.parametrize(("seeds", "paired"), [(2, False), (3, False), (3, True), (5, True)])
+def test_few_seeds_see_what_they_say_by_simulation(seeds, paired):
+    """20,000 pairs of arms: the share of t tests that reject lies within 4 standard errors (1.1%) of 80%."""
+    numpy, stats = pytest.importorskip("numpy"), pytest.importorskip("scipy.stats")
+    rng = numpy.random.default_rng(0)
+    difference = difference_seen(seeds, 2.0, paired=paired)
+    one, other = rng.normal(difference, 2.0, (20_000, seeds)), rng.normal(0.0, 2.0, (20_000, seeds))
+    test = stats.ttest_1samp(one, 0.0, axis=1) if paired else stats.ttest_ind(one, other, axis=1)
+    assert abs((test.pvalue < 0.05).mean() - 0.8) < 4 * math.sqrt(0.8 * 0.2 / 20_000)
+    if seeds > 2:
+        assert seeds_needed(difference * (1 + 1e-9), 2.0, paired=paired) == seeds
+
+
+def test_the_ends_of_power():
+    assert difference_seen(1, 1.0) is None
+    assert power_over_seeds(5.0, 1.0, 1) == 0.0
+    assert power_over_seeds(1e6, 1.0, 2) == 1.0
+    assert power_over_seeds(1e-9, 1.0, 5) == pytest.approx(0.05, abs=1e-6)  # no difference: the level itself
+    for wrong in ({"difference": 0.0}, {"sd": 0.0}, {"power": 1.0}, {"level": 0.0}, {"difference": math.nan}):
+        with pytest.raises(ValueError, match=r"needed|must lie"):
+            seeds_needed(**{"difference": 1.0, "sd": 1.0, **wrong})
+    with pytest.raises(ValueError, match="more than a million seeds"):
+        seeds_needed(1e-6, 1.0)
+
+
+def test_pooled_sd_by_hand():
+    # variances 2 (1 and 3, one degree of freedom) and 4 (2, 4, 6, two): (1·2 + 2·4) / 3
+    assert pooled_sd([[1.0, 3.0], [2.0, 4.0, 6.0], [9.0]]) == pytest.approx(math.sqrt(10 / 3))
+    assert pooled_sd([[1.0], []]) is None

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -46,10 +46,10 @@ def check_solution(problem: WordProblem, largest: int) -> None:
 @given(
     seed=st.integers(0, 10**9),
     split=st.sampled_from(SPLITS),
-    fewest=st.integers(1, 4),
-    most=st.integers(1, 4),
+    fewest=st.integers(1, 6),
+    most=st.integers(1, 6),
     family=st.sampled_from([None, *FAMILIES]),
-    largest=st.sampled_from([12, 30, 100, 1000]),
+    largest=st.sampled_from([12, 30, 100, 200, 1000]),
 )
 def test_every_solution_can_be_recomputed(
     seed: int, split: str, fewest: int, most: int, family: str | None, largest: int
@@ -64,6 +64,45 @@ def test_every_solution_can_be_recomputed(
         assert problem.family == family or family is None
         assert split_of(problem.arithmetic) == split
         assert "{" not in problem.question + problem.worked_solution
+
+
+def told_result(arithmetic: str) -> int:
+    """The answer of a problem's moves, ``family:a*k v+k v+*k …``, folded without a look at its solution."""
+    value: Fraction | None = None
+    for move in arithmetic.partition(":")[2].split():
+        match = re.fullmatch(r"(\d+)([-+*/]{1,2})(\d+)", move)
+        assert match, move
+        a, k = int(match[1]), int(match[3])
+        left, right = (Fraction(a), k) if value is None else (value, a * k if len(match[2]) == 2 else k)
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left / right}[match[2][0]]
+    assert value is not None
+    assert value.denominator == 1
+    return int(value)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_three_to_six_steps_with_numbers_up_to_200(split: str) -> None:
+    """Right by two other routes, no share of a number of steps further than 4 sd (√(0.25·0.75/1200) = 1.25%) from a
+    quarter, and numbers that are larger: a fifth of the answers above 100."""
+    problems = list(islice(iter_word_problems(3, split, (3, 6), largest=200), 1200))
+    for problem in problems:
+        check_solution(problem, 200)
+        assert told_result(problem.arithmetic) == int(problem.solution)
+    for steps in (3, 4, 5, 6):
+        assert abs(sum(problem.steps == steps for problem in problems) / 1200 - 0.25) < 0.05
+    assert sum(int(problem.solution) > 100 for problem in problems) > 1200 / 5
+    assert len({problem.question for problem in problems}) == 1200
+
+
+def test_difficulty_is_graded() -> None:
+    """Each step more brings more events that can be misread, products and quotients: 1.3 a problem of three steps, 2.3
+    of six."""
+    problems = list(islice(iter_word_problems(0, steps=(3, 6), largest=200), 3000))
+    events = {
+        steps: [len(re.findall(r"[*/]", p.arithmetic)) for p in problems if p.steps == steps] for steps in range(3, 7)
+    }
+    means = [sum(found) / len(found) for found in events.values()]
+    assert all(after - before > 0.15 for before, after in pairwise(means)), means
 
 
 def test_the_check_above_would_notice() -> None:
@@ -109,7 +148,12 @@ def test_the_share_of_misread_events() -> None:
 
 def test_splits_share_no_arithmetic_whatever_the_seeds() -> None:
     arithmetic = {
-        split: {problem.arithmetic for seed in range(3) for problem in islice(iter_word_problems(seed, split), 1500)}
+        split: {
+            problem.arithmetic
+            for seed in range(3)
+            for how in ({}, {"steps": (3, 6), "largest": 200})
+            for problem in islice(iter_word_problems(seed, split, **how), 800)
+        }
         for split in SPLITS
     }
     for one in SPLITS:
