@@ -93,9 +93,8 @@ def evaluate(
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
 
-    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
-    Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
-    EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
+    A prompt that leaves no room for max_new_tokens in the context is left out and counted. Samples follow from ``seed``
+    and ``batch_size``, not torch's random state. Unwrap a distributed model first. EvaluationStopped: Ctrl-C.
     """
     started, problems = time.perf_counter(), [dict(row) for row in rows]
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
