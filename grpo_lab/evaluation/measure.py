@@ -86,7 +86,7 @@ def evaluate(
     """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
 
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
-    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
+    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is right, None unscorable
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
@@ -99,8 +99,7 @@ def evaluate(
     started, problems = time.perf_counter(), [dict(row) for row in rows]
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
-        if model is None:
-            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+        model = _given(model)
         generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
     asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
@@ -123,6 +122,12 @@ def evaluate(
             raise EvaluationStopped(result) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _given(model: PreTrainedModel | None) -> PreTrainedModel:
+    if model is None:
+        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+    return model
 
 
 def _asked(
