@@ -97,7 +97,7 @@ def evaluate(
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
     EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
     """
-    started, problems = time.perf_counter(), [dict(row) for row in rows]
+    started, problems, rewards = time.perf_counter(), [dict(row) for row in rows], {"": reward, **measures}
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
         if model is None:
@@ -108,13 +108,11 @@ def evaluate(
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks, outcomes = blocks or Blocks(), list[Outcome]()
     blocks.begin(settings, asked)
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    for kind, n, heat in passes if n_samples else passes[:1]:
+    for kind, n, heat in _passes(n_samples, temperature):
         try:
             for name, first, some in blocks.left(kind, n, progress):
                 written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
-                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer, by)
-                blocks.keep(name, found, whole=not stopped)
+                blocks.keep(name, _grade(kind, some, written, tokenizer, rewards, read_answer, by), whole=not stopped)
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -124,6 +122,12 @@ def evaluate(
             raise EvaluationStopped(result) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
+    """What is asked: kind, completions a problem, temperature."""
+    greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
+    return [greedy, ("sampled", n_samples, temperature)] if n_samples else [greedy]
 
 
 def _asked(
