@@ -86,33 +86,33 @@ def evaluate(
     """Accuracy of ``model`` on ``rows``: greedy always, and over ``n_samples`` samples a problem where that is > 0.
 
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
-    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is right, None unscorable
+    reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
     generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
 
-    A prompt that leaves no room for max_new_tokens in the context is left out and counted. Samples follow from ``seed``
-    and ``batch_size``, not torch's random state. Unwrap a distributed model first. EvaluationStopped: Ctrl-C.
+    A prompt that leaves no room for max_new_tokens in the model's context is left out and counted in the settings.
+    Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
+    EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
     """
-    started, problems = time.perf_counter(), [dict(row) for row in rows]
+    started, problems, rewards = time.perf_counter(), [dict(row) for row in rows], {"": reward, **measures}
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
-        model = _given(model)
+        if model is None:
+            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
         generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
     asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks, outcomes = blocks or Blocks(), list[Outcome]()
     blocks.begin(settings, asked)
-    passes: list[tuple[Kind, int, float]] = [("greedy", 1, 0.0), ("sampled", n_samples, temperature)]
-    for kind, n, heat in passes if n_samples else passes[:1]:
+    for kind, n, heat in _passes(n_samples, temperature):
         try:
             for name, first, some in blocks.left(kind, n, progress):
                 written, stopped = _written(generate, some, n, heat, max_new_tokens, seed + first * n)
-                found = _grade(kind, some, written, tokenizer, {"": reward, **measures}, read_answer, by)
-                blocks.keep(name, found, whole=not stopped)
+                blocks.keep(name, _grade(kind, some, written, tokenizer, rewards, read_answer, by), whole=not stopped)
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -124,10 +124,10 @@ def evaluate(
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
 
 
-def _given(model: PreTrainedModel | None) -> PreTrainedModel:
-    if model is None:
-        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-    return model
+def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
+    """What is asked: kind, completions a problem, temperature."""
+    greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
+    return [greedy, ("sampled", n_samples, temperature)] if n_samples else [greedy]
 
 
 def _asked(

@@ -171,7 +171,9 @@ def power_said(
         lines.append(f"a difference of {difference:g} points needs {needed} seeds an arm; here {seeds}: {enough}")
     seen = difference_seen(seeds, sd, POWER, LEVEL)
     which = "no difference" if seen is None else f"differences from {seen:.1f} points on"
-    lines.append(f"{seeds} seed{'s' * (seeds != 1)} an arm see {which} (80% chance, two-sided t test at 5%)")
+    lines.append(
+        f"{seeds} seed{'s an arm see' if seeds != 1 else ' an arm sees'} {which} (80% chance, two-sided t test at 5%)"
+    )
     return "\n  ".join(lines)
 
 

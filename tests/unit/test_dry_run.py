@@ -295,3 +295,14 @@ def test_the_real_configuration_is_left_alone() -> None:
     recipe = recipe_from({**GOOD, "use_cpu": True})
     assert lab_config(numbers_read(recipe)).use_cpu is True
     assert lab_config(numbers_read(recipe), use_cpu=False).use_cpu is False
+
+
+def test_an_evaluation_by_a_column_that_the_rows_lack_is_refused() -> None:
+    held_out = {"data": {"loader": "word_problems", "split": "test", "n": 4}, "by": "steps"}
+    assert dry_run(recipe_from({**GOOD, "evaluation": held_out}, "dry"))["evaluation"].startswith(
+        "4 from word_problems"
+    )
+    with pytest.raises(
+        ValueError, match=r"`evaluation\.by` is 'level'; the columns of `evaluation\.data` are prompt, .*steps"
+    ):
+        dry_run(recipe_from({**GOOD, "evaluation": {**held_out, "by": "level"}}, "dry"))
