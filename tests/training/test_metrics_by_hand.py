@@ -67,6 +67,7 @@ ELSEWHERE = {
     "rollout/waited_s": "rollouts/test_overlap.py",
     "rollout/sync_bytes": "rollouts/test_adapter_vllm.py",
     "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",
+    "rollout/generated": "unit/test_arm_runs.py",
     "sampling/ratio_mean/len_q1": "unit/test_metrics.py",
     "sampling/kept_share/len_q1": "unit/test_metrics.py",
     "sampling/sampling_logp_difference/mean": "unit/test_metrics.py",

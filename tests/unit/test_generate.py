@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -152,42 +151,6 @@ def test_whole_completions_come_as_often_as_the_model_says(monkeypatch: pytest.M
     assert chisquare(observed, expected).pvalue > 1e-3
 
 
-def test_a_draw_is_the_first_token_whose_cumulated_share_is_above_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """p = (0, 1/4, 0, 3/4), cumulated (0, 1/4, 1/4, 1), or twice that: u below 1/4 is token 1, else 3; tokens of no
-    share never, not even at u = 0 and at the largest u below 1."""
-    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.9, 1 - 2.0**-53], dtype=torch.float64)
-    row = torch.tensor([0.0, 0.25, 0.0, 0.75])
-    for probs in (row.repeat(5, 1), 2 * row.repeat(5, 1)):
-        monkeypatch.setattr(torch, "rand_like", lambda whole: numbers.view_as(whole))
-        with generate._one_number_a_draw():
-            assert torch.multinomial(probs, num_samples=1).flatten().tolist() == [1, 1, 3, 3, 3]
-    last_has_none = torch.tensor([0.5, 0.5, 0.0]).repeat(5, 1)
-    with generate._one_number_a_draw():
-        assert torch.multinomial(last_has_none, num_samples=1).flatten().tolist() == [0, 0, 0, 1, 1]
-
-
-def test_other_draws_are_torchs() -> None:
-    """Several numbers a row, and those of another thread; what is not finite is torch's error."""
-    theirs, found = torch.multinomial, list[bool]()
-    with generate._one_number_a_draw():
-        assert torch.multinomial is not theirs
-        assert sorted(torch.multinomial(torch.ones(1, 3), 3)[0].tolist()) == [0, 1, 2]
-        with pytest.raises(RuntimeError, match="inf"):
-            torch.multinomial(torch.tensor([[1.0, float("nan")]]), num_samples=1)
-
-        def elsewhere() -> None:
-            torch.manual_seed(3)
-            ours = torch.multinomial(torch.ones(4, 9), num_samples=1)
-            torch.manual_seed(3)
-            found.append(torch.equal(ours, theirs(torch.ones(4, 9), num_samples=1)))
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert found == [True]
-    assert torch.multinomial is theirs
-
-
 def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = model_of(), plain_generation_config(1.0, 8, [END], PAD)
     assert not_by_groups(model, plain) is None
@@ -217,8 +180,7 @@ def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
 def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
-    """A row alone takes the same random numbers as transformers' with our draw, so it is the same row, from the same
-    scores."""
+    """A row alone draws from the same random stream as transformers', so it is the same row, from the same scores."""
     model, (ids, mask) = model_of(), prompts(5, 3)
     config = plain_generation_config(0.0 if "repetition_penalty" in asked else 1.0, 30, [END], PAD)
     for name, value in asked.items():
@@ -237,8 +199,7 @@ def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> 
             if generate_ is None:
                 generate_by_groups(model.generate, model, ids[:1], mask[:1], config, [note])
             else:
-                with generate._one_number_a_draw():
-                    generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
+                generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
         seen.append(found)
     assert not_by_groups(model, config) is None
     assert len(seen[0]) == len(seen[1])
