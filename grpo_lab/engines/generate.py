@@ -129,8 +129,6 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        length, whole = self.get_seq_length(), self.whole
-        self.whole = [one.new_empty(indices.numel(), *one.shape[1:]) for one in whole]
-        for new, old in zip(self.whole, whole, strict=True):
-            torch.index_select(old[:, :, :length], 0, indices, out=new[:, :, :length])
+        length = self.get_seq_length()
+        self.whole = [whole.index_select(0, indices) for whole in self.whole]
         self.keys, self.values = (whole[:, :, :length] for whole in self.whole)
