@@ -38,6 +38,7 @@ class Cell(Rollouts):
 
     prompt: int = 0
     completion: int = 0
+    micro_batch: int = 8
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
         group, place = divmod(row, self.group)
@@ -53,7 +54,7 @@ class Cell(Rollouts):
 @dataclass
 class FewShot(Cell):
     """Prompts are GSM8K's training rows behind eight solved ones, by the tokenizer; completions have the lengths of
-    real outputs."""
+    real outputs. Rows come one by one: of each stock's head makes a GiB of logits."""
 
     prompts: tuple[list[int], ...] = ()
 
@@ -69,7 +70,9 @@ def few_shot(data: Path) -> FewShot:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
     rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
     ids = tuple(tokenizer(list(rows["prompt"]))["input_ids"])
-    return FewShot(GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512)
+    return FewShot(
+        GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512, micro_batch=1
+    )
 
 
 def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -> Any:
@@ -93,8 +96,9 @@ def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Ce
     model.load_state_dict(weights)
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {
-            "output_dir": folder, "per_device_train_batch_size": 8, "gradient_accumulation_steps": cell.rows // 8,
-            "num_generations": cell.group, "max_completion_length": cell.completion, "max_steps": steps + 1,
+            "output_dir": folder, "per_device_train_batch_size": cell.micro_batch,
+            "gradient_accumulation_steps": cell.rows // cell.micro_batch, "max_steps": steps + 1,
+            "num_generations": cell.group, "max_completion_length": cell.completion,
             "learning_rate": 1e-5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo",
             "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
             "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0,
