@@ -111,7 +111,7 @@ def cell(arm: str, tuned: str, steps: int) -> str:
 
 def run(name: str, seed: int, folder: Path, options: Options) -> Record:
     """One training and its evaluations. ``wall_seconds``: from the model's loading to the end of the training."""
-    words = re.fullmatch(r"(.+) (\S+?)(?: x(\d+))? (\d+) steps", name)
+    words = re.fullmatch(r"(.+?) (\d\S*)(?: x(\d+))? (\d+) steps", name)
     assert words is not None
     arm, rate, updates, steps = words.groups()
     settings = {**changes_asked(options), **ARMS[arm]}
