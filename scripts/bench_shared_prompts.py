@@ -38,7 +38,6 @@ class Cell(Rollouts):
 
     prompt: int = 0
     completion: int = 0
-    micro_batch: int = 8
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
         group, place = divmod(row, self.group)
@@ -53,8 +52,9 @@ class Cell(Rollouts):
 
 @dataclass
 class FewShot(Cell):
-    """Prompts are GSM8K's training rows behind eight solved ones, by the tokenizer; completions have the lengths of
-    real outputs. Rows come one by one: of each stock's head makes a GiB of logits."""
+    """Prompts are GSM8K's training rows behind eight solved ones, as the tokenizer cuts them; completions have the
+    lengths of real outputs. Tokens have the numbers 20, 21, … in place of the tokenizer's, so that the head is to this
+    model's layers what it is to a real one's: with all 151,669 it would be all of the work."""
 
     prompts: tuple[list[int], ...] = ()
 
@@ -69,10 +69,11 @@ class FewShot(Cell):
 def few_shot(data: Path) -> FewShot:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
     rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
-    ids = tuple(tokenizer(list(rows["prompt"]))["input_ids"])
-    return FewShot(
-        GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512, micro_batch=1
-    )
+    ids = tokenizer(list(rows["prompt"]))["input_ids"]
+    number = {token: place for place, token in enumerate(sorted({token for row in ids for token in row}), start=20)}
+    prompts = tuple([number[token] for token in row] for row in ids)
+    vocabulary = max(20 + len(number), len(tiny_tokenizer()))
+    return FewShot(GROUPS * 8, DEAD, vocabulary, group=8, prompts=prompts, completion=512)
 
 
 def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -> Any:
@@ -96,9 +97,8 @@ def measured(side: str, weights: dict[str, Any], size: tuple[int, int], cell: Ce
     model.load_state_dict(weights)
     with tempfile.TemporaryDirectory() as folder:
         arguments: dict[str, Any] = {
-            "output_dir": folder, "per_device_train_batch_size": cell.micro_batch,
-            "gradient_accumulation_steps": cell.rows // cell.micro_batch, "max_steps": steps + 1,
-            "num_generations": cell.group, "max_completion_length": cell.completion,
+            "output_dir": folder, "per_device_train_batch_size": 8, "gradient_accumulation_steps": cell.rows // 8,
+            "num_generations": cell.group, "max_completion_length": cell.completion, "max_steps": steps + 1,
             "learning_rate": 1e-5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo",
             "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
             "disable_tqdm": True, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "seed": 0,
