@@ -3,8 +3,8 @@ line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``), beginn
 
 The loss that HF is about to train on is differentiated by the log-probs of its own forward: no second forward and no
 second call of a hook, and what is trained on stays the same to the bit. Completions count wherever they are computed
-or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out (``step.guard``,
-or fp16's scaler) has no line: nothing weighed anything in it.
+or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out
+(``step.guard``, or fp16's scaler) has no line: nothing weighed anything in it.
 """
 
 from __future__ import annotations
