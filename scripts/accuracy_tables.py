@@ -41,15 +41,15 @@ def seconds_to(one: Record, target: float) -> float:
     return math.inf if point is None else point["seconds"]
 
 
-def chosen(tests: Mapping[tuple[str, float], Record]) -> tuple[dict[str, float], float]:
-    """Arm → rate, and the target that decides: the first there, of equals (all that never are) the higher end. A rate
+def chosen(tests: Mapping[tuple[str, str], Record]) -> tuple[dict[str, str], float]:
+    """Arm → tuning, and the target that decides: the first there, of equals (all that never are) the higher end. One
     that ends more than `BELOW` below the arm's best is out: it is there early, and does not stay."""
     target = SHARE * max(final(one) for (arm, _), one in tests.items() if arm == "stock")
-    best: dict[str, tuple[float, float, float]] = {}
-    for (arm, rate), one in tests.items():
+    best: dict[str, tuple[float, float, str]] = {}
+    for (arm, tuning), one in tests.items():
         if final(one) < max(final(other) for (side, _), other in tests.items() if side == arm) - BELOW:
             continue
-        key = (seconds_to(one, target), -final(one), rate)
+        key = (seconds_to(one, target), -final(one), tuning)
         best[arm] = min(best.get(arm, key), key)
     return {arm: key[-1] for arm, key in best.items()}, target
 

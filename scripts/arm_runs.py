@@ -1,4 +1,4 @@
-"""What the comparing scripts share: one cold start for all arms, held-out accuracy on the way, tokens from the log.
+"""What the comparing scripts share: held-out accuracy on the way, tokens from the log.
 
 A point, whatever trained the arm: optimizer steps, generated tokens, held-out accuracy and seconds of training until
 then.
@@ -20,27 +20,11 @@ from transformers import TrainerCallback
 from grpo_lab.evaluation import evaluate
 from grpo_lab.labs.tokens import GENERATED, until
 from grpo_lab.recipe import parts
-from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
-from grpo_lab.recipe.sections import DataSection, Recipe, RewardSection
+from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.settings import read
 
 Point = dict[str, float]
-
-
-def shared_start(recipe: Recipe, start: Path, seed: int = 0) -> Path:
-    """The model after the recipe's cold start, which all arms begin from; made once (the tokenizer is written last)."""
-    from grpo_lab.trainer.supervised.methods import cold_start
-
-    if not (start / "tokenizer_config.json").is_file():
-        if recipe.cold_start is None:
-            raise ValueError(f"recipe {recipe.name!r} has no `cold_start` to share among the arms")
-        model, tokenizer = load_model(recipe.model, seed)
-        rows = load_rows(recipe.cold_start.data, "cold_start.data")
-        settings = {"seed": seed, "use_cpu": True, "bf16": False, **recipe.cold_start.arguments}
-        cold_start(model, tokenizer, rows, start, settings)
-        tokenizer.save_pretrained(start)
-    return start
 
 
 class HeldOut(TrainerCallback):  # type: ignore[misc]

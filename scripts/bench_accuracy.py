@@ -13,16 +13,19 @@ All begin from one cold start; a seed changes the order of the problems and the 
 
 Clock: from the beginning of training (model, reward worker and server are there, the server has answered a batch) to
 the end of a step. Weights are copied on the way (1.5 MB) and evaluated after the training, all by the same generator,
-so that a server cannot work ahead while the trainer evaluates. Tuning: ``stock`` and ``ours`` try the same rates on a
-seed of its own; of those that end within two points of its best the one that is first at 90% of stock's best final
-accuracy there is taken; ours' holds for its other arms. Target of the measured runs: 90% of the mean of stock's final
-accuracies (each the mean of the last three evaluations); a run has reached it at its first evaluation at or above it.
+so that a server cannot work ahead while the trainer evaluates. Tuning: ``stock`` and ``ours`` try the same learning
+rates and numbers of updates of each batch (TRL's ``num_iterations``; a step is an update) on a seed of its own; of
+those that end within two points of its best the one that is first at 90% of stock's best final accuracy there is taken;
+ours' holds for its other arms, but those with a server make one update of each batch. Target of the measured runs: 90%
+of the mean of stock's final accuracies (each the mean of the last three evaluations); a run has reached it at its first
+evaluation at or above it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -70,6 +73,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "overlapped": {"rollout": {"overlap": 1}},
     "uncorrected": {"rollout": {"overlap": 1}},
 }
+ONE_UPDATE = (*SERVED, "uncorrected")
 ABLATION = ("update off", "generate stock", "share_prompts off")
 
 
@@ -95,19 +99,27 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.taken.append((step, seconds, weights))
 
 
-def cell(arm: str, rate: float, steps: int) -> str:
+def tuning(rate: float, updates: int) -> str:
+    """Learning rate, and updates of each batch where they are several."""
+    return f"{rate:g}" if updates == 1 else f"{rate:g} x{updates}"
+
+
+def cell(arm: str, tuned: str, steps: int) -> str:
     """What a run is named by, beside its seed."""
-    return f"{arm} {rate:g} {steps} steps"
+    return f"{arm} {tuned.split(' ')[0] if arm in ONE_UPDATE else tuned} {steps} steps"
 
 
 def run(name: str, seed: int, folder: Path, options: Options) -> Record:
     """One training and its evaluations. ``wall_seconds``: from the model's loading to the end of the training."""
-    arm, rate, steps, _ = name.rsplit(" ", 3)
+    words = re.fullmatch(r"(.+?) (\d\S*)(?: x(\d+))? (\d+) steps", name)
+    assert words is not None
+    arm, rate, updates, steps = words.groups()
     settings = {**changes_asked(options), **ARMS[arm]}
     settings |= {"learning_rate": float(rate), "max_steps": int(steps), "seed": seed}
+    settings["num_iterations"] = int(updates or 1)
     clock, start = Clock(options.every, options.dense), started(options.start, options.tiny)
     with ExitStack() as stack:
-        served = arm in (*SERVED, "uncorrected")
+        served = arm in ONE_UPDATE
         if served:
             folder.mkdir(parents=True, exist_ok=True)
             context = json.loads((start / "config.json").read_text())["max_position_embeddings"]
@@ -154,25 +166,30 @@ def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
     return found
 
 
-def search(options: Options) -> tuple[dict[str, float] | None, Found]:
-    """The rate of each tuned arm, and the runs that say so; no rates: runs are missing."""
-    if len(options.rates) == 1:
-        return dict.fromkeys(TUNED, options.rates[0]), {}
+def search(options: Options) -> tuple[dict[str, str] | None, Found]:
+    """The tuning of each tuned arm, and the runs that say so; no tunings: runs are missing."""
+    asked = [tuning(rate, updates) for updates in options.updates for rate in options.rates]
+    if len(asked) == 1:
+        return dict.fromkeys(TUNED, asked[0]), {}
     steps = options.search_steps or options.steps
-    tried = {(arm, rate): cell(arm, rate, steps) for arm in TUNED for rate in options.rates}
+    tried = {(arm, one): cell(arm, one, steps) for arm in TUNED for one in asked}
     found = carried_out(list(tried.values()), [options.search_seed], options)
     if missing := sorted({*tried.values()} - {*found}):
-        print(f"rates are not chosen yet; of the search are missing: {', '.join(missing)}")
+        print(f"nothing is chosen yet; of the search are missing: {', '.join(missing)}")
         return None, found
     tests = {key: found[name][0] for key, name in tried.items()}
-    rates, target = chosen(tests)
+    taken, target = chosen(tests)
     rows = [
-        [arm, f"{rate:g}", *told(one, target)[:3], "taken" if rates[arm] == rate else ""]
-        for (arm, rate), one in tests.items()
+        [arm, tried, *told(one, target)[:3], "taken" if taken[arm] == tried else ""]
+        for (arm, tried), one in tests.items()
     ]
     print(f"\nsearch: seed {options.search_seed}, {steps} steps, target {target:.3f} (90% of stock's best)")
-    print(markdown(["arm", "rate", "steps to target", "seconds to target", "final accuracy", ""], rows))
-    return rates, found
+    print(
+        markdown(
+            ["arm", "rate, updates of a batch", "steps to target", "seconds to target", "final accuracy", ""], rows
+        )
+    )
+    return taken, found
 
 
 def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
@@ -198,14 +215,14 @@ def recorded(names: Sequence[str], seeds: Sequence[int], options: Options) -> Fo
     return found
 
 
-def report(found: Found, searched: Found, rates: Mapping[str, float], options: Options) -> None:
+def report(found: Found, searched: Found, taken: Mapping[str, str], options: Options) -> None:
     """Prints the tables, writes results.json and accuracy.png."""
     target = SHARE * fmean(map(final, found["stock"])) if "stock" in found else None
     if target is None:
         print("\nno target: `stock` has no measured run yet")
     else:
         stock = ", ".join(str(one["seed"]) for one in found["stock"])
-        print(f"\nrates: {rates}; target {target:.4f}: 90% of stock's final accuracy (mean of seeds {stock})\n")
+        print(f"\ntunings: {taken}; target {target:.4f}: 90% of stock's final accuracy (mean of seeds {stock})\n")
         print(f"{main_table(found, target)}\n\n{in_all(found, target)}")
     if text := overlap_table(found):
         print(f"\n{text}")
@@ -221,7 +238,7 @@ def report(found: Found, searched: Found, rates: Mapping[str, float], options: O
     shown = {title: arms for title, arms in shown.items() if arms}
     if shown:
         draw(shown, options.folder / "accuracy.png", "seconds of training", target=target)
-    result = {**asked(options), "rates": rates, "target": target, "search": searched, "runs": found}
+    result = {**asked(options), "taken": taken, "target": target, "search": searched, "runs": found}
     write_whole_text(options.folder / "results.json", json.dumps(result, indent=1))
 
 
@@ -231,7 +248,10 @@ def options_of(words: argparse.ArgumentParser) -> Options:
     words.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
     words.add_argument("--dense", type=int, default=20, help="until this step after each: the target is met early")
     words.add_argument("--problems", type=int, default=500, help="held-out ones of an evaluation")
-    words.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3], help="one: there is no search")
+    words.add_argument(
+        "--rates", type=float, nargs="+", default=[3e-4, 1e-3], help="one, with one of --updates: there is no search"
+    )
+    words.add_argument("--updates", type=int, nargs="+", default=[1, 2, 4], help="of each batch; searched, too")
     words.add_argument("--search-seed", type=int, default=100)
     words.add_argument("--search-steps", type=int, help="default: --steps")
     words.add_argument("--ablation-seeds", type=int, nargs="+", help="of the arms with a part off; default: --seeds")
@@ -241,7 +261,8 @@ def options_of(words: argparse.ArgumentParser) -> Options:
     options = words.parse_args()
     if options.tiny:
         options.steps, options.every, options.problems = 2, 1, 20
-        options.seeds, options.rates, options.folder = options.seeds[:1], options.rates[:1], options.folder / "tiny"
+        options.seeds, options.folder = options.seeds[:1], options.folder / "tiny"
+        options.rates, options.updates = options.rates[:1], options.updates[:1]
     options.arms = options.arms or [arm for arm in ARMS if arm != "uncorrected"]
     if unknown := sorted({*options.arms} - {*ARMS}):
         raise SystemExit(f"--arms {', '.join(unknown)}: there are {', '.join(ARMS)}")
@@ -259,10 +280,10 @@ def main() -> None:
         carry_out(Experiment([], run, lambda *_: ""), options)
         return
     started(options.start, options.tiny)
-    rates, searched = search(options)
-    if rates is None:
+    taken, searched = search(options)
+    if taken is None:
         return
-    names = {arm: cell(arm, rates["stock" if arm == "stock" else "ours"], options.steps) for arm in ARMS}
+    names = {arm: cell(arm, taken["stock" if arm == "stock" else "ours"], options.steps) for arm in ARMS}
     failed = []
     for arms, seeds in ((set(ARMS) - {*ABLATION}, options.seeds), (ABLATION, options.ablation_seeds or options.seeds)):
         if of_these := [names[arm] for arm in options.arms if arm in arms]:
@@ -271,7 +292,7 @@ def main() -> None:
             except SystemExit as stop:
                 failed.append(str(stop))
     found = recorded(list(names.values()), options.seeds, options)
-    report({arm: found[name] for arm, name in names.items() if name in found}, searched, rates, options)
+    report({arm: found[name] for arm, name in names.items() if name in found}, searched, taken, options)
     if failed:
         raise SystemExit("; ".join(failed))
 

@@ -52,8 +52,9 @@ class Cell(Rollouts):
 
 @dataclass
 class FewShot(Cell):
-    """Prompts are GSM8K's training rows behind eight solved ones, by the tokenizer; completions have the lengths of
-    real outputs."""
+    """Prompts are GSM8K's training rows behind eight solved ones, as the tokenizer cuts them; completions have the
+    lengths of real outputs. Tokens have the numbers 20, 21, … in place of the tokenizer's, so that the head is to this
+    model's layers what it is to a real one's: with all 151,669 it would be all of the work."""
 
     prompts: tuple[list[int], ...] = ()
 
@@ -68,8 +69,11 @@ class FewShot(Cell):
 def few_shot(data: Path) -> FewShot:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers" / "qwen3")
     rows = load_gsm8k(data / "gsm8k", "train", "harness_gsm8k", shots=8).select(range(4 * GROUPS))
-    ids = tuple(tokenizer(list(rows["prompt"]))["input_ids"])
-    return FewShot(GROUPS * 8, DEAD, len(tokenizer), group=8, tokenizer=tokenizer, prompts=ids, completion=512)
+    ids = tokenizer(list(rows["prompt"]))["input_ids"]
+    number = {token: place for place, token in enumerate(sorted({token for row in ids for token in row}), start=20)}
+    prompts = tuple([number[token] for token in row] for row in ids)
+    vocabulary = max(20 + len(number), len(tiny_tokenizer()))
+    return FewShot(GROUPS * 8, DEAD, vocabulary, group=8, prompts=prompts, completion=512)
 
 
 def network(hidden: int, layers: int, vocabulary: int = len(tiny_tokenizer())) -> Any:

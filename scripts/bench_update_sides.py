@@ -36,7 +36,6 @@ class Rollouts:
     sampler: torch.nn.Module | None = None
     calls: int = 0
     group: int = GROUP
-    tokenizer: Any = None
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         call, self.calls = self.calls, self.calls + 1
@@ -173,7 +172,7 @@ def trainer_of(
         reward_funcs=reward,
         args=(LabConfig if issubclass(kind, LabTrainer) else GRPOConfig)(**arguments),
         train_dataset=Dataset.from_dict({"prompt": [f"{i}" for i in range(prompts)]}),
-        processing_class=rollouts.tokenizer or tiny_tokenizer(),
+        processing_class=tiny_tokenizer(),
         rollout_func=rollouts,
         callbacks=[watch],
         **more,

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from arm_runs import HeldOut, Point, at_tokens, points_of, points_of_rounds, shared_start, smoothness
+from arm_runs import HeldOut, Point, at_tokens, points_of, points_of_rounds, smoothness
 
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import (
@@ -36,7 +36,7 @@ from grpo_lab.labs.experiment import (
     parser,
     spread,
 )
-from grpo_lab.pipelines.train import train
+from grpo_lab.pipelines.train import shared_start, train
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import Recipe, read_recipe
@@ -121,7 +121,8 @@ def longest(options: Options) -> int:
 
 
 def make_start(options: Options) -> None:
-    shared_start(task(options), options.folder / "cold_start")
+    recipe = task(options)
+    shared_start(recipe.model, recipe.cold_start, options.folder / "cold_start")
 
 
 def run(arm: str, seed: int, folder: Path, options: Options) -> Record:

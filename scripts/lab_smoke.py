@@ -6,7 +6,7 @@ does it move the weights?
 
 Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The
 cold start is made once and kept. This shows that everything runs; which of them is better is another question
-(scripts/compare_methods.py, scripts/compare.py).
+(scripts/compare_methods.py, grpo-lab lab).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from arm_runs import shared_start
 from safetensors.torch import load_file
 
 import grpo_lab
@@ -28,7 +27,7 @@ from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import changes_asked, markdown
 from grpo_lab.objectives import PRESETS
-from grpo_lab.pipelines.train import train
+from grpo_lab.pipelines.train import shared_start, train
 from grpo_lab.recipe.sections import read_recipe
 
 QUICK = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
@@ -45,7 +44,8 @@ def main() -> None:
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="for every run")
     args = parser.parse_args()
     extra = changes_asked(args)
-    start = shared_start(read_recipe(QUICK, extra), args.folder / "cold_start")
+    quick = read_recipe(QUICK, extra)
+    start = shared_start(quick.model, quick.cold_start, args.folder / "cold_start")
     lines = []
     for name in args.only or cases():
         lines.append(smoke(name, start, args, extra))

@@ -155,5 +155,5 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         length = self.get_seq_length()
-        self.whole = [whole[indices] for whole in self.whole]
+        self.whole = [whole.index_select(0, indices) for whole in self.whole]
         self.keys, self.values = (whole[:, :, :length] for whole in self.whole)

@@ -209,13 +209,20 @@ def _run_cell(experiment: Experiment, options: Options, arm: str, seed: int) -> 
     write_whole_text(record, json.dumps(found))
 
 
+def program() -> list[str]:
+    """How this process was started, without its words: a script by its path, a package (``python -m``) by its name,
+    since its ``__main__.py`` run as a script would find the package's own modules in place of others."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
+
+
 def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:
     """Why the cell has no record after this; None if it has."""
     record = record_file(folder, arm, seed)
     log = Path(f"{record.parent}.log")
     print(f"{arm}, seed {seed} ... ({log})", flush=True)
     with log.open("a", encoding="utf-8") as file:
-        command = [sys.executable, *sys.argv, "--run-one", arm, str(seed)]
+        command = [*program(), *sys.argv[1:], "--run-one", arm, str(seed)]
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     return None if code == 0 and record.is_file() else f"{arm}, seed {seed}: exit code {code}, see {log}"
 
@@ -245,7 +252,7 @@ def table(found: Found) -> str:
     first = next(iter(found.values()))[0]
     names = list(first["after"])
     rows = [
-        [arm, str(len(runs)), *(spread([run["after"][name] for run in runs]) for name in names)]
+        [arm, str(len(runs)), *(spread([run["after"].get(name, math.nan) for run in runs]) for name in names)]
         for arm, runs in found.items()
     ]
     if before := first.get("before"):

@@ -21,7 +21,8 @@ from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.sections import EvaluationSection, Recipe, RewardSection
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import RUN, MetricsFile, one_writer, read_marker, write_run
@@ -136,6 +137,22 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
     if job.evaluation is not None:
         left.append(Stage("evaluation_after", lambda at: _evaluate(job, str(folder), "after"), **here))
     return left
+
+
+def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path, seed: int = 0) -> Path:
+    """Where the model lies after the cold start that several trainings begin from; made once, and whole when its
+    tokenizer is there. ValueError: there is no cold start."""
+    if (start / "tokenizer_config.json").is_file():
+        return start
+    if cold is None:
+        raise ValueError("the recipe has no `cold_start` to share among the arms; name a model to start from")
+    from grpo_lab.trainer.supervised.methods import cold_start
+
+    loaded, tokenizer = load_model(model, seed)
+    rows = load_rows(cold.data, "cold_start.data")
+    cold_start(loaded, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments})
+    tokenizer.save_pretrained(start)
+    return start
 
 
 def _make_start(job: Job, start: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
@@ -152,8 +152,9 @@ def numbers_read(recipe: Recipe) -> Recipe:
     known = {field.name for kind in (LabConfig, Recipe) for field in fields(kind)} - {"arguments"}
     refuse_unknown(recipe.arguments, known, "the recipe", GONE)
     arguments = typed(recipe.arguments, LabConfig)
-    for name in set(arguments) & set(hints_of(LabConfig)):
-        if arguments[name] is True and name in LabSettings.__dataclass_fields__:
+    for name, kind in hints_of(LabConfig).items():
+        ours = name in LabSettings.__dataclass_fields__ and bool not in (kind, *get_args(kind))
+        if ours and arguments.get(name) is True:
             raise ValueError(f"`{name}` is True: it has no value (`--{name} VALUE`)")
     return replace(recipe, arguments=arguments)
 

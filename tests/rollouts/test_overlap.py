@@ -164,6 +164,16 @@ def test_against_a_float64_loop_with_the_stale_samplers_log_probs(tiny: Any, tmp
     assert farthest(wrong, trainer) > 1e-3
 
 
+def test_over_twelve_steps_no_correction_is_far_off_and_the_trainer_is_not(tiny: Any, tmp_path: Path) -> None:
+    bound: dict[str, Any] = {"vllm_importance_sampling_clip_max": 1.1}
+    trainer, rows, _ = trained(tmp_path, tiny, **bound, max_steps=12)
+    right, wrong = (copy.deepcopy(tiny[0]).double().eval() for _ in range(2))
+    loop(right, rows.steps, True, rate=5.0, cap=1.1, limit=6)
+    loop(wrong, rows.steps, False, rate=5.0, cap=1.1, limit=6)
+    assert farthest(right, trainer) < 1e-5
+    assert farthest(wrong, trainer) > 1e-2
+
+
 def test_each_epoch_begins_with_a_batch_of_its_own_step(tiny: Any, tmp_path: Path) -> None:
     """12 batches an epoch; after its end nobody knows the next one's prompts."""
     _, rows, engine = trained(tmp_path, tiny, max_steps=15)

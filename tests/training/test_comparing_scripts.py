@@ -43,6 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def main(script: ModuleType, *words: str, smaller: Sequence[str] = SMALLER) -> None:
         monkeypatch.setattr(experiment.subprocess, "run", cell)
+        monkeypatch.setattr(experiment, "program", lambda: [sys.executable, str(script.__file__)])
         monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *smaller])
         script.main()
 
@@ -78,29 +79,6 @@ def test_two_arms_from_one_start_and_a_lost_record(
     assert (tmp_path / "SFT-0" / "arm.json").stat().st_mtime_ns == kept
     assert "is finished: nothing to do" in (tmp_path / "Dr.GRPO-0.log").read_text().replace("\n", " ")
     assert json.loads((tmp_path / "Dr.GRPO-0" / "arm.json").read_text())["points"] == records["Dr.GRPO"]["points"]
-
-
-@pytest.mark.slow
-def test_a_declared_comparison_in_small(run: Any, tmp_path: Path) -> None:
-    import compare
-
-    small = {
-        "max_steps": "1",
-        "per_device_train_batch_size": "16",
-        "max_completion_length": "8",
-        "evaluation.data.n": "8",
-    }
-    words = [word for key, value in small.items() for word in ("--set", key, value)]
-    run(compare, "process", "--seeds", "0", "--folder", str(tmp_path), *words)
-    lines = (tmp_path / "process" / "table.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| (start)", "| outcome", "| steps and outcome"]
-    assert lines[-1].startswith("accuracy, steps and outcome - outcome, seed by seed: ")
-    found = json.loads((tmp_path / "process" / "records.json").read_text())
-    assert found["outcome"][0]["before"] == found["steps and outcome"][0]["before"]
-    [[[tokens, _]], _] = [runs[0]["curves"][compare.SAMPLES] for runs in found.values()]
-    assert 0 < tokens <= 16 * 8
-    assert lines[6].startswith("After 0.1 k generated tokens:")
-    assert (tmp_path / "process" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
 
 
 @pytest.mark.slow

@@ -23,19 +23,19 @@ def test_both_sides_choose_by_one_target() -> None:
     """Stock's best end is 0.8, so the target is 0.72: stock is there after 20 s with 3e-4 and never with 1e-3; ours
     after 2 s and 1 s, and 1e-3 is taken where it ends at most two points lower."""
     tests = {
-        ("stock", 3e-4): record(9, 10.0, 0.2, 0.5, 0.8, 0.8, 0.8),
-        ("stock", 1e-3): record(9, 10.0, 0.2, 0.7, 0.7, 0.7, 0.7),
-        ("ours", 3e-4): record(9, 1.0, 0.2, 0.5, 0.9, 0.9, 0.9),
-        ("ours", 1e-3): record(9, 1.0, 0.2, 0.75, 0.89, 0.89, 0.89),
+        ("stock", "0.0003"): record(9, 10.0, 0.2, 0.5, 0.8, 0.8, 0.8),
+        ("stock", "0.001"): record(9, 10.0, 0.2, 0.7, 0.7, 0.7, 0.7),
+        ("ours", "0.0003"): record(9, 1.0, 0.2, 0.5, 0.9, 0.9, 0.9),
+        ("ours", "0.001"): record(9, 1.0, 0.2, 0.75, 0.89, 0.89, 0.89),
     }
     rates, target = chosen(tests)
-    assert rates == {"stock": 3e-4, "ours": 1e-3}
+    assert rates == {"stock": "0.0003", "ours": "0.001"}
     assert abs(target - 0.72) < 1e-12
-    tests["ours", 1e-3] = record(9, 1.0, 0.2, 0.75, 0.87, 0.87, 0.87)
-    assert chosen(tests)[0]["ours"] == 3e-4
-    for key in [("ours", 3e-4), ("ours", 1e-3)]:  # as fast: the higher end
-        tests[key] = record(9, 1.0, 0.2, 0.75, *[0.9 if key[1] == 3e-4 else 0.89] * 3)
-    assert chosen(tests)[0]["ours"] == 3e-4
+    tests["ours", "0.001"] = record(9, 1.0, 0.2, 0.75, 0.87, 0.87, 0.87)
+    assert chosen(tests)[0]["ours"] == "0.0003"
+    for key in [("ours", "0.0003"), ("ours", "0.001")]:  # as fast: the higher end
+        tests[key] = record(9, 1.0, 0.2, 0.75, *[0.9 if key[1] == "0.0003" else 0.89] * 3)
+    assert chosen(tests)[0]["ours"] == "0.0003"
 
 
 def test_ratios_are_of_the_seeds_that_both_have() -> None:

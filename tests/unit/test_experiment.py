@@ -1,24 +1,18 @@
-"""``grpo_lab.labs.experiment``: cells in processes of their own, and what is not repeated; the declared comparisons of
-``scripts/compare.py``."""
+"""``grpo_lab.labs.experiment``: cells in processes of their own, and what is not repeated."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from argparse import Namespace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-import compare
 import pytest
 
-from grpo_lab import LabConfig
-from grpo_lab.labs.experiment import record_file, spread, table
-from grpo_lab.recipe.sections import read_recipe
-from grpo_lab.trainer.settings.algorithm import algorithm_from
+from grpo_lab.labs.experiment import program, record_file, spread, table
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os
 from grpo_lab.labs.experiment import Experiment, carry_out, changes_asked, parser, table, write_whole_text
@@ -80,25 +74,13 @@ def test_a_table_by_hand() -> None:
     assert spread([]) == "–"
 
 
-def changes(name: str, arm: str, gamma: float | None = None) -> Any:
-    found = compare.EXPERIMENTS[name].arms[arm]
-    return found(Namespace(gamma=gamma, start=Path("run/second_sft/model")), 0) if callable(found) else found
-
-
-@pytest.mark.parametrize("gamma", [None, 0.9])
-def test_the_reinforce_menu_is_twelve_algorithms(gamma: float | None) -> None:
-    seen = set()
-    for arm in compare.EXPERIMENTS["reinforce"].arms:
-        config = LabConfig(output_dir="x", use_cpu=True, bf16=False, **changes("reinforce", arm, gamma))
-        found = algorithm_from(config, config.lab_settings)
-        seen.add((str(found.advantage), str(found.objective.surrogate)))
-    assert len(seen) == 12
-    assert all(("Returns" in rule) is (gamma is not None) for rule, _ in seen)
-
-
-@pytest.mark.parametrize("name", sorted({*compare.EXPERIMENTS} - {"curation"}))
-def test_arms_are_recipes_and_no_two_are_the_same(name: str) -> None:
-    """What a declared change says is a setting of that recipe; a curation's arms are rows that are chosen first."""
-    one = compare.EXPERIMENTS[name]
-    read = [read_recipe(compare.RECIPES / one.recipe, {**one.settings, **changes(name, arm)}) for arm in one.arms]
-    assert len({repr(recipe) for recipe in read}) == len(read) > 1
+def test_a_cell_is_started_as_its_experiment_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``__main__.py`` of a package, run as a script, would find ``grpo_lab/io.py`` as ``io``."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/grpo-lab", "lab", "bias"])
+    assert program() == [sys.executable, "/somewhere/bin/grpo-lab"]
+    main.__spec__ = ModuleSpec("grpo_lab.__main__", None)
+    assert program() == [sys.executable, "-m", "grpo_lab"]
+    main.__spec__ = ModuleSpec("scripts.compare_methods", None)
+    assert program() == [sys.executable, "-m", "scripts.compare_methods"]

@@ -172,6 +172,12 @@ def test_arguments_of_loaders_rewards_and_tiny_models_alike() -> None:
             build(recipe)
 
 
+@pytest.mark.parametrize("switch", ["reset_optimizer", "profile", "save_checksums"])
+def test_a_switch_of_ours_may_be_true(switch: str) -> None:
+    """Refused as a setting without its value, as `--objective` is, though true is a value of it."""
+    assert numbers_read(recipe_from({**read_yaml_text(TEXT), switch: True})).arguments[switch] is True
+
+
 @pytest.mark.parametrize("word", ["--cold_start.learning_rate", "--data.n", "--rewards.0.weight"])
 def test_a_dotted_key_needs_its_value(word: str) -> None:
     """`--data.n` made one row, `--cold_start.learning_rate` a learning rate of 1."""

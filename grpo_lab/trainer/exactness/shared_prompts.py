@@ -18,6 +18,8 @@ from grpo_lab.update import Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: in float32, in anything coarser
 TOLERANCE, TOLERANCE_COARSE = 1e-4, 0.2
+#: of the first shared bin, which are compared: prompts, and completions of each
+PROMPTS, COMPLETIONS = 3, 4
 
 
 class SharedPrompts:
@@ -64,8 +66,8 @@ class SharedPrompts:
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         """``completion_log_probs`` of a bin. One with a hole in a mask, and one that scores nothing, is computed as
-        without this setting. The first shared bin is compared with its unshared rows, on every rank: where they differ
-        ``auto`` shares no more and warns; with ``on`` it is a RuntimeError."""
+        without this setting. Some groups of the first shared bin are compared with their unshared rows, on every rank:
+        where they differ ``auto`` shares no more and warns; with ``on`` it is a RuntimeError."""
         if part.shared and not self._checked:
             self._check(self._trainer.accelerator.unwrap_model(model), part)
         return self._forward(model, part)
@@ -88,7 +90,7 @@ class SharedPrompts:
     @torch.no_grad()
     def _check(self, model: nn.Module, part: Bin) -> None:
         """Every rank is at its first shared bin: with weights in parts these forwards are collectives."""
-        accelerator, self._checked = self._trainer.accelerator, True
+        accelerator, self._checked, part = self._trainer.accelerator, True, _some_groups(part)
         with trl_bridge.without_checkpointing(self._trainer):
             found, expected = (self._forward(model, replace(part, shared=shared))[0] for shared in (True, False))
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
@@ -144,6 +146,21 @@ def _of_run(trainer: StepPort) -> str:
     if trainer.args.use_transformers_continuous_batching:
         return "`use_transformers_continuous_batching` puts an attention of its own in place of the model's"
     return "the rows may bring images" if trl_bridge.may_bring_images(trainer) else ""
+
+
+def _some_groups(part: Bin) -> Bin:
+    """A few completions of the first few prompts of a bin: what a forward reads of it."""
+    before_first = (part.labels != -100).cumsum(1) == 0
+    _, prompt = part.input_ids.masked_fill(~before_first, -1).unique(dim=0, return_inverse=True)
+    found: dict[int, list[int]] = {}
+    for row, of in enumerate(prompt.tolist()):
+        found.setdefault(of, []).append(row)
+    rows = [row for group in [*found.values()][:PROMPTS] for row in group[:COMPLETIONS]]
+    inputs = {
+        name: None if (value := getattr(part, name)) is None else value.expand_as(part.input_ids)[rows]
+        for name in ("input_ids", "labels", "position_ids", "attention_mask")
+    }
+    return replace(part, **inputs)
 
 
 def _inner(model: nn.Module) -> Any:

@@ -1,0 +1,201 @@
+"""A lab that trains, as data: one recipe from one cold start, its changes ("arms"), and what is shown of them.
+
+Such a lab is a ``lab.yaml`` (`LabFile`); those of ``recipes/lab/*/`` ship and have that folder's name. Seeds change the
+problems, their order and the sampling; the start is shared (seed 0). What a file names as ``module:function`` may stand
+beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+from grpo_lab.io import is_local, looks_local, write_whole_text
+from grpo_lab.labs import LABS
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, spread, table
+from grpo_lab.labs.tokens import GENERATED, at_equal_tokens, over_tokens
+from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
+from grpo_lab.registry import load_named
+from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, read, settings
+
+
+@settings()
+class LabFile:
+    """What a ``lab.yaml`` says.
+
+    Args:
+        about: a line.
+        recipe: of ``grpo-lab train``: a path beside the file, or one below ``recipes/``.
+        arms: name → changes of the recipe (keys may be dotted), or ``module:function``, which makes them of the
+            arm's name, the seed and the options (``options.start``: where the start lies).
+        columns: of the table: title → a place in the evaluation's ``summary.json`` (``greedy.mean_length_correct``);
+            ``mean.METRIC`` or ``last.METRIC``, a logged one's mean over all steps or the last quarter of them; or
+            ``module:function``, which makes the number of the ``EvaluationResult`` and the log.
+        curves: drawn over generated tokens: title → logged metric.
+        panels: the arm ``a, b`` is line b of the panel a.
+        settings: changes of every arm, and of the cold start.
+        seeded: settings that are the seed, besides ``seed``.
+        pairs: two arms each, whose first columns are subtracted, seed by seed.
+        seeds: where none are asked for.
+        compared_by: the title, of a share, that says how many seeds a difference needs.
+        start: a model that all begin from; None: the recipe's cold start, made once.
+        prepare: ``module:function``, called with the options before the first cell.
+        threads: of a cell on a CPU, so that cells side by side do not wait for each other; None: PyTorch's choice.
+    """
+
+    about: str
+    recipe: str
+    arms: Mapping[str, Annotated[Mapping[str, Any] | str, must_be("changes of the recipe, or 'module:function'")]]
+    columns: Mapping[str, str] = field(default_factory=lambda: {"accuracy": "greedy.accuracy.value"})
+    curves: Mapping[str, str] = field(default_factory=dict)
+    panels: Switch = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeded: tuple[str, ...] = ("data.seed",)
+    pairs: tuple[tuple[str, str], ...] = ()
+    seeds: tuple[Whole, ...] = (0, 1, 2)
+    compared_by: str = "accuracy"
+    start: str | None = None
+    prepare: Named | None = None
+    threads: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if not self.arms or not self.seeds:
+            raise ValueError("`arms` and `seeds` need at least one entry each")
+        for arm in (arm for pair in self.pairs for arm in pair if arm not in self.arms):
+            raise ValueError(f"`pairs` has {arm!r}{one_of(arm, self.arms)}")
+        if self.compared_by not in self.columns:
+            raise ValueError(f"`compared_by` is {self.compared_by!r}{one_of(self.compared_by, self.columns)}")
+
+
+@dataclass(frozen=True)
+class Arms:
+    """A lab file, and the folder that it lies in."""
+
+    said: LabFile
+    folder: Path
+
+    @staticmethod
+    def read(name: str) -> Arms:
+        """The lab of that name, or of that path. ValueError: there is none, or something in it cannot be."""
+        file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
+        if file is None:
+            raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
+        if (beside := str(file.parent.resolve())) not in sys.path:
+            sys.path.append(beside)
+        return Arms(read(LabFile, read_yaml(file)), file.parent)
+
+    def experiment(self) -> Experiment:
+        compared: Any = {"result": lambda record: record["after"][self.said.compared_by], "problems": self.problems}
+        how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, **compared}
+        return Experiment([*self.said.arms], self.run, self.report, **how)
+
+    def recipe(self, options: Options) -> Path:
+        name = options.recipe or self.said.recipe
+        return next((at for at in (self.folder / name, Path(name)) if at.is_file()), None) or shipped_recipe(name)
+
+    def start(self, options: Options) -> str:
+        """The model that all begin from; made where it is the recipe's cold start and not there. ValueError: no such
+        folder."""
+        from grpo_lab.pipelines.train import shared_start
+
+        if given := str(options.start or self.said.start or ""):
+            if looks_local(given) and not is_local(given):
+                raise ValueError(f"`start` is {given!r}: no such folder; name a model by `--start`")
+            return given
+        recipe = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)})
+        return str(shared_start(recipe.model, recipe.cold_start, options.folder / "cold_start"))
+
+    def make_ready(self, options: Options) -> None:
+        options.start = self.start(options)
+        if self.said.prepare:
+            load_named(self.said.prepare, "prepare")(options)
+
+    def run(self, arm: str, seed: int, folder: Path, options: Options) -> Record:
+        from grpo_lab.pipelines.train import train
+
+        options.start = self.start(options)
+        if self.said.threads:
+            import torch
+
+            torch.set_num_threads(self.said.threads)
+        settings = self.changes(arm, seed, options) | changes_asked(options)
+        settings |= {"model": {"path": options.start}, "cold_start": None}
+        settings |= {"output_dir": str(folder), "name": arm, "seed": seed}
+        done = train(read_recipe(self.recipe(options), settings))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        log = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        curves = {one: [(row[GENERATED], row[one]) for row in log if one in row] for one in self.said.curves.values()}
+        before = self.numbers(done.before, []) if done.before else None
+        return {"before": before, "after": self.numbers(done.after, log), "curves": curves}
+
+    def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
+        """What the arm with this seed changes in the recipe, ``--set`` left out."""
+        of_arm: Any = self.said.arms[arm]
+        if isinstance(of_arm, str):
+            of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
+        return {"disable_tqdm": True, **self.said.settings, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
+
+    def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Title → number of a column; NaN where there is nothing to count. ``log``: empty before training. ValueError:
+        the evaluation was not asked for it."""
+        summary, found = result.summary(), {}
+        for title, name in self.said.columns.items():
+            of_log, _, metric = name.partition(".")
+            if ":" in name:
+                found[title] = float(load_named(name, f"columns.{title}")(result, log))
+            elif of_log in ("mean", "last"):
+                values = [row[metric] for row in log if metric in row]
+                values = values if of_log == "mean" else values[-max(1, len(values) // 4) :]
+                found[title] = fmean(values) if values else math.nan
+            else:
+                found[title] = _at(summary, name, f"columns.{title}")
+        return found
+
+    def report(self, found: Found, options: Options) -> str:
+        """The text, and ``table.md``, ``records.json``, ``curves.png``."""
+        name = next(iter(next(iter(found.values()))[0]["after"]))
+        panels = over_tokens(found, self.said.curves)
+        lines = [table(found), "", at_equal_tokens(panels), ""]
+        for ours, theirs in self.said.pairs:
+            both = [{run["seed"]: run["after"][name] for run in found.get(arm, [])} for arm in (ours, theirs)]
+            gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
+            lines.append(f"{name}, {ours} - {theirs}, seed by seed: {spread(gains)}")
+        text = "\n".join(lines).rstrip()
+        write_whole_text(options.folder / "table.md", text + "\n")
+        write_whole_text(options.folder / "records.json", json.dumps(found, indent=1))
+        shown: dict[str, dict[str, Any]] = {}
+        for title, by_arm in panels.items():
+            for arm, curves in by_arm.items():
+                panel, _, line = arm.partition(", ") if self.said.panels else ("", "", arm)
+                shown.setdefault(", ".join(filter(None, (panel, title))), {})[line] = curves
+        if shown:
+            draw(shown, options.folder / "curves.png", "generated tokens")
+        return text
+
+    def problems(self, options: Options) -> int | None:
+        held_out = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)}).evaluation
+        return held_out.data.arguments.get("n") if held_out else None
+
+
+def _at(summary: Any, name: str, where: str) -> float:
+    """The number at a dotted place of a summary, NaN for none. ValueError: there is no such place, or no number."""
+    for step in name.split("."):
+        if not isinstance(summary, Mapping) or step not in summary:
+            there = [*summary] if isinstance(summary, Mapping) else summary
+            raise ValueError(f"`{where}` is {name!r}: the evaluation's summary has no {step!r} there, but {there}")
+        summary = summary[step]
+    if isinstance(summary, Mapping | str | bool):
+        raise ValueError(f"`{where}` is {name!r}, which is no number but {summary!r}")
+    return math.nan if summary is None else float(summary)
+
+
+def shipped_labs() -> dict[str, Path]:
+    """Name → its file, of the labs that train."""
+    return {file.parent.name: file for place in PLACES for file in sorted(place.glob("lab/*/lab.yaml"))}

@@ -1,0 +1,133 @@
+"""``grpo_lab.labs.arms``: what a lab file may say, the labs that ship, and their numbers by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_lab.cli import main
+from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
+from grpo_lab.recipe.job import lab_config, numbers_read
+from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.settings import read
+from grpo_lab.trainer.settings.algorithm import algorithm_from
+from unit.test_report import outcome
+
+LABS = {**shipped_labs(), "discounted": shipped_labs()["reinforce"].parent / "discounted.yaml"}
+SAID: dict[str, Any] = {"about": "x", "recipe": "quickstart/dr_grpo.yaml", "arms": {"a": {}, "b": {"seed": 1}}}
+
+
+def options(**given: Any) -> Namespace:
+    return Namespace(**{"recipe": None, "start": None, "set": [], "folder": Path("nowhere"), **given})
+
+
+def lab_of(**said: Any) -> Arms:
+    return Arms(read(LabFile, {**SAID, **said}), Path("nowhere"))
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_arms_are_recipes_and_no_two_are_the_same(name: str) -> None:
+    """What a change says is a setting of that recipe; an arm that a function makes is met by its training."""
+    lab = Arms.read(str(LABS[name]))
+    plain = [arm for arm, changes in lab.said.arms.items() if not isinstance(changes, str)]
+    recipes = [numbers_read(read_recipe(lab.recipe(options()), lab.changes(arm, 3, options()))) for arm in plain]
+    assert len({repr(one) for one in recipes}) == len(recipes)
+    for one in recipes:
+        lab_config(one)
+        assert one.data.arguments["seed"] == 3
+
+
+@pytest.mark.parametrize("name", ["reinforce", "discounted"])
+def test_the_reinforce_menu_is_twelve_algorithms(name: str) -> None:
+    lab, seen = Arms.read(str(LABS[name])), set()
+    for arm in lab.said.arms:
+        config = lab_config(numbers_read(read_recipe(lab.recipe(options()), lab.changes(arm, 0, options()))))
+        found = algorithm_from(config, config.lab_settings)
+        seen.add((str(found.advantage), str(found.objective.surrogate)))
+    assert len(seen) == 12
+    assert all(("Returns" in rule) is (name == "discounted") for rule, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"colums": {}}, "has no setting 'colums'; did you mean 'columns'"),
+        ({"arms": {}}, "`arms` and `seeds` need at least one entry each"),
+        ({"arms": {"a": 3}}, "it must be changes of the recipe, or 'module:function'"),
+        ({"pairs": [["a", "c"]]}, r"`pairs` has 'c'. Allowed: \['a', 'b'\]"),
+        ({"compared_by": "ece"}, r"`compared_by` is 'ece'. Allowed: \['accuracy'\]"),
+        ({"threads": 0}, "`threads` is 0"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        lab_of(**wrong)
+
+
+def test_columns_by_hand() -> None:
+    """Two right of three greedy answers; the log's last quarter of eight steps is its last two."""
+    result = EvaluationResult(tuple(outcome(i, score, tokens=10 * i + 10) for i, score in enumerate([1.0, 0.0, 1.0])))
+    log = [{"entropy": float(i)} for i in range(8)] + [{"train_loss": 1.0}]
+    lab = lab_of(
+        columns={
+            "accuracy": "greedy.accuracy.value",
+            "right": "greedy.mean_length_correct",
+            "none": "greedy.mean_thinking",
+            "entropy": "last.entropy",
+            "all": "mean.entropy",
+            "own": "unit.test_lab_arms:rows",
+        }
+    )
+    found = lab.numbers(result, log)
+    assert found.pop("none") != found.get("none")  # NaN
+    # (10 + 30) / 2, (6 + 7) / 2, (0 + … + 7) / 8
+    assert found == {"accuracy": pytest.approx(2 / 3), "right": 20.0, "entropy": 6.5, "all": 3.5, "own": 9.0}
+    assert math.isnan(lab.numbers(result, [])["entropy"])
+    for place, said in (("sampled.accuracy.value", "has no 'accuracy' there, but None"),
+                        ("greedy.accuracies", "has no 'accuracies' there, but"),
+                        ("greedy.accuracy", "which is no number")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"`columns.accuracy` is '{place}'.*{said}"):
+            lab_of(columns={"accuracy": place}).numbers(result, log)
+
+
+def rows(result: EvaluationResult, log: list[Any]) -> int:
+    return len(log)
+
+
+def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
+    """The arm a has seeds 0 and 2, b has 1 and 2: only seed 2 is compared."""
+    found = {
+        arm: [{"seed": seed, "before": None, "after": {"accuracy": value}, "curves": {}} for seed, value in runs]
+        for arm, runs in {"a": [(0, 0.1), (2, 0.75)], "b": [(1, 0.9), (2, 0.5)]}.items()
+    }
+    said = lab_of(pairs=[["a", "b"]]).report(found, options(folder=tmp_path))
+    assert said.endswith("accuracy, a - b, seed by seed: 0.250")
+    assert (tmp_path / "table.md").read_text() == said + "\n"
+    assert json.loads((tmp_path / "records.json").read_text()) == found
+
+
+def test_the_recipe_lies_beside_the_file_or_below_recipes(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    lab = Arms(read(LabFile, {**SAID, "recipe": "mine.yaml"}), tmp_path)
+    assert lab.recipe(options()) == tmp_path / "mine.yaml"
+    assert lab.recipe(options(recipe="lab/chains/dr_grpo.yaml")).parts[-3:] == ("lab", "chains", "dr_grpo.yaml")
+    with pytest.raises(ValueError, match=r"ships no recipe 'gone.yaml'"):
+        lab.recipe(options(recipe="gone.yaml"))
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "sortin"]) == 2
+    assert "no lab is called 'sortin'; did you mean 'sorting'?" in capsys.readouterr().err
+    (tmp_path / "lab.yaml").write_text(yaml.safe_dump({**SAID, "start": "no/such/place"}))
+    assert main(["lab", str(tmp_path / "lab.yaml"), "--folder", str(tmp_path / "out")]) == 2
+    assert "`start` is 'no/such/place': no such folder; name a model by `--start`" in capsys.readouterr().err
+    for option in ("--start", "--recipe"):
+        assert main(["lab", "kl", option, "x"]) == 2
+        assert f"{option} has no effect: lab 'kl' trains nothing" in capsys.readouterr().err
