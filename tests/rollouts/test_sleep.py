@@ -6,10 +6,12 @@ drives it is TRL's own. Its sleep of level 2 drops the weights, and it refuses w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +34,13 @@ pytestmark = pytest.mark.vllm
 STEPS = 3
 #: what a generation of TRL's does with an engine that sleeps, the weights being those of a new step
 WHOLE = ["wake weights", "load", "reset cache", "wake kv_cache", "generate", "sleep 2"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """TRL sets torch.distributed's variables for an engine; without a real one the next trainer would join by them."""
+    with patch.dict(os.environ):
+        yield
 
 
 class Sleeper:
@@ -94,9 +103,9 @@ class Sleeper:
 
 
 def sleeping(
-    folder: Path, patch: pytest.MonkeyPatch, verify_every: int = 1, **asked: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verify_every: int = 1, **asked: Any
 ) -> tuple[LabTrainer, Sleeper]:
-    patch.setattr(engine, "engine_factory", lambda *_, **__: lambda **given: GroupedEngine(Sleeper(**asked, **given)))
+    monkeypatch.setattr(engine, "engine_factory", lambda *_, **__: lambda **given: GroupedEngine(Sleeper(**asked, **given)))
     changes = {"rollout": {"verify_every": verify_every}, "max_steps": STEPS, "max_completion_length": 4}
     trainer = build(folder, "qwen2", tie=True, vllm_enable_sleep_mode=True, **changes)
     return trainer, trainer.vllm_generation.llm.llm
