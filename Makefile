@@ -9,7 +9,7 @@ BY_FILE = -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup setup-vllm train lab-smoke test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
+.PHONY: help setup setup-vllm train lab-smoke labs test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
 	bench bench-step bench-accuracy bench-update bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
@@ -29,6 +29,11 @@ train: setup  ## the main job: cold start, Dr.GRPO, held-out evaluation, report
 
 lab-smoke: setup  ## every preset and trainer, 30 steps each from the quick start's cold start -> runs/lab_smoke/table.md (~10 minutes)
 	$(BIN)/python scripts/lab_smoke.py
+
+LABS := kl bias noise controls entropy difficulty kl_training
+labs: setup  ## what RL does to a model: every lab of docs/labs.md, resumable -> runs/labs (about 15 minutes each on two cores), docs/labs.md
+	for lab in $(LABS); do $(BIN)/grpo-lab lab $$lab --jobs 2 || exit 1; done
+	$(BIN)/python scripts/lab_tables.py
 
 # Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.

@@ -353,3 +353,16 @@ def _tally(outcomes: Sequence[Outcome], accuracy: Interval | None) -> dict[str, 
         "truncated_share": mean(o.truncated for o in outcomes),
         "unscorable_share": mean(o.score is None for o in outcomes),
     }
+
+
+def number_at(summary: Any, name: str, where: str) -> float:
+    """The number at a dotted place of ``EvaluationResult.summary``, such as ``greedy.accuracy.value``; NaN for None.
+    ValueError, naming ``where``: there is no such place, or no number."""
+    for step in name.split("."):
+        if not isinstance(summary, Mapping) or step not in summary:
+            there = [*summary] if isinstance(summary, Mapping) else summary
+            raise ValueError(f"`{where}` is {name!r}: the evaluation's summary has no {step!r} there, but {there}")
+        summary = summary[step]
+    if isinstance(summary, Mapping | str | bool):
+        raise ValueError(f"`{where}` is {name!r}, which is no number but {summary!r}")
+    return math.nan if summary is None else float(summary)

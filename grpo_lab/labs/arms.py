@@ -11,11 +11,13 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+from grpo_lab.evaluation.result import number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
 from grpo_lab.labs.experiment import (
@@ -28,6 +30,7 @@ from grpo_lab.labs.experiment import (
     changes_asked,
     draw,
     over_tokens,
+    record_file,
     spread,
     table,
 )
@@ -51,10 +54,8 @@ class LabFile:
             ``module:function``, which makes the number of the ``EvaluationResult`` and the log.
         curves: drawn over generated tokens: title → logged metric.
         panels: the arm ``a, b`` is line b of the panel a.
-        settings: changes of every arm, and of the cold start.
-        seeded: settings that are the seed, besides ``seed``.
-        pairs: two arms each, whose first columns are subtracted, seed by seed.
-        seeds: where none are asked for.
+        settings: changes of every arm, and of the cold start; ``seeded``: settings that are the seed, besides ``seed``.
+        pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: where none are asked for.
         compared_by: the title, of a share, that says how many seeds a difference needs.
         start: a model that all begin from; None: the recipe's cold start, made once.
         prepare: ``module:function``, called with the options before the first cell.
@@ -63,7 +64,7 @@ class LabFile:
 
     about: str
     recipe: str
-    arms: Mapping[str, Annotated[Mapping[str, Any] | str, must_be("changes of the recipe, or 'module:function'")]]
+    arms: Mapping[str, Annotated[Mapping[str, Any] | Named, must_be("changes of the recipe, or 'module:function'")]]
     columns: Mapping[str, str] = field(default_factory=lambda: {"accuracy": "greedy.accuracy.value"})
     curves: Mapping[str, str] = field(default_factory=dict)
     panels: Switch = False
@@ -79,6 +80,8 @@ class LabFile:
     def __post_init__(self) -> None:
         if not self.arms or not self.seeds:
             raise ValueError("`arms` and `seeds` need at least one entry each")
+        if len({record_file(Path(), arm, 0).parts[:-1] for arm in self.arms if "/" not in arm}) < len(self.arms):
+            raise ValueError(f"`arms` has {[*self.arms]}: names that differ as folders are needed, without a slash")
         for arm in (arm for pair in self.pairs for arm in pair if arm not in self.arms):
             raise ValueError(f"`pairs` has {arm!r}{one_of(arm, self.arms)}")
         if self.compared_by not in self.columns:
@@ -98,13 +101,12 @@ class Arms:
         file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
-        if (beside := str(file.parent.resolve())) not in sys.path:
-            sys.path.append(beside)
+        sys.path.append(str(file.parent.resolve()))
         return Arms(read(LabFile, read_yaml(file)), file.parent)
 
     def experiment(self) -> Experiment:
-        compared: Any = {"result": lambda record: record["after"][self.said.compared_by], "problems": self.problems}
-        how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, **compared}
+        how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
+        how["result"] = lambda record: record["after"][self.said.compared_by]
         return Experiment([*self.said.arms], self.run, self.report, **how)
 
     def recipe(self, options: Options) -> Path:
@@ -137,10 +139,10 @@ class Arms:
 
             torch.set_num_threads(self.said.threads)
         settings = self.changes(arm, seed, options) | changes_asked(options)
-        settings |= {"model": {"path": options.start}, "cold_start": None}
-        settings |= {"output_dir": str(folder), "name": arm, "seed": seed}
+        settings |= {"model": {"path": options.start}, "cold_start": None, "output_dir": str(folder)}
+        settings |= {"name": arm, "seed": seed}
         done = train(read_recipe(self.recipe(options), settings))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         log = [{name: value for name, value in row.items() if value is not None} for row in rows]
         curves = {one: [(row[GENERATED], row[one]) for row in log if one in row] for one in self.said.curves.values()}
         before = self.numbers(done.before, []) if done.before else None
@@ -151,11 +153,11 @@ class Arms:
         of_arm: Any = self.said.arms[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
-        return {"disable_tqdm": True, **self.said.settings, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
+        every = deepcopy(dict(self.said.settings))  # dotted keys of an arm reach into it
+        return {"disable_tqdm": True, **every, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Title → number of a column; NaN where there is nothing to count. ``log``: empty before training. ValueError:
-        the evaluation was not asked for it."""
+        """Title → number, NaN where there is nothing to count. ``log``: empty before training. ValueError: no such."""
         summary, found = result.summary(), {}
         for title, name in self.said.columns.items():
             of_log, _, metric = name.partition(".")
@@ -166,7 +168,7 @@ class Arms:
                 values = values if of_log == "mean" else values[-max(1, len(values) // 4) :]
                 found[title] = fmean(values) if values else math.nan
             else:
-                found[title] = _at(summary, name, f"columns.{title}")
+                found[title] = number_at(summary, name, f"columns.{title}")
         return found
 
     def report(self, found: Found, options: Options) -> str:
@@ -178,8 +180,7 @@ class Arms:
             both = [{run["seed"]: run["after"][name] for run in found.get(arm, [])} for arm in (ours, theirs)]
             gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
             lines.append(f"{name}, {ours} - {theirs}, seed by seed: {spread(gains)}")
-        text = "\n".join(lines).rstrip()
-        write_whole_text(options.folder / "table.md", text + "\n")
+        write_whole_text(options.folder / "table.md", (text := "\n".join(lines).rstrip()) + "\n")
         write_whole_text(options.folder / "records.json", json.dumps(found, indent=1))
         shown: dict[str, dict[str, Any]] = {}
         for title, by_arm in panels.items():
@@ -193,18 +194,6 @@ class Arms:
     def problems(self, options: Options) -> int | None:
         held_out = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)}).evaluation
         return held_out.data.arguments.get("n") if held_out else None
-
-
-def _at(summary: Any, name: str, where: str) -> float:
-    """The number at a dotted place of a summary, NaN for none. ValueError: there is no such place, or no number."""
-    for step in name.split("."):
-        if not isinstance(summary, Mapping) or step not in summary:
-            there = [*summary] if isinstance(summary, Mapping) else summary
-            raise ValueError(f"`{where}` is {name!r}: the evaluation's summary has no {step!r} there, but {there}")
-        summary = summary[step]
-    if isinstance(summary, Mapping | str | bool):
-        raise ValueError(f"`{where}` is {name!r}, which is no number but {summary!r}")
-    return math.nan if summary is None else float(summary)
 
 
 def shipped_labs() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.models import loading, lora_config
 from grpo_lab.recipe.sections import EvaluationSection, PartSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
-from grpo_lab.settings import one_of, refuse_misfit, refuse_unknown_arguments, typed
+from grpo_lab.settings import one_of, read, refuse_misfit, refuse_unknown_arguments, typed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -30,9 +31,13 @@ REWARDS = {
     "kimi_length": "KimiLengthReward",
     "language_consistency": "LanguageConsistencyReward",
     "equation_steps": "EquationSteps",
+    "flipped": "FlippedReward",
+    "wrong_label": "WrongLabelReward",
     "token_classification_steps": "TokenClassificationSteps",
     "worked_out": "worked_out",
 }
+AROUND = ("flipped", "wrong_label")
+"""Rewards whose argument `reward` is a reward, written as one."""
 SHAPING = ("soft_overlong", "repetition", "cosine_scaled")  # TRL's, built by ``trainer.trl_bridge.rewards``
 MAX_UNPARSEABLE_GOLDS = 0.01
 
@@ -48,6 +53,8 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from."""
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
+        if section.name in AROUND and "reward" in section.arguments:
+            section = replace(section, arguments={**section.arguments, "reward": _inside(section, f"{where}.reward")})
     elif section.name in SHAPING:
         from grpo_lab.trainer.trl_bridge import rewards as trl_rewards
 
@@ -65,6 +72,14 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
+
+
+def _inside(section: RewardSection, where: str) -> Any:
+    """The reward that another one is around."""
+    inner = read(RewardSection, section.arguments["reward"], where)
+    if inner.weight != 1.0:
+        raise ValueError(f"`{where}.weight` has no effect: give the weight to {section.name!r}")
+    return build_reward(inner, where)
 
 
 def _reward_model(section: RewardSection, where: str) -> str:

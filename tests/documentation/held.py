@@ -65,6 +65,14 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab overoptimisation": (
         "tests/unit/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"
     ),
+    "grpo-lab lab preference": (
+        "minutes",
+        "an experiment, from the models of R1's pipeline",
+    ),
+    "grpo-lab lab *.yaml": f"{COMPARING}test_a_team_s_lab_by_its_path_as_a_module",
+    "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",
+    "make labs": f"{COMPARING}test_every_lab_that_trains_in_small",
+    "python scripts/lab_tables.py": "tests/unit/test_lab_arms.py::test_a_table_takes_the_place_of_its_block",
     "grpo-lab serve *": (
         "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy"
     ),
@@ -98,7 +106,6 @@ HELD: dict[str, str | tuple[str, str]] = {
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
     ),
-    "python scripts/compare.py *": f"{COMPARING}test_a_declared_comparison_in_small",
     "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),
     "python scripts/thinking_budget_table.py": ("minutes", "an experiment: a model is trained first"),
 }

@@ -18,7 +18,7 @@ from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 OTHER_COMMANDS = (
-    *("curate", "long2short", "expert_iteration", "rft", "online_rft", "dpo_rounds", "simpo_rounds", "pipeline"),
+    *("curate", "long2short", "expert_iteration", "rft", "online_rft", "dpo_rounds", "simpo_rounds", "pipeline", "lab"),
 )  # recipes of other commands have tests of their own
 RUNS = sorted(
     path

@@ -105,7 +105,9 @@ class Sleeper:
 def sleeping(
     folder: Path, monkeypatch: pytest.MonkeyPatch, verify_every: int = 1, **asked: Any
 ) -> tuple[LabTrainer, Sleeper]:
-    monkeypatch.setattr(engine, "engine_factory", lambda *_, **__: lambda **given: GroupedEngine(Sleeper(**asked, **given)))
+    monkeypatch.setattr(
+        engine, "engine_factory", lambda *_, **__: lambda **given: GroupedEngine(Sleeper(**asked, **given))
+    )
     changes = {"rollout": {"verify_every": verify_every}, "max_steps": STEPS, "max_completion_length": 4}
     trainer = build(folder, "qwen2", tie=True, vllm_enable_sleep_mode=True, **changes)
     return trainer, trainer.vllm_generation.llm.llm

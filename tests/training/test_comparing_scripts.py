@@ -1,11 +1,13 @@
-"""The comparing scripts with small numbers. Their cells are processes of their own, here forks of one that has imported
-everything."""
+"""The comparing scripts and the labs that train, with small numbers. Their cells are processes of their own, here forks
+of one that has imported everything."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,8 +18,11 @@ from typing import Any
 import pytest
 
 import forked
+from grpo_lab import cli
 from grpo_lab.labs import experiment
+from grpo_lab.labs.arms import Arms
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "model.tiny.hidden_size": "24",
     "model.tiny.num_layers": "1",
@@ -41,13 +46,32 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         how["stdout"].write(done.stdout + done.stderr)
         return done
 
-    def main(script: ModuleType, *words: str, smaller: Sequence[str] = SMALLER) -> None:
+    def main(script: ModuleType, *words: str, smaller: Sequence[str] = SMALLER) -> Any:
         monkeypatch.setattr(experiment.subprocess, "run", cell)
         monkeypatch.setattr(experiment, "program", lambda: [sys.executable, str(script.__file__)])
         monkeypatch.setattr(sys, "argv", [str(script.__file__), *words, *smaller])
-        script.main()
+        return script.main()
 
     return main
+
+
+@pytest.fixture
+def console(tmp_path: Path) -> ModuleType:
+    """The console script ``grpo-lab``."""
+    file = tmp_path / "grpo-lab"
+    file.write_text("import sys\nfrom grpo_lab.cli import main\nsys.exit(main())\n")
+    script = ModuleType("grpo_lab_console")
+    script.__dict__.update(__file__=str(file), main=cli.main)
+    return script
+
+
+ONE_STEP = {
+    "max_steps": "1",
+    "per_device_train_batch_size": "16",
+    "max_completion_length": "8",
+    "evaluation.data.n": "24",
+}
+LAB_WORDS = [word for key, value in ONE_STEP.items() for word in ("--set", key, value)]
 
 
 @pytest.mark.slow
@@ -79,6 +103,75 @@ def test_two_arms_from_one_start_and_a_lost_record(
     assert (tmp_path / "SFT-0" / "arm.json").stat().st_mtime_ns == kept
     assert "is finished: nothing to do" in (tmp_path / "Dr.GRPO-0.log").read_text().replace("\n", " ")
     assert json.loads((tmp_path / "Dr.GRPO-0" / "arm.json").read_text())["points"] == records["Dr.GRPO"]["points"]
+
+
+@pytest.mark.slow
+def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
+    words = ["lab", "process", "--seeds", "0", "--folder", str(tmp_path / "out"), *LAB_WORDS]
+    assert run(console, *words) == 0
+    lines = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| (start)", "| outcome", "| steps and outcome"]
+    assert lines[-1].startswith("accuracy, steps and outcome - outcome, seed by seed: ")
+    found = json.loads((tmp_path / "out" / "records.json").read_text())
+    assert found["outcome"][0]["before"] == found["steps and outcome"][0]["before"]
+    [[[tokens, _]], _] = [runs[0]["curves"]["rewards/accuracy_reward/mean"] for runs in found.values()]
+    assert 0 < tokens <= 16 * 8
+    assert lines[6].startswith("After 0.1 k generated tokens:")
+    assert (tmp_path / "out" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        ("bias", ["GRPO without σ", "Dr.GRPO with σ"]),
+        ("noise", ["true", "wrong labels 30%"]),
+        ("controls", ["random, unclipped", "inverted"]),
+        ("entropy", ["KL in the loss", "entropy target"]),
+        ("difficulty", ["hardest", "resample"]),
+        ("kl_training", ["k1 in the reward", "k3 in the loss"]),
+        ("length", ["no length reward", "large from step 0"]),
+        ("language", ["without", "with"]),
+        ("objective", ["mirror descent, reset", "Dr.GRPO"]),
+        ("sorting", ["inclusion_ordering", "exact"]),
+        ("reinforce", ["raw, naive", "only the maximum, clipped"]),
+    ],
+)
+def test_every_lab_that_trains_in_small(
+    name: str, arms: list[str], run: Any, console: ModuleType, tmp_path: Path
+) -> None:
+    words = ["lab", name, "--seeds", "0", "--arms", *arms, "--folder", str(tmp_path / "out"), *LAB_WORDS]
+    assert run(console, *words) == 0
+    found = json.loads((tmp_path / "out" / "records.json").read_text())
+    lab = Arms.read(name)
+    assert list(found) == arms
+    for [record] in found.values():
+        assert list(record["after"]) == list(lab.said.columns)
+        assert all(value >= 0 for value in record["after"].values() if not math.isnan(value))
+        assert set(record["curves"]) == set(lab.said.curves.values())
+    drawn = [one for [record] in found.values() for one in record["curves"].values() if one]
+    assert drawn
+
+
+@pytest.mark.slow
+def test_a_team_s_lab_by_its_path_as_a_module(tmp_path: Path) -> None:
+    """A process of the command and one of the cell, both real; ``lab_own`` lies beside the file."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "lab_own.py").write_text("def one_more(arm, seed, options):\n    return {'seed': 7, 'max_steps': 1}\n")
+    (folder / "own.yaml").write_text(
+        "about: a team's own\nrecipe: quickstart/dr_grpo.yaml\narms: {own: 'lab_own:one_more'}\nseeds: [3]\n"
+    )
+    words = [*SMALLER, *LAB_WORDS, "--folder", str(tmp_path / "out")]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_lab", "lab", str(folder / "own.yaml"), *words],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    log = tmp_path / "out" / "own-3.log"
+    assert done.returncode == 0, done.stderr + log.read_text()
+    assert "| own | 1 |" in done.stdout
+    assert json.loads((tmp_path / "out" / "own-3" / "arm.json").read_text())["seed"] == 3
 
 
 @pytest.mark.slow

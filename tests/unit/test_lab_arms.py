@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lab_tables import page_with
 
+from documentation.blocks import ROOT
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
@@ -20,7 +23,7 @@ from grpo_lab.settings import read
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 from unit.test_report import outcome
 
-LABS = {**shipped_labs(), "discounted": shipped_labs()["reinforce"].parent / "discounted.yaml"}
+LABS = shipped_labs()
 SAID: dict[str, Any] = {"about": "x", "recipe": "quickstart/dr_grpo.yaml", "arms": {"a": {}, "b": {"seed": 1}}}
 
 
@@ -44,7 +47,14 @@ def test_arms_are_recipes_and_no_two_are_the_same(name: str) -> None:
         assert one.data.arguments["seed"] == 3
 
 
-@pytest.mark.parametrize("name", ["reinforce", "discounted"])
+def test_an_arm_does_not_reach_into_the_next() -> None:
+    """The arm a changes an entry of the list that `settings` writes."""
+    lab = lab_of(settings={"rewards": ["accuracy"]}, arms={"a": {"rewards.0": "worked_out"}, "b": {}})
+    told = [read_recipe(lab.recipe(options()), lab.changes(arm, 0, options())).rewards[0].name for arm in "ab"]
+    assert told == ["worked_out", "accuracy"]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_discounted"])
 def test_the_reinforce_menu_is_twelve_algorithms(name: str) -> None:
     lab, seen = Arms.read(str(LABS[name])), set()
     for arm in lab.said.arms:
@@ -52,7 +62,7 @@ def test_the_reinforce_menu_is_twelve_algorithms(name: str) -> None:
         found = algorithm_from(config, config.lab_settings)
         seen.add((str(found.advantage), str(found.objective.surrogate)))
     assert len(seen) == 12
-    assert all(("Returns" in rule) is (name == "discounted") for rule, _ in seen)
+    assert all(("Returns" in rule) is (name == "reinforce_discounted") for rule, _ in seen)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,8 @@ def test_the_reinforce_menu_is_twelve_algorithms(name: str) -> None:
         ({"colums": {}}, "has no setting 'colums'; did you mean 'columns'"),
         ({"arms": {}}, "`arms` and `seeds` need at least one entry each"),
         ({"arms": {"a": 3}}, "it must be changes of the recipe, or 'module:function'"),
+        ({"arms": {"a/b": {}}}, r"`arms` has \['a/b'\]: names that differ as folders are needed, without a slash"),
+        ({"arms": {"a, b": {}, "a b": {}}}, "names that differ as folders"),
         ({"pairs": [["a", "c"]]}, r"`pairs` has 'c'. Allowed: \['a', 'b'\]"),
         ({"compared_by": "ece"}, r"`compared_by` is 'ece'. Allowed: \['accuracy'\]"),
         ({"threads": 0}, "`threads` is 0"),
@@ -131,3 +143,21 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureF
     for option in ("--start", "--recipe"):
         assert main(["lab", "kl", option, "x"]) == 2
         assert f"{option} has no effect: lab 'kl' trains nothing" in capsys.readouterr().err
+
+
+def test_a_table_takes_the_place_of_its_block(tmp_path: Path) -> None:
+    (tmp_path / "bias").mkdir()
+    (tmp_path / "bias" / "table.md").write_text("| \\1 |\n")
+    blocks = "<!-- lab {0}: begin -->\nold\n<!-- lab {0}: end -->\n"
+    text = f"a\n{blocks.format('bias')}b\n{blocks.format('noise')}"
+    assert page_with(text, tmp_path) == text.replace("old", "| \\1 |", 1)
+    for name in re.findall(r"<!-- lab (\S+): begin -->", (ROOT / "docs" / "labs.md").read_text(encoding="utf-8")):
+        assert name in LABS
+
+
+def test_the_page_s_own_lab_is_one(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "labs.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "lab.yaml").write_text(block)
+    lab = Arms.read(str(tmp_path / "lab.yaml"))
+    for arm in lab.said.arms:
+        lab_config(numbers_read(read_recipe(lab.recipe(options()), lab.changes(arm, 0, options()))))

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.sections import RewardSection
 from grpo_lab.rewards import AccuracyReward, FlippedReward, HashesReward, KimiLengthReward, WrongLabelReward
 from grpo_lab.rewards.noise import draw
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
@@ -120,3 +122,18 @@ def test_mistakes_are_named() -> None:
         FlippedReward(KimiLengthReward(correctness=says_right))
     with pytest.raises(ValueError, match="one is 'north'"):
         WrongLabelReward(HashesReward(), share=1.0).label("q", "north")
+
+
+def test_in_a_recipe_the_reward_inside_is_written_as_one() -> None:
+    inside = {"name": "accuracy", "mode": "strict"}
+    found = build_reward(RewardSection("flipped", arguments={"reward": inside, "false_positives": 0.25}))
+    assert (found.false_positives, found.reward.mode) == (0.25, "strict")
+    assert build_reward(RewardSection("wrong_label", arguments={"reward": "hashes", "share": 0.5})).share == 0.5
+    for arguments, said in (
+        ({"share": 0.5}, "`rewards`: 'wrong_label' needs `reward`"),
+        ({"reward": "acuracy", "share": 0.5}, "`rewards.reward`: unknown reward 'acuracy'; did you mean 'accuracy'"),
+        ({"reward": {**inside, "weight": 2}, "share": 0.5}, "`rewards.reward.weight` has no effect"),
+        ({"reward": 3, "share": 0.5}, "`rewards.reward`"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            build_reward(RewardSection("wrong_label", arguments=arguments))
