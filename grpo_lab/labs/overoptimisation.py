@@ -65,13 +65,16 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
 
 def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
     """``after``, and ``curves`` over √KL, a point a step; an estimate of the KL below 0, as at the start, is 0.
-    ValueError: too few steps, or none that left the start, for Gao's law."""
+    Without Gao's law where nothing has left the start. ValueError: too few steps for it."""
     distances, start = [math.sqrt(max(row[KL], 0.0)) for row in log], facts["samples"]["right_share"]
     logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
     values = {title: [row[metric] for row in log] for title, metric in logged.items()}
-    law = overoptimisation_law([(d, value - start) for d, value in zip(distances, values["truth"], strict=True)])
-    values["truth, Gao's law"] = [start + law.at(distance).value for distance in distances]
-    where, most = law.peak or (math.nan, math.nan)
+    fitted: list[float] = []
+    alpha = beta = where = most = math.nan
+    if any(distances):  # rewards that never differ within a group move nothing
+        law = overoptimisation_law([(d, value - start) for d, value in zip(distances, values["truth"], strict=True)])
+        (alpha, beta), (where, most) = (law.alpha, law.beta), law.peak or (math.nan, math.nan)
+        fitted = [start + law.at(distance).value for distance in distances]
     means = [fmean(values["truth"][step : step + LAST]) for step in range(max(1, len(log) - LAST + 1))]
     pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1})
     after = {
@@ -81,12 +84,14 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
         "most truth": max(means),
         "greedy": facts["policy"].get("accuracy", math.nan),
         "√KL": fmean(distances[-LAST:]),
-        "α": law.alpha,
-        "β": law.beta,
+        "α": alpha,
+        "β": beta,
         "√KL at the law's peak": where,
         "truth gained there": most,
     }
-    curves = {title: [*zip(distances, of, strict=True)] for title, of in values.items()}
+    curves = {
+        title: [*zip(distances, of, strict=False)] for title, of in {**values, "truth, Gao's law": fitted}.items()
+    }
     return {"before": {"truth": start}, "after": after, "curves": curves}
 
 
@@ -95,7 +100,10 @@ def report(found: Found, options: Options) -> str:
     text, place = table(found), options.folder / "overoptimisation.md"
     write_whole_text(place, f"{text}\n")
     titles = next(iter(found.values()))[0]["curves"]
-    lines = {title: {arm: [sorted(run["curves"][title]) for run in found[arm]] for arm in found} for title in titles}
+    lines = {
+        title: {arm: [sorted(curve) for run in found[arm] if (curve := run["curves"][title])] for arm in found}
+        for title in titles
+    }
     draw(lines, place.with_suffix(".png"), "√KL to the start (nats a completion)")
     return f"{text}\n\n{place}, {place.with_suffix('.png')}"
 

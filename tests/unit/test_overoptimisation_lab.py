@@ -51,8 +51,13 @@ def test_most_truth_is_of_ten_steps_on_the_way() -> None:
 
 
 def test_a_run_that_did_not_move_has_no_law() -> None:
-    with pytest.raises(ValueError, match="√KL is between 0 and 0"):
-        measured([row(0.0, 0.2, 1.0)] * 5, FACTS, PROXY)
+    """All of a group were paid alike at every step: a record, and dashes in the table."""
+    found = measured([row(0.0, 0.2, 1.0)] * 5, FACTS, PROXY)
+    assert all(math.isnan(found["after"][name]) for name in ("α", "β", "√KL at the law's peak", "truth gained there"))
+    assert (found["after"]["truth"], found["after"]["√KL"]) == (pytest.approx(0.2), 0.0)
+    assert found["curves"]["truth, Gao's law"] == []
+    with pytest.raises(ValueError, match="got 2"):
+        measured([row(0.1, 0.2, 1.0)] * 2, FACTS, PROXY)
 
 
 SMALL: dict[str, Any] = {
