@@ -17,12 +17,12 @@ import argparse
 import json
 import platform
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from arm_runs import pyplot_if_there
 from bench_shapes import build
 from bench_tables import table
 from bench_update_sides import GROUP, floor, run
@@ -92,9 +92,11 @@ def compare(folder: Path, args: argparse.Namespace, dead: int, corrected: bool) 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Seconds of the update by share of dead groups: stock, ours, and the floor as a mark."""
-    pyplot = pyplot_if_there(path)
-    if pyplot is None:
-        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axis = pyplot.subplots(figsize=(7.2, 3.4))
     places = range(len(rows))
     axis.bar([x - 0.2 for x in places], [r["stock s"] for r in rows], 0.38, color="#9CA3AF", label="trl.GRPOTrainer")
@@ -126,6 +128,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the last table as a picture")
     parser.add_argument("--output", type=Path, help="also write the rows as JSON")
     args = parser.parse_args()
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'grpo_lab[figures]'")
     if args.quick:
         args.rows, args.steps, args.dead, args.floor_repeats = 64, 1, [0.62], 1
     return args

@@ -28,9 +28,13 @@ _PER_TOKEN = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids",
     "renormalize_logits", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile",
-    "transformers_version",
+    "transformers_version", "_from_model_config",
 }  # fmt: skip
-_NEUTRAL = {"min_new_tokens": 0, "num_beams": 1, "num_return_sequences": 1}
+_NEUTRAL = {
+    "min_new_tokens": 0, "min_length": 0, "num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1,
+    "diversity_penalty": 0.0, "length_penalty": 1.0, "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+}  # fmt: skip
 
 
 def generate_by_groups(
@@ -47,9 +51,11 @@ def generate_by_groups(
     asked = {"logits_processor": logits_processor, **more}
     if not_by_groups(model, generation_config, more):
         return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
-    width, room, config = input_ids.size(1), int(generation_config.max_new_tokens or 0), deepcopy(generation_config)
-    ends = torch.tensor(_ends(config), device=input_ids.device)
-    result = input_ids.new_full((input_ids.size(0), width + room), int(config.pad_token_id or 0))
+    said, config = _filled(generation_config, model), deepcopy(generation_config)
+    width, room, ends = input_ids.size(1), int(said.max_new_tokens or 0), torch.tensor(_ends(said), dtype=torch.long)
+    ends = ends.to(input_ids.device)
+    pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
+    result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
     result[:, :width] = input_ids
     rows, longest = torch.arange(input_ids.size(0), device=input_ids.device), width
     ids, mask, cache = input_ids, attention_mask, _prompts_read_once(model, input_ids, attention_mask, room)
@@ -71,8 +77,7 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    said = config.to_diff_dict().items()
-    asked = {name for name, value in said if value is not None and value != _NEUTRAL.get(name)} - _PER_TOKEN
+    filled = _filled(config, model)
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "weights are sharded, so ranks make every token together"
@@ -82,7 +87,27 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
         return f"its cache is no plain one: {sorted(one.__name__ for one in layers) or 'none'}"
     if more := {name for name, value in (more or {}).items() if value is not None and name != "synced_gpus"}:
         return f"inputs beside the text: {sorted(more)}"
-    return f"the generation config asks for {sorted(asked)}" if asked else None
+    if asked := _asked(config):
+        return f"the generation config asks for {sorted(asked)}"
+    if asked := _asked(filled):
+        return f"the model's own generation config asks for {sorted(asked)}"
+    return None if filled.max_new_tokens else "the generation config has no `max_new_tokens`"
+
+
+def _filled(config: GenerationConfig, model: Any) -> GenerationConfig:
+    """``config`` and, where it says nothing, what the model's own says, as `generate` fills it. ``max_length`` is left
+    out, which `generate` does not look at beside ``max_new_tokens``."""
+    filled, own = deepcopy(config), model.generation_config.to_dict()
+    own.pop("max_length", None)
+    filled.update(**own, defaults_only=True, allow_custom_entries=True)
+    return filled
+
+
+def _asked(config: GenerationConfig) -> set[str]:
+    """What acts on a token by where its completion began, or on more than a row: `STRETCH` tokens would begin anew."""
+    said = config.to_diff_dict().items()
+    names = {name for name, value in said if not (value is None or value is False or value == _NEUTRAL.get(name))}
+    return names - _PER_TOKEN
 
 
 def _ends(config: GenerationConfig) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import TypeGuard
 
-from scipy.special import nctdtr, stdtrit
+from scipy.special import stdtrit
 
 Z = NormalDist().inv_cdf(0.975)
 """Of 95% intervals."""
@@ -118,70 +118,6 @@ def half_width_over_seeds(values: Sequence[float]) -> float | None:
     """Half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than two."""
     n = len(values)
     return None if n < 2 else float(stdtrit(n - 1, 0.975)) * stdev(values) / n**0.5
-
-
-def power_over_seeds(difference: float, sd: float, seeds: int, level: float = 0.05, *, paired: bool = False) -> float:
-    """Chance that Student's two-sided t test at ``level`` sees a true ``difference`` between two arms of ``seeds``.
-
-        two arms:  df = 2n − 2, λ = d / (s √(2/n))        seed by seed:  df = n − 1, λ = d / (s / √n)
-        power = P(|T| > t₍df, 1 − level/2₎), T noncentral t with df and λ
-
-    ``sd``: of one arm's result over seeds, the same in both; ``paired``: of the differences, seed by seed. It is in the
-    unit of ``difference``. Exact for normal results (J. Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2).
-    """
-    if not (math.isfinite(difference) and difference != 0 and math.isfinite(sd) and sd > 0):
-        raise ValueError(f"a difference that is not 0 and a spread above 0 are needed, got {difference!r} and {sd!r}")
-    if not 0 < level < 1:
-        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
-    df = seeds - 1 if paired else 2 * seeds - 2
-    if df < 1:
-        return 0.0  # one seed has no spread to test by
-    shift = abs(difference) / sd * math.sqrt(seeds if paired else seeds / 2)
-    critical = float(stdtrit(df, 1 - level / 2))
-    if shift > 30 + critical:  # beyond scipy's series; the chance of less is below 1e-100
-        return 1.0
-    return float(1 - nctdtr(df, shift, critical) + nctdtr(df, shift, -critical))
-
-
-def seeds_needed(difference: float, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False) -> int:
-    """Fewest seeds an arm with which a true ``difference`` is seen with chance ``power``: see `power_over_seeds`.
-    ValueError: no difference, no spread, or more than a million."""
-    if not 0 < power < 1:
-        raise ValueError(f"power must lie between 0 and 1, got {power!r}")
-    low, high = 1, 2
-    while power_over_seeds(difference, sd, high, level, paired=paired) < power:
-        low, high = high, 2 * high
-        if high > 1_000_000:
-            raise ValueError(f"a difference of {difference!r} with a spread of {sd!r} needs more than a million seeds")
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = power_over_seeds(difference, sd, middle, level, paired=paired) >= power
-        low, high = (low, middle) if enough else (middle, high)
-    return high
-
-
-def difference_seen(
-    seeds: int, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False
-) -> float | None:
-    """The smallest true difference that so many ``seeds`` an arm see with chance ``power``: see `power_over_seeds`.
-    None for one seed, which sees none."""
-    if seeds < 2:
-        return None
-    low, high = 0.0, sd
-    while power_over_seeds(high, sd, seeds, level, paired=paired) < power:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        enough = power_over_seeds(middle, sd, seeds, level, paired=paired) >= power
-        low, high = (low, middle) if enough else (middle, high)
-    return high
-
-
-def pooled_sd(arms: Sequence[Sequence[float]]) -> float | None:
-    """Spread over seeds within the arms: √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None without an arm of two."""
-    several = [arm for arm in arms if len(arm) > 1]
-    free = sum(len(arm) - 1 for arm in several)
-    return math.sqrt(sum((len(arm) - 1) * stdev(arm) ** 2 for arm in several) / free) if free else None
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -10,7 +10,10 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-LABS = {"kl": "value and gradient of every KL estimator, by exact enumeration (seconds)"}
+LABS = {
+    "kl": "value and gradient of every KL estimator, by exact enumeration (seconds)",
+    "overoptimisation": "proxy and truth over the distance to the start, by who taught the proxy (trains)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,20 @@ from typing import Annotated, Any
 from grpo_lab.evaluation.result import number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, record_file, spread, table
-from grpo_lab.labs.tokens import GENERATED, at_equal_tokens, over_tokens
+from grpo_lab.labs.experiment import (
+    GENERATED,
+    Experiment,
+    Found,
+    Options,
+    Record,
+    at_equal_tokens,
+    changes_asked,
+    draw,
+    over_tokens,
+    record_file,
+    spread,
+    table,
+)
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_lab.evaluation.statistics import difference_seen, half_width_over_seeds, pooled_sd, seeds_needed
+from grpo_lab.evaluation.power import power_said
+from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
 
 Options = argparse.Namespace
@@ -31,8 +32,8 @@ Found = dict[str, list[Record]]
 Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 """Label → curves of (x, y), one a seed."""
 
-POWER, LEVEL = 0.8, 0.05
-"""Of a comparison: the chance to see a difference that is there, and to see one that is not."""
+GENERATED = "rollout/generated"
+"""In ``metrics.jsonl``: tokens that the policy has written until then."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 
 
@@ -137,55 +138,6 @@ def _print(*said: str) -> None:
         print(f"\n{text}", flush=True)
 
 
-def power_said(
-    arms: Sequence[Sequence[float]],
-    seeds: int,
-    difference: float | None = None,
-    spread: float | None = None,
-    problems: int | None = None,
-) -> str:
-    """In words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
-
-    Args:
-        arms: each arm's results that there are, one a seed, as shares.
-        difference: in points, that is to be seen with 80% chance; None: nobody asked.
-        spread: standard deviation over seeds, in points; None: that of ``arms``, pooled.
-        problems: held-out problems behind a result, for the part of the spread that is the evaluation's.
-
-    ValueError: a difference or a spread that is not above 0.
-    """
-    for option, value in (("--difference", difference), ("--spread", spread)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{option} is {value!r} points; a number above 0 is needed")
-    measured, whole = pooled_sd(arms), [result for arm in arms for result in arm]
-    sd, source = spread, "--spread"
-    if sd is None and measured is not None:
-        sd, source = 100 * measured, f"over {len(whole)} results of {len(arms)} arms"
-    if not sd:
-        why = "no arm has two seeds" if measured is None else "all seeds of an arm came out alike"
-        return f"power: {why} and --spread says nothing, so nobody knows how many seeds it takes; 3 are a pilot"
-    lines = [f"power: spread {sd:.1f} points over seeds ({source}){_of_evaluation(whole, problems)}"]
-    if difference is not None:
-        needed = seeds_needed(difference, sd, POWER, LEVEL)
-        enough = "enough" if seeds >= needed else "too few"
-        lines.append(f"a difference of {difference:g} points needs {needed} seeds an arm; here {seeds}: {enough}")
-    seen = difference_seen(seeds, sd, POWER, LEVEL)
-    which = "no difference" if seen is None else f"differences from {seen:.1f} points on"
-    lines.append(
-        f"{seeds} seed{'s an arm see' if seeds != 1 else ' an arm sees'} {which} (80% chance, two-sided t test at 5%)"
-    )
-    return "\n  ".join(lines)
-
-
-def _of_evaluation(results: Sequence[float], problems: int | None) -> str:
-    """√(p(1 − p)/n): what n problems answered anew, each by luck of its own, would spread by."""
-    if problems is None or not results:
-        return ""
-    share = fmean(results)
-    noise = 100 * math.sqrt(share * (1 - share) / problems)
-    return f", of which the evaluation's {problems} problems make up to {noise:.1f}: more problems lower it, too"
-
-
 def record_file(folder: Path, arm: str, seed: int) -> Path:
     return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
 
@@ -258,6 +210,47 @@ def table(found: Found) -> str:
     if before := first.get("before"):
         rows.insert(0, ["(start)", "–", *(spread([before.get(name, math.nan)]) for name in names)])
     return markdown(["arm", "seeds", *names], rows)
+
+
+def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:
+    """What was there when ``tokens`` had been generated: the value of the last point with no more; NaN if there is
+    none. ``curve``: (tokens, value), in their order."""
+    return next((value for at, value in reversed(curve) if at <= tokens), math.nan)
+
+
+def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
+    """A table of each arm's values, as `spread`, where the run that generated least of all had generated all; empty
+    where there are no curves. ``panels``: title → arm → curves of (tokens, value), one a seed."""
+    runs = [curve for lines in panels.values() for curves in lines.values() for curve in curves if curve]
+    if not runs:
+        return ""
+    shared = min(curve[-1][0] for curve in runs)
+    arms = dict.fromkeys(arm for lines in panels.values() for arm in lines)
+    rows = [
+        [arm, *(spread([until(curve, shared) for curve in lines.get(arm, [])]) for lines in panels.values())]
+        for arm in arms
+    ]
+    return f"After {shared / 1e3:,.1f} k generated tokens:\n\n{markdown(['arm', *panels], rows)}"
+
+
+def over_tokens(found: Found, curves: Mapping[str, str], width: int = 10) -> dict[str, Lines]:
+    """Title → arm → running means of the last ``width`` rows of the log, over the tokens that had been generated, one a
+    seed. ``curves``: title → name in the record's ``curves``, pairs of tokens and value. ValueError: an earlier
+    release's, which say no tokens."""
+    panels: dict[str, Lines] = {}
+    for title, name in curves.items():
+        logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
+        panels[title] = {arm: [_smooth(curve, width) for curve in several] for arm, several in logged.items()}
+    return panels
+
+
+def _smooth(curve: Sequence[tuple[float, float]], width: int) -> list[tuple[float, float]]:
+    if not isinstance(curve[0], Sequence):
+        raise ValueError(
+            "a record's curves have no generated tokens: an earlier release wrote it. Take another --folder"
+        )
+    values = [value for _, value in curve]
+    return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
 
 
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Select: what a training learns from a model's own judged samples, by one of four ways: same samples, same rows."""
+"""Select: what a training learns from a model's own judged samples, by one of five ways: same samples, same rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from grpo_lab.curation import Sampled, contrast_pairs, preference_pairs, right_a
 from grpo_lab.curation.rejection import normalised
 from grpo_lab.io import write_json_lines
 from grpo_lab.rewards.arithmetic import calculates_right, equation_list
+from grpo_lab.rewards.comparisons import Judge
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
-from grpo_lab.settings import Number, Positive, Switch, settings
+from grpo_lab.settings import Number, Positive, Switch, Whole, settings
 from grpo_lab.stages.sample import samples_in
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 GOLD, ROWS = "worked_solution", "rows.jsonl"
 """Column of the reference solutions that `keep.gold` learns from; file of what is trained on."""
+SIDES = ("chosen", "rejected")
 Distinct = Literal["equations", "words", "text"]
 
 
@@ -90,12 +92,35 @@ class Shorter:
         return preference_pairs(samples, self.ratio, **limits), {}
 
 
-Way = Keep | Contrast | Shortest | Shorter
+@settings()
+class Judged:
+    """``pairs`` of any two answers of a problem, by a judge that may err (`Judge`: ``temperature``, ``longer``,
+    ``seed``); the samples' score is their quality. Most a problem, None: all."""
+
+    needs: ClassVar[str] = "of different quality on the same, for a judge without noise"
+    temperature: Number = 0.0
+    longer: Number = 0.0
+    seed: Whole = 0
+    per_problem: Positive | None = None
+
+    def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        judge, built = Judge(self.temperature, self.longer, self.seed), list[dict[str, Any]]()
+        for one in samples:
+            for two in judge.pairs(one.prompt, one.completions, one.scores, one.lengths, self.per_problem):
+                of: Any = {"": one.completions, "_length": one.lengths, "_quality": one.scores}
+                pair = {f"{side}{name}": of[name][at] for name in of for side, at in zip(SIDES, two, strict=True)}
+                built.append({"prompt": one.prompt, **pair})
+        gaps = [row["chosen_quality"] - row["rejected_quality"] for row in built]
+        longer = sum(row["chosen_length"] > row["rejected_length"] for row in built)
+        return built, {"wrong": sum(gap < 0 for gap in gaps), "ties": gaps.count(0), "longer": longer}
+
+
+Way = Keep | Contrast | Shortest | Shorter | Judged
 
 
 @settings()
 class Select:
-    """``select``: rows to train on out of samples; exactly one of the four ways."""
+    """``select``: rows to train on out of samples; exactly one of the five ways."""
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     samples: str
@@ -103,13 +128,16 @@ class Select:
     contrast: Contrast | None = None
     shortest: Shortest | None = None
     shorter: Shorter | None = None
+    judged: Judged | None = None
 
     def __post_init__(self) -> None:
         if len(self._ways()) != 1:
-            raise ValueError("a stage `select` needs exactly one of `keep`, `contrast`, `shortest` and `shorter`")
+            raise ValueError(
+                "a stage `select` needs exactly one of `keep`, `contrast`, `shortest`, `shorter`, `judged`"
+            )
 
     def _ways(self) -> list[Way]:
-        return [way for way in (self.keep, self.contrast, self.shortest, self.shorter) if way is not None]
+        return [way for way in (self.keep, self.contrast, self.shortest, self.shorter, self.judged) if way is not None]
 
     def plan(self) -> str:
         return f"{type(self._ways()[0]).__name__.lower()} {told(self._ways()[0])}".strip()

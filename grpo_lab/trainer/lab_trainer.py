@@ -213,7 +213,8 @@ class LabTrainer(ResumableTrainer):
         """One generation: completions and their rewards."""
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            self.parts.generated += int(scored.rewarded.lengths.sum())
+            if self.parts.partial.versions() is None:  # else they were counted as they were written
+                self.parts.generated += int(scored.rewarded.lengths.sum())
             self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
             self.parts.preference.learn(scored.rewarded.table)
         return scored

@@ -91,7 +91,9 @@ class Parts:
             one_line_for(trainer)
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
-            *(self.generation_buffer, self.guard, self.reference, self.kl, self.preference),  # others may write one
+            self.generation_buffer,  # others may write a checkpoint, and it is of this step
+            *([] if self.partial.cut is None else [self.partial]),
+            *(self.guard, self.reference, self.kl, self.preference),
             *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
         ]
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:

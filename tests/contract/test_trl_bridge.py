@@ -145,6 +145,22 @@ def test_server_mode_is_built_as_we_complete_it() -> None:
     assert stream.count("model.merge_adapter()") == stream.count("model.unmerge_adapter()") == 1
 
 
+def test_a_colocated_engine_that_sleeps_is_woken_and_put_to_sleep_as_we_do_it() -> None:
+    """``engine.awake`` does between two generations what a generation of TRL's does: weights, cache, sleep and mark."""
+    started, sync, generate = map(
+        inspect.getsource, (VLLMGeneration._init_vllm, VLLMGeneration.sync_weights, VLLMGeneration.generate)
+    )
+    sleeps, mark = "self.llm.sleep(level=2)", "self._llm_weights_sleeping"
+    assert started.index(sleeps) < started.index(f"{mark} = self.enable_sleep_mode")
+    assert (
+        sync.index('self.llm.wake_up(tags=["weights"])') < sync.index(f"{mark} = False") < sync.index(".load_weights([")
+    )
+    order = (f"{mark}:", "self.sync_weights()", 'self.llm.wake_up(tags=["kv_cache"])', "self.llm.generate(", sleeps)
+    places = [generate.index(words) for words in (*order, f"{mark} = True")]
+    assert places == sorted(places)
+    assert [source.count(words) for source in (sync, generate) for words in ("wake_up(", "sleep(")] == [1, 0, 1, 1]
+
+
 def test_every_private_name_in_the_room_is_listed() -> None:
     """A private attribute of the trainer that our code touches is in ``METHODS``, ``ATTRIBUTES`` or ``WHILE_TRAINING``,
     or ours."""
@@ -176,13 +192,16 @@ def test_what_a_training_sets_is_set_there() -> None:
 
 
 def test_hfs_loop_has_the_norm_before_the_step_and_asks_whether_it_was_skipped() -> None:
-    """Where a step is left out (``step.guard``): else the schedule would move on, or the gradient stay."""
+    """Where a step is left out (``step.guard``): else the schedule would move on, or the gradient stay. A callback that
+    asks after the step (``metrics.token_weights``) is asked before the mark is taken back."""
     loop = inspect.getsource(Trainer)
     order = (
         "grad_norm = self._get_grad_norm(",
         "self.optimizer.step()",
+        "self.callback_handler.on_optimizer_step(",
         "optimizer_step_was_skipped:",
         "model.zero_grad()",
+        "self.callback_handler.on_step_end(",
     )
     start = loop.index(order[0])
     places = [loop.index(words, start) for words in order]

@@ -62,6 +62,9 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab compare *": "tests/unit/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
     "grpo-lab report *": "tests/unit/test_report.py::test_the_command_writes_it",
     "grpo-lab lab kl": "tests/unit/test_kl_lab.py::test_the_command_writes_table_and_figure_and_repeats_nothing",
+    "grpo-lab lab overoptimisation": (
+        "tests/unit/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"
+    ),
     "grpo-lab lab preference": (
         "minutes",
         "an experiment, from the models of R1's pipeline",

@@ -26,13 +26,16 @@ import yaml
 
 from documentation.blocks import COMMANDS, ROOT, Block, blocks, loose_commands, pages
 from documentation.commands import ON_CPU, check_line
+from grpo_lab.labs.arms import Arms, LabFile
+from grpo_lab.labs.experiment import Options
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
 from grpo_lab.pipelines.runner import entries_of
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.job import lab_config, numbers_read
-from grpo_lab.recipe.sections import recipe_from
+from grpo_lab.recipe.sections import read_recipe, recipe_from
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.settings import read
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.settings.parse import reward_schedules
 
@@ -93,6 +96,12 @@ def test_yaml(block: Block) -> None:
             continue
         if "stages" in written:
             entries_of(pipeline_from(written))
+            continue
+        if "arms" in written:  # a lab.yaml, whole
+            lab = Arms(read(LabFile, written), ROOT / "docs")
+            options = Options(recipe=None, start=None, set=[])
+            for arm in lab.said.arms:
+                lab_config(numbers_read(read_recipe(lab.recipe(options), lab.changes(arm, 0, options))))
             continue
         base = read_yaml(BASE)
         base.pop("objective", None) if "objective" in written else None

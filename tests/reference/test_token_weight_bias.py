@@ -1,9 +1,9 @@
 """Which estimator is unbiased, and which answers weigh more: both from the code that trains, without sampling.
 
-Three questions with tables of logits of their own (``labs.enumeration``), answers of 1 to 3 tokens that are right where
-a certain token stands in them, so that length goes with the reward. The expected gradient of a preset is the sum over
-all 15⁴ groups of four answers, and is compared with ∇(mean pass rate) by its angle. The table in ``docs/labs.md`` is
-written from here: ``python tests/reference/test_token_weight_bias.py --write`` (a test compares).
+Three questions with tables of logits of their own (``diagnostics.enumeration``), answers of 1 to 3 tokens that are
+right where a certain token stands in them, so that length goes with the reward. The expected gradient of a preset is
+the sum over all 15⁴ groups of four answers, and is compared with ∇(mean pass rate) by its angle. The table in
+``docs/labs.md`` is written from here: ``python tests/reference/test_token_weight_bias.py --write`` (a test compares).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from grpo_lab.advantages import advantage_rule
 from grpo_lab.batch import Denominators, TokenBatch
+from grpo_lab.diagnostics.enumeration import Tree
 from grpo_lab.diagnostics.token_weights import FAMILIES, token_weights
-from grpo_lab.labs.enumeration import Tree
 from grpo_lab.objectives import Objective, aggregation, log_ratio, preset, surrogate
 
 GROUP, RIGHT = 4, 2

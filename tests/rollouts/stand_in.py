@@ -23,6 +23,7 @@ import torch
 
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.background import Background
+from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 
 
@@ -43,6 +44,7 @@ class Engine:
     #: whether the end token follows these tokens; None: completions have lengths of their own, and no end token
     stop: Callable[[tuple[int, ...]], bool] | None = None
     end: int = 0
+    context: int = 256
     #: the trainer's step, and what it was at each sync
     step: Callable[[], int] = lambda: -1
     synced_at: list[int] = field(default_factory=list)
@@ -139,7 +141,11 @@ class StandIn(LabVLLMClient):
     def __init__(self, settings: Any, **_: Any) -> None:
         self.settings, self.background, self.base_url = settings, Background(), "http://stand-in"
         self.info: dict[str, Any] = {
-            "model_config": {"max_model_len": 256, "dtype": "torch.float32", "logprobs_mode": "processed_logprobs"},
+            "model_config": {
+                "max_model_len": self.engine.context,
+                "dtype": "torch.float32",
+                "logprobs_mode": "processed_logprobs",
+            },
             "cache_config": {"block_size": 16},
         }
         self.courier = SimpleNamespace(push=self.engine.load)  # type: ignore[assignment]
@@ -158,8 +164,13 @@ class StandIn(LabVLLMClient):
 
     def _drawn(self, prompts: list[list[int]], **asked: Any) -> dict[str, Any]:
         assert torch.is_inference_mode_enabled() is False
+        refuse_long(prompts, self.context, asked.get("max_tokens") or 1, self.decode)
         wanted = {name: asked[name] for name in ("n", "max_tokens", "repetition_penalty") if name in asked}
         return self.engine.generate(prompts, **wanted)
+
+    def generate_unscored(self, prompts: list[list[int]], **asked: Any) -> dict[str, Any]:
+        answer = self._drawn(prompts, **asked)
+        return {**answer, "logprobs": [[[None] for _ in row] for row in answer["completion_ids"]]}
 
 
 @contextlib.contextmanager

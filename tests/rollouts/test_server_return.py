@@ -21,7 +21,8 @@ from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_read
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
 from grpo_lab.trainer.generation import server
-from grpo_lab.trainer.generation.server import LOSSES, ServerReturn
+from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
+from grpo_lab.trainer.generation.server import LOSSES, ServerReturn, checkpoint_if_server_gone, raise_together
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 
@@ -109,7 +110,9 @@ class Story:
         self.run = ServerReturn(generation, ServerSettings(**settings))
         book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
         proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
-        parts, recorder = SimpleNamespace(sync_proof=proof), SimpleNamespace(book=lambda: book)
+        self.partial = SimpleNamespace(asked=[])
+        parts = SimpleNamespace(sync_proof=proof, partial=self.partial)
+        recorder = SimpleNamespace(book=lambda: book)
         self.run.trainer = SimpleNamespace(parts=parts, recorder=recorder)  # type: ignore[assignment]
 
     def step(self, name: str) -> Any:
@@ -154,6 +157,13 @@ def test_nothing_is_taken_before_the_proof(tell: Tell) -> None:
     story.generate()
     assert story.done[6:] == ["generate"]  # once
     assert story.counted == [1, 0]
+
+
+def test_of_half_a_completion_the_proof_takes_the_prompt(tell: Tell) -> None:
+    story = tell({"generate": [LOST, "completions"]}, return_timeout=5)
+    story.partial.asked = [[5]]
+    story.generate()
+    assert story.done == ["generate", "wait", "connect", "sync", "prove [[5]]", "generate"]
 
 
 def test_a_server_lost_in_a_sync_is_proven_before_the_next_generation(tell: Tell) -> None:
@@ -219,3 +229,39 @@ def test_a_batch_that_the_server_dies_of_is_not_tried_for_ever(tell: Tell) -> No
     with pytest.raises(ServerGone, match="That was loss 3"):
         story.generate()
     assert story.done.count("generate") == LOSSES
+
+
+def main_has(monkeypatch: pytest.MonkeyPatch, news: Any) -> None:
+    """Two ranks, of which the main one broadcasts ``news``."""
+    monkeypatch.setattr(server, "from_main", lambda accelerator, value: news)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fault_of_one_rank_alone_starts_no_checkpoint_which_takes_all(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of streamed data that is too long on one rank: the others never come to the checkpoint. One of all
+    ranks is kept a checkpoint for, also where it came of another, and so is any of a run of one process."""
+    monkeypatch.setattr(server, "save_for_resume", lambda *_: "A checkpoint was written")
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(num_processes=ranks), vllm_mode="server")
+
+    def ends_with(call: Callable[[], Any]) -> str:
+        with pytest.raises((ServerGone, PromptTooLong)) as caught, checkpoint_if_server_gone(trainer):
+            call()
+        return str(caught.value)
+
+    def of_another() -> None:
+        try:
+            raise_together(trainer.accelerator, None)
+        except ServerGone as lost:
+            raise ServerGone("loss 3") from lost
+
+    kept = ". A checkpoint was written"
+    assert ends_with(lambda: raised(PromptTooLong("it is long"))) == "it is long" + (kept if ranks == 1 else "")
+    main_has(monkeypatch, ("ServerGone", "it went"))
+    for failure in (None, ServerGone("it went")):  # what the others learn, and the main process's own
+        assert ends_with(functools.partial(raise_together, trainer.accelerator, failure)) == "it went" + kept
+    assert ends_with(of_another) == "loss 3" + kept
+    main_has(monkeypatch, None)
+    mine = ServerGone("this rank's sync")
+    assert ends_with(lambda: raise_together(trainer.accelerator, mine)) == str(mine) + (kept if ranks == 1 else "")

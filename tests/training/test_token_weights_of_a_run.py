@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.guard_worker import EACH, STEPS, Plant, build
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.batch import TokenBatch
 from grpo_lab.diagnostics.token_weights import FILE
@@ -124,3 +125,10 @@ def test_pass_rates_by_hand() -> None:
     assert found[:4].tolist() == pytest.approx([1 / 3] * 4)
     assert found[4:].isnan().all()
     assert pass_rates(None, 8, 4).isnan().all()
+
+
+def test_a_step_that_is_left_out_has_no_line(tmp_path: Path, tiny_folder: Path) -> None:
+    """By its loss, its gradient, a reward or a log-prob: no token weighed anything in it."""
+    build(tiny_folder, tmp_path, Plant(EACH), token_weights_every=1).train()
+    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [step for step in range(1, STEPS + 1) if step not in EACH]

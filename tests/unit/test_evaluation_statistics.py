@@ -9,20 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_lab.evaluation.power import difference_seen, pooled_sd, power_over_seeds, seeds_needed
 from grpo_lab.evaluation.result import vote_key
 from grpo_lab.evaluation.statistics import (
     accuracy_interval,
     clustered_interval,
-    difference_seen,
     half_width_over_seeds,
     ks_up_to,
     majority_at_k,
     majority_vote,
     paired_difference,
     pass_at_k,
-    pooled_sd,
-    power_over_seeds,
-    seeds_needed,
     wilson_interval,
 )
 

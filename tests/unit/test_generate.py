@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from grpo_lab.engines import generate
 from grpo_lab.engines.generate import STRETCH, generate_by_groups, not_by_groups
@@ -178,6 +178,45 @@ def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sharded" in str(not_by_groups(model, plain))
 
 
+def test_what_the_models_own_config_asks_for_counts() -> None:
+    """`generate` fills in what the given config leaves open; a minimum of ten counted anew every `STRETCH` tokens would
+    forbid the end for ever, and one token forced at the end of each stretch would come every sixth."""
+    plain, (ids, mask) = GenerationConfig(max_new_tokens=30, do_sample=False), prompts(5, 3)
+    for name, value in {
+        "min_new_tokens": 10, "forced_eos_token_id": END, "forced_bos_token_id": 3, "begin_suppress_tokens": [4],
+        "exponential_decay_length_penalty": (3, 1.5), "sequence_bias": [[[5], 2.0]],
+    }.items():  # fmt: skip
+        model = model_of()
+        model.generation_config = GenerationConfig(eos_token_id=[END], pad_token_id=PAD, max_length=20)
+        assert not_by_groups(model, plain) is None, "a `max_length` does nothing beside `max_new_tokens`"
+        setattr(model.generation_config, name, value)
+        assert not_by_groups(model, plain) == f"the model's own generation config asks for ['{name}']"
+        with torch.no_grad():
+            stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=plain)
+            ours = generate_by_groups(model.generate, model, ids, mask, plain)
+        assert stock.tolist() == ours.tolist(), name
+        ended = [row.index(END) + 1 for row in ours[:, ids.size(1) :].tolist() if END in row]
+        assert name != "min_new_tokens" or 10 < min(ended) < 30
+
+
+@pytest.mark.parametrize("pad", [PAD, None])
+def test_ends_padding_and_length_that_only_the_models_config_has(pad: int | None) -> None:
+    """Without a padding token `generate` fills up with the first end."""
+    model, (ids, mask) = model_of(), prompts(6, 2)
+    model.generation_config = GenerationConfig(eos_token_id=[END, 37], pad_token_id=pad, max_new_tokens=40)
+    given = GenerationConfig(do_sample=False)
+    with torch.no_grad():
+        stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=given)
+        rows: list[int] = []
+        count = [lambda ids, scores: (rows.append(len(ids)), scores)[1]]
+        ours = generate_by_groups(model.generate, model, ids, mask, given, count)
+    assert stock.tolist() == ours.tolist()
+    assert 0 < rows[-1] < rows[0] == 12, "rows that have ended leave"
+    assert not_by_groups(model, given) is None
+    model.generation_config.max_new_tokens = None
+    assert not_by_groups(model, given) == "the generation config has no `max_new_tokens`"
+
+
 @pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
 def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
     """A row alone draws from the same random stream as transformers', so it is the same row, from the same scores."""
@@ -241,6 +280,10 @@ def test_groups_that_cannot_be_had_are_an_error_and_a_drop_in_is_left_alone() ->
     with pytest.raises(ValueError, match=r"`rollout.generate` is 'groups', and its cache is no plain one"):
         inside("groups", "dr_grpo", sliding)
     inside("auto", "dr_grpo", sliding)
+    model.generation_config.forced_eos_token_id = END  # the last of every stretch
+    with pytest.raises(ValueError, match=r"'groups', and the model's own generation config asks for \['forced_eos_tok"):
+        inside("groups", "dr_grpo", model)
+    inside("auto", "dr_grpo", model)
 
 
 def test_one_token_prompts_and_one_token_completions() -> None:

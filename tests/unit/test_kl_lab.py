@@ -12,7 +12,7 @@ import torch
 
 from documentation.blocks import ROOT
 from grpo_lab.cli import main
-from grpo_lab.labs.enumeration import Tree
+from grpo_lab.diagnostics.enumeration import Tree
 from grpo_lab.labs.kl import ESTIMATORS, SAMPLINGS, EstimatorErrors, Sampling, World, estimates, measured
 from reference.test_kl_gradients import (
     WORLD,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.labs.experiment import Experiment, power_said
-from grpo_lab.labs.tokens import at_equal_tokens, over_tokens, until
+from grpo_lab.evaluation.power import power_said
+from grpo_lab.labs.experiment import Experiment, at_equal_tokens, over_tokens, until
 
 
 def test_power_from_a_pilot_by_hand() -> None:

@@ -154,6 +154,23 @@ def unmerged(model: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def awake(generation: Any) -> Iterator[None]:
+    """An engine that TRL has put to sleep (`vllm_enable_sleep_mode`) has its memory and the trainer's weights inside
+    the block, and then sleeps again. Its sleep drops the weights, so they are sent as before a generation. Every
+    rank calls."""
+    if not (generation.enable_sleep_mode and generation._llm_weights_sleeping):
+        yield
+        return
+    generation.sync_weights()  # wakes the weights up
+    generation.llm.wake_up(tags=["kv_cache"])
+    try:
+        yield
+    finally:
+        generation.llm.sleep(level=2)
+        generation._llm_weights_sleeping = True
+
+
 class SyncProof(TrainerCallback):  # type: ignore[misc]
     """Compares engine and trainer after the first syncs, every ``verify_every`` steps, and where batches show a gap."""
 
@@ -218,7 +235,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
             named, adapter = generation._iter_named_params, generation.llm.adapter
-            return prove_sync(bare, model, named, probe, tolerance=limit, lora_request=adapter)
+            with awake(generation):
+                return prove_sync(bare, model, named, probe, tolerance=limit, lora_request=adapter)
         except EngineFault:
             if generation.mode != "server":
                 generation.llm.faulty = True

@@ -19,6 +19,10 @@ for a completion of several policies. ``policy_version`` of a row is that of its
 The groups are the same on every rank; each asks the engine for its share of the rows. A checkpoint keeps them
 (``waiting.py``). What an engine call that fails would have added is not in it.
 
+A row that comes without a finite log-prob of each token (NaN in the engine's weights or KV cache) is not gone on with:
+it is asked for again at the next turn, after the weights were sent anew, which clears that cache. From the ``TURNS``-th
+such turn in a row of one generation batch on rows are taken as they are, and the guard leaves out what trains on them.
+
 Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts aside what passes a budget of tokens; APRIL (arXiv
 2509.18521), which begins more than it trains on. Both go on under the newer policy.
 """
@@ -27,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,8 @@ from grpo_lab.trainer.trl_bridge import replaced
 
 Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
+#: turns in a row, within a generation batch, of which the last takes rows without log-probs as they are
+TURNS = 3
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
@@ -69,7 +76,6 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         turns = "whose completions are put together in turns of its own, and none of them can be put aside"
         images = "whose images would have to be kept with a completion that waits"
         refuse_turns(trainer, "rollout.cut_after", turns, images)
-        trainer.add_callback(self)
 
     def _forget(self) -> None:
         self._waiting: Groups = ()
@@ -136,13 +142,14 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         number = trainer.phase.start // trainer.phase.every
         wanted = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
         whole = sum(group.whole for group in waiting)
-        continued = False
-        while whole < wanted or not continued:
+        turns = bad = 0
+        while whole < wanted or turns == 0:
             coming = number + len(waiting) // wanted  # what was begun waits, or was trained on in a batch before
             rows = inputs if coming == number else self._rows(coming, number)
             if whole < wanted and rows is not None:
                 waiting += self._begin(rows)
-            waiting, continued = self._continue(waiting), True
+            waiting, unscored = self._continue(waiting, bad + 1 >= TURNS)
+            turns, bad = turns + 1, bad + 1 if unscored else 0
             whole = sum(group.whole for group in waiting)
         places = [place for place, group in enumerate(waiting) if group.whole][:wanted]
         rest = tuple(group for place, group in enumerate(waiting) if place not in places)
@@ -168,10 +175,12 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         ]
         return tuple(gather_object(mine))
 
-    def _continue(self, groups: Groups) -> Groups:
-        """With every completion that has no end by at most ``cut`` tokens longer; as they are where one call fails."""
+    def _continue(self, groups: Groups, take_unscored: bool) -> tuple[Groups, bool]:
+        """With every completion that has no end by at most ``cut`` tokens longer; as they are where one call fails. And
+        whether rows came without log-probs; they are as they were, but with ``take_unscored``."""
         assert self.cut is not None
-        version, found = int(self.trainer.state.global_step), [list(group.completions) for group in groups]
+        trainer, unscored = self.trainer, False
+        version, found = int(trainer.state.global_step), [list(group.completions) for group in groups]
         limits: dict[int, list[tuple[int, int]]] = {}
         for place, group in enumerate(groups):
             for number, one in enumerate(group.completions):
@@ -181,12 +190,17 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             rows = [(groups[place].prompt, found[place][number].ids) for place, number in places]
             for (place, number), (ids, logprobs, ended) in zip(places, self._made(rows, limit), strict=True):
                 one, room = found[place][number], groups[place].room
+                trainer.parts.generated += len(ids)
+                if not all(value is not None and math.isfinite(value) for value in logprobs):
+                    unscored = True
+                    if not take_unscored:
+                        continue
                 whole = ended or len(one.ids) + len(ids) >= room
                 found[place][number] = one.continued(ids, logprobs, version, whole)
-        return tuple(
-            WaitingGroup(group.row, group.prompt, group.room, tuple(completions))
-            for group, completions in zip(groups, found, strict=True)
-        )
+        if unscored:
+            trainer._last_loaded_step = -1  # the next turn sends the weights, and a faulty engine clears its cache then
+        made = zip(groups, found, strict=True)
+        return tuple(replace(group, completions=tuple(completions)) for group, completions in made), unscored
 
     def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[tuple[list[int], list[Any], bool]]:
         """What follows (prompt, completion so far) of each row of all ranks: (ids, log-probs, whether it ended)."""
@@ -254,6 +268,13 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         groups = tuple(read_groups(checkpoint, self.trainer.accelerator.device))
         if len(groups) != number + int(entry["in_training"]):
             raise ValueError(f"{len(groups)} groups are there of {number + int(entry['in_training'])}")
+        context = int(self.trainer.vllm_generation.context)
+        if (longest := max((_longest(group) for group in groups if not group.whole), default=0)) > context:
+            raise ValueError(
+                f"prompts and completions that wait there were begun for {longest} tokens, and the engine's context is "
+                f"{context} tokens: give it the larger one again (`grpo-lab serve --max-model-len`, "
+                "`rollout.engine.max_model_len`)"
+            )
         return groups[:number], groups[number:]
 
 
@@ -266,3 +287,7 @@ def _oldest(one: WaitingCompletion) -> int:
 
 def _segments(one: WaitingCompletion) -> int:
     return len(one.segments)
+
+
+def _longest(group: WaitingGroup) -> int:
+    return len(group.prompt) + group.room

@@ -60,12 +60,22 @@ def from_main(accelerator: Any, value: Any) -> Any:
 
 
 def raise_together(accelerator: Any, failure: Exception | None) -> None:
-    """Raise ``failure`` of the main process on every rank; nothing where it is None. Every rank must call this."""
+    """Raise ``failure`` of the main process on every rank, marked as one of all; nothing where it is None. Another
+    rank's own is raised there alone, and not marked. Every rank must call this."""
     news = from_main(accelerator, None if failure is None else (type(failure).__name__, str(failure)))
-    if failure is not None:
-        raise failure
+    fault = failure
+    if fault is None and news is not None:
+        fault = FAULTS.get(news[0], RuntimeError)(news[1])
+    if fault is None:
+        return
     if news is not None:
-        raise FAULTS.get(news[0], RuntimeError)(news[1])
+        vars(fault)["of_all_ranks"] = True
+    raise fault
+
+
+def of_all_ranks(fault: BaseException | None) -> bool:
+    """Whether ``raise_together`` raised it, or what it comes ``from``, so that what takes all ranks may follow."""
+    return fault is not None and (getattr(fault, "of_all_ranks", False) or of_all_ranks(fault.__cause__))
 
 
 def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
@@ -288,22 +298,25 @@ class ServerReturn:
         """The proof of a server that came back, however seldom the run proves otherwise."""
         if not self._unproven or self.trainer is None:
             return
+        failure = None
         try:
-            self.trainer.parts.sync_proof.prove(prompts, strict=True)
-        except (EngineFault, WeightSyncError) as failure:
-            raise ServerGone(f"the vLLM server came back, and the proof of its weights failed: {failure}") from failure
+            parts = self.trainer.parts  # of partial rollouts the prompts alone: half a completion leaves no room
+            parts.sync_proof.prove(parts.partial.asked or prompts, strict=True)
+        except (EngineFault, WeightSyncError) as caught:  # of every rank, which judges the same probe
+            failure = ServerGone(f"the vLLM server came back, and the proof of its weights failed: {caught}")
+        raise_together(self.generation.accelerator, failure)
         self._unproven = False
 
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
     """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server. A
-    prompt too long for a rank's own engine ends a run of several ranks without one, which would take all of them."""
+    fault of one rank of several (a prompt too long for its own engine, or in its rows of streamed data) ends the run
+    without one, which would take all of them."""
     try:
         yield
     except KEPT as fault:
-        alone = trainer.accelerator.num_processes == 1
-        if isinstance(fault, PromptTooLong) and not alone and trainer.vllm_mode != "server":
+        if trainer.accelerator.num_processes > 1 and not of_all_ranks(fault):
             raise
         then = "Start a server again (`grpo-lab serve --model …`) and resume"
         if not isinstance(fault, ServerGone):

@@ -3,7 +3,8 @@ line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``), beginn
 
 The loss that HF is about to train on is differentiated by the log-probs of its own forward: no second forward and no
 second call of a hook, and what is trained on stays the same to the bit. Completions count wherever they are computed
-or left out (their weight is exactly 0 then); weights are as ranks average them.
+or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out
+(``step.guard``, or fp16's scaler) has no line: nothing weighed anything in it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.every = trainer, trainer.lab_settings.token_weights_every
         self._sums: Tensor | None = None
+        self._taken = True
 
     def is_due(self) -> bool:
         """Whether the optimizer step under way is looked at."""
@@ -48,6 +50,9 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
             found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
             self._of_step[:, -1] += found / self.trainer.accelerator.num_processes
 
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard takes the mark back after it
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         sums, self._sums = self._sums, None
         if sums is None:
@@ -55,7 +60,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         if self.trainer.accelerator.num_processes > 1:
             with at("token weights of all ranks"):
                 sums = self.trainer.accelerator.reduce(sums.to(self.trainer.accelerator.device), "sum")
-        if state.is_world_process_zero and bool(sums.isfinite().all()):  # else a step that the guard has left out
+        finite = bool(sums.isfinite().all())  # without a guard a step with NaN in it is taken
+        if state.is_world_process_zero and self._taken and finite:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with open(Path(args.output_dir) / FILE, "a", encoding="utf-8", opener=no_link) as file:
                 file.write(json.dumps(as_line(state.global_step, sums)) + "\n")

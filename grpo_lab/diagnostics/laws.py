@@ -1,0 +1,184 @@
+"""Laws that a run is held against: reward over the distance to the start, and reward over entropy. Pure: numbers only.
+
+    over-optimisation, RL          R(d) − R(0) = d·(α − β·log d)       d = √KL(π‖π_start), KL in nats a completion
+    over-optimisation, best of n   R(d) − R(0) = d·(α − β·d)           KL = log n − (n − 1)/n
+    entropy                        R(H) = −a·e^H + b                   H in nats a token; b − a is left at H = 0
+
+Each is linear in its two coefficients θ: least squares has a closed form, θ = (XᵀX)⁻¹Xᵀy, s² = |y − Xθ|²/(n − 2),
+cov θ = s²·(XᵀX)⁻¹, in float64. The errors are those of independent points. Steps of one run are not: neighbours share
+a model, so that its own errors come out too small; those over seeds do not.
+
+Sources: Gao, Schulman, Hilton, arXiv 2210.10760, section 3.1 (α, β of the gold reward); Cui et al., arXiv 2505.22617,
+section 2.4 (fitted on the first third of a run, it predicts the end).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Points = Sequence[tuple[float, float]]
+"""(what the law is over, reward)."""
+Columns = tuple[float, float]
+FEWEST = 3
+"""Points: two coefficients, and one that says how far off they are."""
+COLLINEAR = 1e-9
+"""Smallest sine between the law's two columns at which the coefficients are told apart."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a law says at one place, with the standard error of its mean there, and of one new point."""
+
+    value: float
+    error: float
+    error_of_point: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Two coefficients by least squares.
+
+    Args:
+        theta: the coefficients ``[2]``.
+        inverse: (XᵀX)⁻¹ ``[2, 2]``.
+        residual: s, in units of the reward.
+        n: points behind it.
+    """
+
+    theta: NDArray[np.float64]
+    inverse: NDArray[np.float64]
+    residual: float
+    n: int
+
+    @property
+    def errors(self) -> Columns:
+        """Standard errors of the coefficients."""
+        first, second = self.residual * np.sqrt(np.diag(self.inverse))
+        return float(first), float(second)
+
+    def at(self, columns: Columns) -> Prediction:
+        """Σ θ·x, its standard error s·√(xᵀ(XᵀX)⁻¹x), and s·√(1 + …) of a point that is measured there."""
+        x = np.array(columns, dtype=np.float64)
+        spread = max(float(x @ self.inverse @ x), 0.0)
+        return Prediction(
+            float(x @ self.theta), self.residual * math.sqrt(spread), self.residual * math.sqrt(1 + spread)
+        )
+
+
+def least_squares(points: Points, columns: Callable[[float], Columns], over: str) -> Fitted:
+    """The two coefficients of ``columns``; ``over``: what the places are, for the errors.
+
+    ValueError: fewer than three points, one that is no number, or places that do not tell the two coefficients apart.
+    """
+    if len(points) < FEWEST:
+        raise ValueError(
+            f"two coefficients and their errors need {FEWEST} points (of {over}, reward), got {len(points)}"
+        )
+    wrong = [point for point in points if not all(map(math.isfinite, point))]
+    if wrong:
+        raise ValueError(f"points (of {over}, reward) have to be numbers; one is {wrong[0]}: leave such steps out")
+    rows = np.array([columns(place) for place, _ in points], dtype=np.float64)
+    lengths = np.linalg.norm(rows, axis=0)
+    if lengths.min() == 0 or np.linalg.svd(rows / lengths, compute_uv=False)[1] < COLLINEAR:
+        places = [place for place, _ in points]
+        raise ValueError(
+            f"{over} is between {min(places):g} and {max(places):g} in all {len(points)} points, which does not tell "
+            "two coefficients apart: points from more of the run are needed"
+        )
+    root = np.linalg.inv(np.linalg.qr(rows / lengths, mode="r")) / lengths[:, None]
+    inverse, reward = root @ root.T, np.array([reward for _, reward in points], dtype=np.float64)
+    theta = inverse @ (rows.T @ reward)
+    squares = float(((reward - rows @ theta) ** 2).sum())
+    return Fitted(theta, inverse, math.sqrt(squares / (len(points) - 2)), len(points))
+
+
+def of_rl(distance: float) -> Columns:
+    """Columns of α and β under RL: d and −d·log d; 0 at d = 0, their limit."""
+    return distance, -distance * math.log(distance) if distance > 0 else 0.0
+
+
+def of_best_of_n(distance: float) -> Columns:
+    """Columns of α and β under best of n: d and −d²."""
+    return distance, -distance * distance
+
+
+@dataclass(frozen=True)
+class OveroptimisationLaw:
+    """α and β of R(d) − R(0); ``best_of_n``: which of the two forms."""
+
+    fit: Fitted
+    best_of_n: bool = False
+
+    @property
+    def alpha(self) -> float:
+        return float(self.fit.theta[0])
+
+    @property
+    def beta(self) -> float:
+        return float(self.fit.theta[1])
+
+    @property
+    def peak(self) -> tuple[float, float] | None:
+        """Where R(d) is largest, d*, and R(d*) − R(0). None where it rises for ever, or falls from the start.
+
+        RL: R' = α − β·log d − β = 0, d* = exp(α/β − 1), R = β·d*.  Best of n: d* = α/(2β), R = α²/(4β).
+        """
+        if self.beta <= 0 or (self.best_of_n and self.alpha <= 0):
+            return None
+        if self.best_of_n:
+            return self.alpha / (2 * self.beta), self.alpha**2 / (4 * self.beta)
+        ratio = self.alpha / self.beta - 1
+        if ratio > math.log(np.finfo(np.float64).max):  # β is 0 but for rounding
+            return None
+        return math.exp(ratio), self.beta * math.exp(ratio)
+
+    def at(self, distance: float) -> Prediction:
+        """R(d) − R(0). ValueError: a negative distance."""
+        return self.fit.at((of_best_of_n if self.best_of_n else of_rl)(_distance(distance)))
+
+
+def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> OveroptimisationLaw:
+    """From points (√KL, reward − reward of the start). ValueError: see `least_squares`; a negative distance, as the
+    root of an estimate below 0 has none: such steps are at the start, with d = 0 or left out."""
+    for distance, _ in points:
+        _distance(distance)
+    return OveroptimisationLaw(least_squares(points, of_best_of_n if best_of_n else of_rl, "√KL"), best_of_n)
+
+
+def _distance(distance: float) -> float:
+    if distance < 0:
+        raise ValueError(f"a distance √KL is {distance:g}; it is 0 at the start and above 0 elsewhere")
+    return distance
+
+
+@dataclass(frozen=True)
+class EntropyLaw:
+    """a and b of R = −a·e^H + b."""
+
+    fit: Fitted
+
+    @property
+    def a(self) -> float:
+        return float(self.fit.theta[0])
+
+    @property
+    def b(self) -> float:
+        return float(self.fit.theta[1])
+
+    def at(self, entropy: float) -> Prediction:
+        """R at H nats a token; at 0 the ceiling b − a, what is left to gain when nothing is left to explore."""
+        return self.fit.at((-math.exp(entropy), 1.0))
+
+
+def entropy_law(run: Points, share: float = 1 / 3) -> EntropyLaw:
+    """From points (entropy, reward) in the order of the steps, of which the first ``share``, rounded up, are fitted.
+    ValueError: see `least_squares`; a share outside (0, 1]."""
+    if not 0 < share <= 1:
+        raise ValueError(f"`share` of the run that is fitted is {share}; it lies in (0, 1]")
+    first = run[: math.ceil(round(len(run) * share, 9))]
+    return EntropyLaw(least_squares(first, lambda entropy: (-math.exp(entropy), 1.0), "entropy"))

@@ -1,0 +1,125 @@
+"""How many seeds a comparison of two arms needs, and what difference so many see: Student's t test, two-sided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+from scipy.special import nctdtr, stdtrit
+
+POWER, LEVEL = 0.8, 0.05
+"""Of a comparison: the chance to see a difference that is there, and to see one that is not."""
+
+
+def power_over_seeds(difference: float, sd: float, seeds: int, level: float = 0.05, *, paired: bool = False) -> float:
+    """Chance that Student's two-sided t test at ``level`` sees a true ``difference`` between two arms of ``seeds``.
+
+        two arms:  df = 2n − 2, λ = d / (s √(2/n))        seed by seed:  df = n − 1, λ = d / (s / √n)
+        power = P(|T| > t₍df, 1 − level/2₎), T noncentral t with df and λ
+
+    ``sd``: of one arm's result over seeds, the same in both; ``paired``: of the differences, seed by seed. It is in the
+    unit of ``difference``. Exact for normal results (J. Cohen, Statistical Power Analysis, 2nd ed. 1988, ch. 2).
+    """
+    if not (math.isfinite(difference) and difference != 0 and math.isfinite(sd) and sd > 0):
+        raise ValueError(f"a difference that is not 0 and a spread above 0 are needed, got {difference!r} and {sd!r}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, got {level!r}")
+    df = seeds - 1 if paired else 2 * seeds - 2
+    if df < 1:
+        return 0.0  # one seed has no spread to test by
+    shift = abs(difference) / sd * math.sqrt(seeds if paired else seeds / 2)
+    critical = float(stdtrit(df, 1 - level / 2))
+    if shift > 30 + critical:  # beyond scipy's series; the chance of less is below 1e-100
+        return 1.0
+    return float(1 - nctdtr(df, shift, critical) + nctdtr(df, shift, -critical))
+
+
+def seeds_needed(difference: float, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False) -> int:
+    """Fewest seeds an arm with which a true ``difference`` is seen with chance ``power``: see `power_over_seeds`.
+    ValueError: no difference, no spread, or more than a million."""
+    if not 0 < power < 1:
+        raise ValueError(f"power must lie between 0 and 1, got {power!r}")
+    low, high = 1, 2
+    while power_over_seeds(difference, sd, high, level, paired=paired) < power:
+        low, high = high, 2 * high
+        if high > 1_000_000:
+            raise ValueError(f"a difference of {difference!r} with a spread of {sd!r} needs more than a million seeds")
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = power_over_seeds(difference, sd, middle, level, paired=paired) >= power
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def difference_seen(
+    seeds: int, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False
+) -> float | None:
+    """The smallest true difference that so many ``seeds`` an arm see with chance ``power``: see `power_over_seeds`.
+    None for one seed, which sees none."""
+    if seeds < 2:
+        return None
+    low, high = 0.0, sd
+    while power_over_seeds(high, sd, seeds, level, paired=paired) < power:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = power_over_seeds(middle, sd, seeds, level, paired=paired) >= power
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def pooled_sd(arms: Sequence[Sequence[float]]) -> float | None:
+    """Spread over seeds within the arms: √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None without an arm of two."""
+    several = [arm for arm in arms if len(arm) > 1]
+    free = sum(len(arm) - 1 for arm in several)
+    return math.sqrt(sum((len(arm) - 1) * stdev(arm) ** 2 for arm in several) / free) if free else None
+
+
+def power_said(
+    arms: Sequence[Sequence[float]],
+    seeds: int,
+    difference: float | None = None,
+    spread: float | None = None,
+    problems: int | None = None,
+) -> str:
+    """In words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
+
+    Args:
+        arms: each arm's results that there are, one a seed, as shares.
+        difference: in points, that is to be seen with 80% chance; None: nobody asked.
+        spread: standard deviation over seeds, in points; None: that of ``arms``, pooled.
+        problems: held-out problems behind a result, for the part of the spread that is the evaluation's.
+
+    ValueError: a difference or a spread that is not above 0.
+    """
+    for option, value in (("--difference", difference), ("--spread", spread)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} is {value!r} points; a number above 0 is needed")
+    measured, whole = pooled_sd(arms), [result for arm in arms for result in arm]
+    sd, source = spread, "--spread"
+    if sd is None and measured is not None:
+        sd, source = 100 * measured, f"over {len(whole)} results of {len(arms)} arms"
+    if not sd:
+        why = "no arm has two seeds" if measured is None else "all seeds of an arm came out alike"
+        return f"power: {why} and --spread says nothing, so nobody knows how many seeds it takes; 3 are a pilot"
+    lines = [f"power: spread {sd:.1f} points over seeds ({source}){_of_evaluation(whole, problems)}"]
+    if difference is not None:
+        needed = seeds_needed(difference, sd, POWER, LEVEL)
+        enough = "enough" if seeds >= needed else "too few"
+        lines.append(f"a difference of {difference:g} points needs {needed} seeds an arm; here {seeds}: {enough}")
+    seen = difference_seen(seeds, sd, POWER, LEVEL)
+    which = "no difference" if seen is None else f"differences from {seen:.1f} points on"
+    lines.append(
+        f"{seeds} seed{'s an arm see' if seeds != 1 else ' an arm sees'} {which} (80% chance, two-sided t test at 5%)"
+    )
+    return "\n  ".join(lines)
+
+
+def _of_evaluation(results: Sequence[float], problems: int | None) -> str:
+    """√(p(1 − p)/n): what n problems answered anew, each by luck of its own, would spread by."""
+    if problems is None or not results:
+        return ""
+    share = fmean(results)
+    noise = 100 * math.sqrt(share * (1 - share) / problems)
+    return f", of which the evaluation's {problems} problems make up to {noise:.1f}: more problems lower it, too"

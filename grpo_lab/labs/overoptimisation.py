@@ -1,0 +1,111 @@
+"""A policy paid by a proxy alone leaves its start; what the proxy says rises, the truth need not: Gao's law, by judge.
+
+An arm is who taught the preference model, by comparisons of the start's own answers (`grpo_lab.rewards.comparisons`):
+the truth, people, or somebody with a liking for length. ``form`` has no model: it is paid for writing a calculation
+down, right or not. A cell is recipes/lab/overoptimisation/pipeline.yaml behind its first stage, which all cells share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.diagnostics.laws import overoptimisation_law
+from grpo_lab.io import json_lines, write_whole_text
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, table
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.runner import run_pipeline
+from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
+
+JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
+FORM, PAID = "form", {"form": "rewards/worked_out/mean"}
+TRUTH, PROXY, KL = "rewards/accuracy_reward/mean", "rewards/preference_reward/mean", "kl/reward_penalty"
+LAST = 10
+"""Steps that a mean of the log is over."""
+
+
+def stages_of(options: Options) -> list[dict[str, Any]]:
+    """The pipeline's; those after the first take its model from ``start/`` in the lab's folder."""
+    recipe = read_yaml(shipped_recipe("lab/overoptimisation/pipeline.yaml"), changes_asked(options))
+    place = str(options.folder / "start/start/model")
+    for one in recipe["stages"][1:]:
+        for setting in [setting for setting, wanted in one["inputs"].items() if wanted == "start.model"]:
+            del one["inputs"][setting]
+            one["model"] = {"path": place} if setting == "model.path" else place
+    return list(recipe["stages"])
+
+
+def prepare(options: Options) -> None:
+    """The start that all cells share."""
+    start = {"name": "start", "output_dir": str(options.folder / "start"), "stages": stages_of(options)[:1]}
+    run_pipeline(pipeline_from(start))
+
+
+def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
+    """A cell: the start's samples, comparisons of them, the proxy, the policy."""
+    stages = {one["name"]: one for one in stages_of(options)[1:]}
+    for name in ("samples", "proxy", "policy"):
+        stages[name]["seed"] = seed
+    for name in ("samples", "policy"):
+        stages[name]["data"] = {**stages[name]["data"], "seed": stages[name]["data"]["seed"] + seed}
+    if arm == FORM:
+        stages["policy"] |= {"inputs": {}, "rewards": [stages["policy"]["rewards"][0], {"name": "worked_out"}]}
+        del stages["pairs"], stages["proxy"]
+    else:
+        most = stages["pairs"]["judged"]["per_problem"]
+        stages["pairs"]["judged"] = {"per_problem": most, "seed": seed, **JUDGES[arm]}
+    whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}
+    facts = run_pipeline(pipeline_from(whole))
+    log = [row for _, row in json_lines(folder / "policy/metrics.jsonl") if isinstance(row, dict) and KL in row]
+    return measured(log, facts, PAID.get(arm, PROXY))
+
+
+def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
+    """``after``, and ``curves`` over √KL, a point a step; an estimate of the KL below 0, as at the start, is 0.
+    Without Gao's law where nothing has left the start. ValueError: too few steps for it."""
+    distances, start = [math.sqrt(max(row[KL], 0.0)) for row in log], facts["samples"]["right_share"]
+    logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
+    values = {title: [row[metric] for row in log] for title, metric in logged.items()}
+    fitted: list[float] = []
+    alpha = beta = where = most = math.nan
+    if any(distances):  # rewards that never differ within a group move nothing
+        law = overoptimisation_law([(d, value - start) for d, value in zip(distances, values["truth"], strict=True)])
+        (alpha, beta), (where, most) = (law.alpha, law.beta), law.peak or (math.nan, math.nan)
+        fitted = [start + law.at(distance).value for distance in distances]
+    means = [fmean(values["truth"][step : step + LAST]) for step in range(max(1, len(log) - LAST + 1))]
+    pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1})
+    after = {
+        "wrong labels": pairs["wrong"] / pairs["rows"],
+        "proxy gained": fmean(values["proxy"][-LAST:]) - values["proxy"][0],
+        "truth": means[-1],
+        "most truth": max(means),
+        "greedy": facts["policy"].get("accuracy", math.nan),
+        "√KL": fmean(distances[-LAST:]),
+        "α": alpha,
+        "β": beta,
+        "√KL at the law's peak": where,
+        "truth gained there": most,
+    }
+    curves = {
+        title: [*zip(distances, of, strict=False)] for title, of in {**values, "truth, Gao's law": fitted}.items()
+    }
+    return {"before": {"truth": start}, "after": after, "curves": curves}
+
+
+def report(found: Found, options: Options) -> str:
+    """``overoptimisation.md`` and ``overoptimisation.png``."""
+    text, place = table(found), options.folder / "overoptimisation.md"
+    write_whole_text(place, f"{text}\n")
+    titles = next(iter(found.values()))[0]["curves"]
+    lines = {
+        title: {arm: [sorted(curve) for run in found[arm] if (curve := run["curves"][title])] for arm in found}
+        for title in titles
+    }
+    draw(lines, place.with_suffix(".png"), "√KL to the start (nats a completion)")
+    return f"{text}\n\n{place}, {place.with_suffix('.png')}"
+
+
+LAB = Experiment([*JUDGES, FORM], run, report, prepare, result=lambda record: record["after"]["truth"])

@@ -1,0 +1,83 @@
+"""Comparisons by a judge that errs, for a preference model that is to be trained on them: without noise, with people's,
+and with a systematic preference for length.
+
+    truth        the better one, by quality; between equals it says nothing
+    people       P(first is preferred) = σ((q₁ − q₂)/T): wrong the more often, the less there is between them
+    systematic   with chance ``longer`` the longer one, whatever is right
+
+People's noise averages out over many comparisons. The systematic one does not: what a model learns of it is that length
+is good. Sources: Bradley & Terry, Biometrika 39 (1952); proxies over-optimise under judges that vary, and did not under
+one that does not: Dubois et al., arXiv 2305.14387 (people agree in about two thirds of the comparisons); length as what
+a proxy pays: Singhal et al., arXiv 2310.03716.
+
+A verdict is a hash of the seed and of what is compared (`grpo_lab.rewards.noise.draw`), either way round the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from grpo_lab.rewards.noise import draw
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Says which of two completions is better; the truth is their quality.
+
+    Args:
+        temperature: T of people's noise, in units of quality; 0: none.
+        longer: share of comparisons of different length that are decided by it, in [0, 1].
+        seed: another one is another noise of the same shares.
+    """
+
+    temperature: float = 0.0
+    longer: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.temperature < math.inf and 0 <= self.longer <= 1):
+            raise ValueError(
+                f"`temperature` is {self.temperature} and `longer` {self.longer}: a number from 0 on, and a share in "
+                "[0, 1]"
+            )
+
+    def prefers(
+        self, prompt: Any, texts: tuple[Any, Any], qualities: tuple[float, float], lengths: tuple[int, int]
+    ) -> bool | None:
+        """Whether the first of two is preferred; None: without noise, and they are equally good."""
+        first = json.dumps(texts[0], sort_keys=True, default=str) <= json.dumps(texts[1], sort_keys=True, default=str)
+        of = [self.seed, prompt, *(texts if first else reversed(texts))]
+        if lengths[0] != lengths[1] and draw("longer", *of) < self.longer:
+            return lengths[0] > lengths[1]
+        gap = qualities[0] - qualities[1]
+        if self.temperature == 0:
+            return None if gap == 0 else gap > 0
+        ahead = gap if first else -gap
+        chance = 0.5 * (1 + math.tanh(ahead / self.temperature / 2))  # σ, without overflow
+        return (draw("people", *of) < chance) == first
+
+    def pairs(
+        self,
+        prompt: Any,
+        completions: Sequence[Any],
+        qualities: Sequence[float | None],
+        lengths: Sequence[int],
+        most: int | None = None,
+    ) -> list[tuple[int, int]]:
+        """(preferred, other) of one prompt's completions: the first ``most`` that are decided, in an order that the
+        seed draws and that no noise changes. In none are a completion without quality, and two equal ones."""
+        known = [place for place, one in enumerate(qualities) if one is not None and not math.isnan(one)]
+        different = [two for two in combinations(known, 2) if completions[two[0]] != completions[two[1]]]
+        found: list[tuple[int, int]] = []
+        for one, other in sorted(different, key=lambda two: draw(self.seed, "order", prompt, two)):
+            if most is not None and len(found) >= most:
+                break
+            both: Any = [(of[one], of[other]) for of in (completions, qualities, lengths)]
+            if (verdict := self.prefers(prompt, *both)) is not None:
+                found.append((one, other) if verdict else (other, one))
+        return found
