@@ -34,9 +34,10 @@ def run(known: argparse.Namespace) -> None:
 
     if known.name in LABS:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
-        given = {"--set": known.set, "--recipe": known.recipe, "--start": known.start}
+        given = {"--recipe": known.recipe, "--start": known.start, "--set": lab.in_process and known.set}
         for option in (option for option, value in given.items() if value):
-            raise ValueError(f"{option} has no effect: lab {known.name!r} trains nothing, so leave it out")
+            why = "trains nothing" if lab.in_process else "has a recipe of its own"
+            raise ValueError(f"{option} has no effect: lab {known.name!r} {why}, so leave it out")
     else:
         from grpo_lab.labs.arms import Arms
 
