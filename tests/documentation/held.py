@@ -28,6 +28,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make docs-serve": ("minutes", "serves until it is stopped"),
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
     "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
+    "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
     "python scripts/bench_shared_prompts.py*": ("minutes", "a benchmark; two small cells: tests/unit/test_arm_runs.py"),
