@@ -89,9 +89,8 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
         "√KL at the law's peak": where,
         "truth gained there": most,
     }
-    curves = {
-        title: [*zip(distances, of, strict=False)] for title, of in {**values, "truth, Gao's law": fitted}.items()
-    }
+    values["truth, Gao's law"] = fitted
+    curves = {title: [*zip(distances, of, strict=True)] if of else [] for title, of in values.items()}
     return {"before": {"truth": start}, "after": after, "curves": curves}
 
 
