@@ -2,16 +2,17 @@
 
     transformers    every row reads its prompt; all rows go on until the last one ends; each token copies the cache
     here            equal neighbouring rows read their prompt as one; every `STRETCH` tokens rows that ended leave; keys
-                    and values have their room from the beginning
+                    and values have their room from the beginning; on a CPU a token takes one random number
 
 What is computed for a row is the same, and so is the distribution of its tokens: transformers' own `generate` makes
-them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs once a row has left, since rows
-share one random stream.
+them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -61,7 +62,8 @@ def generate_by_groups(
     ids, mask, cache = input_ids, attention_mask, _prompts_read_once(model, input_ids, attention_mask, room)
     while longest < width + room and rows.numel():
         config.max_new_tokens = min(STRETCH, width + room - longest)
-        ids = stock(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=config, **asked)
+        with _one_number_a_draw():
+            ids = stock(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=config, **asked)
         written, longest = ids[:, longest:], ids.size(1)
         result[rows, longest - written.size(1) : longest] = written
         goes_on = (~torch.isin(written, ends).any(1)).nonzero().squeeze(1)
@@ -70,6 +72,31 @@ def generate_by_groups(
             cache.batch_select_indices(goes_on)
         mask = torch.cat([mask, mask.new_ones(mask.size(0), written.size(1))], dim=1)
     return result[:, :longest]
+
+
+@contextmanager
+def _one_number_a_draw() -> Iterator[None]:
+    """Inside, and in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a row: the
+    first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a quarter of a
+    small model's generation. Where p is not finite torch is asked, and says so."""
+    theirs, thread = torch.multinomial, threading.get_ident()
+
+    def draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
+        ours = num_samples == 1 and probs.device.type == "cpu" and threading.get_ident() == thread
+        if not ours or rest or more:
+            return theirs(probs, num_samples, *rest, **more)
+        up_to = probs.cumsum(-1, dtype=torch.float64)
+        whole = up_to[..., -1:]
+        if not bool(whole.isfinite().all() and (whole > 0).all()):
+            return theirs(probs, num_samples)
+        below = (torch.rand_like(whole) * whole).minimum(whole.nextafter(torch.zeros_like(whole)))
+        return torch.searchsorted(up_to, below, right=True)
+
+    torch.multinomial = draw  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.multinomial = theirs
 
 
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
@@ -154,6 +181,8 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        length = self.get_seq_length()
-        self.whole = [whole.index_select(0, indices) for whole in self.whole]
+        length, before = self.get_seq_length(), self.whole
+        self.whole = [whole.new_empty(indices.numel(), *whole.shape[1:]) for whole in before]
         self.keys, self.values = (whole[:, :, :length] for whole in self.whole)
+        for kept, whole in zip((self.keys, self.values), before, strict=True):  # the room behind them holds nothing yet
+            kept.copy_(whole[:, :, :length].index_select(0, indices))

@@ -164,6 +164,10 @@ class LabTrainer(ResumableTrainer):
         with self.parts.stop.in_force():
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with trl_bridge.small_tiles(self.accelerator.device):
+            return super().training_step(*args, **kwargs)
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset) if ours is None else ours

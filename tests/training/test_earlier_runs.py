@@ -10,6 +10,7 @@ after its rows). `*_went_on/metrics.jsonl`: what that version logged when it wen
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -46,17 +47,21 @@ def contents(folder: Path, *patterns: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("run", "first", "last"), [("train_stopped", 11, 16), ("ppo_stopped", 6, 8)], ids=["grpo", "ppo"]
+    ("run", "first", "open_to", "last"), [("train_stopped", 11, 12, 16), ("ppo_stopped", 6, 6, 8)], ids=["grpo", "ppo"]
 )
-def test_a_killed_training_is_gone_on_with(earlier: Path, run: str, first: int, last: int) -> None:
+def test_a_killed_training_is_gone_on_with(earlier: Path, run: str, first: int, open_to: int, last: int) -> None:
+    """The generation batch that was open (up to step ``open_to``) holds the earlier version's completions; after it
+    come draws of this version's, of the same distribution: it takes one random number a token."""
     before = lines(earlier / run / "metrics.jsonl")
     assert main(["train", "--config", f"{run}.yaml", "--resume"]) == 0
     now = lines(earlier / run / "metrics.jsonl")
     assert now[: first - 1] == before[: first - 1]
     then = lines(earlier / run.replace("stopped", "went_on") / "metrics.jsonl")
     assert [line["step"] for line in now] == [line["step"] for line in then] == list(range(1, last + 1))
-    for name in TEXTS:  # the open batch, the sampler's choice of prompts and the random numbers are the earlier run's
-        assert [line.get(name) for line in now] == [line.get(name) for line in then], name
+    for name in TEXTS:
+        assert [line.get(name) for line in now[:open_to]] == [line.get(name) for line in then[:open_to]], name
+        assert [name in line for line in now] == [name in line for line in then], name
+    assert all(math.isfinite(line[name]) for line in now for name in ("loss", "grad_norm"))
     assert json.loads((earlier / run / "run.json").read_text())["finished"] is True
     assert (earlier / run / "evaluation" / "after" / "summary.json").is_file()
 
@@ -79,8 +84,11 @@ def test_a_finished_training_is_left_alone_and_reported(earlier: Path, capsys: p
 
 def test_a_killed_curation_is_gone_on_with(earlier: Path) -> None:
     assert main(["curate", "--config", "curation.yaml", "--output_dir", "curation_stopped"]) == 0
-    whole = contents(earlier / "curation_finished", "curated.jsonl", "guesses.jsonl")
-    assert contents(earlier / "curation_stopped", "curated.jsonl", "guesses.jsonl") == whole
+    head, *rates = lines(earlier / "curation_stopped" / "pass_rates.jsonl")  # head: the earlier version's
+    whole_head, *whole = lines(earlier / "curation_finished" / "pass_rates.jsonl")
+    assert head == whole_head
+    assert [row["key"] for row in rates] == [row["key"] for row in whole]  # samples: of this version's draws
+    assert (earlier / "curation_stopped" / "curated.jsonl").is_file()
 
 
 def test_a_finished_curation_samples_nothing_again(earlier: Path) -> None:

@@ -97,7 +97,7 @@ def build(
     written = {
         "gradient_accumulation_steps": 2, "max_steps": 6, "max_completion_length": 8, "optim": "adamw_torch",
         "learning_rate": 3e-3, "lr_scheduler_type": "linear", "max_grad_norm": 1.0, "save_strategy": "steps",
-        "save_steps": 1,
+        "save_steps": 1, "seed": 2,
     }  # fmt: skip
     config = GRPOConfig if kind is GRPOTrainer else LabConfig
     return kind(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,48 @@ def test_whole_completions_come_as_often_as_the_model_says(monkeypatch: pytest.M
     assert chisquare(observed, expected).pvalue > 1e-3
 
 
+def test_a_draw_is_the_inverse_of_the_cumulated_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: p = (0, 1, 0, 2, 1, 0), cumulated (0, 1, 1, 3, 4, 4). u Σp = 4u is under 1 for the token 1, under 3 for
+    the token 3, else 4; tokens without a chance are never drawn, u = 0 and the largest u below 1 included."""
+    chances = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]])
+    theirs = torch.multinomial
+    for u, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2.0**-53, 4), (1.0, 4)):
+        monkeypatch.setattr(torch, "rand_like", lambda like, u=u: torch.full_like(like, u))
+        with generate._one_number_a_draw():
+            assert torch.multinomial(chances, 1).tolist() == [[token]], u
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    with generate._one_number_a_draw():
+        drawn = torch.multinomial(chances.expand(40_000, -1), 1).flatten().bincount(minlength=6)
+        assert torch.multinomial(chances, 2).shape == (1, 2)  # not one token: torch's
+        for broken in (float("nan"), float("inf"), -1.0):
+            with pytest.raises(RuntimeError, match="probability tensor"):
+                torch.multinomial(torch.tensor([[broken, 0.5]]), 1)
+        with pytest.raises(RuntimeError, match="probability|multinomial"):
+            torch.multinomial(torch.zeros(1, 3), 1)
+    assert torch.multinomial is theirs
+    assert drawn[[0, 2, 5]].sum() == 0
+    assert chisquare(drawn[[1, 3, 4]].numpy(), [10_000, 20_000, 10_000]).pvalue > 1e-4
+
+
+def test_a_draw_of_another_thread_is_torchs() -> None:
+    """Whose stream of random numbers, with the same seed, gives the same tokens inside and outside."""
+    chances = torch.rand(200, 30, generator=torch.Generator().manual_seed(3))
+
+    def draw() -> list[int]:
+        torch.manual_seed(7)
+        return torch.multinomial(chances, 1).flatten().tolist()
+
+    outside = threaded(draw)
+    with generate._one_number_a_draw():
+        assert threaded(draw) == outside != draw()
+
+
+def threaded(ask: Any) -> Any:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(ask).result()
+
+
 def test_what_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = model_of(), plain_generation_config(1.0, 8, [END], PAD)
     assert not_by_groups(model, plain) is None
@@ -219,7 +262,7 @@ def test_ends_padding_and_length_that_only_the_models_config_has(pad: int | None
 
 @pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
 def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
-    """A row alone draws from the same random stream as transformers', so it is the same row, from the same scores."""
+    """A row alone with the same random numbers as transformers' is the same row, from the same scores."""
     model, (ids, mask) = model_of(), prompts(5, 3)
     config = plain_generation_config(0.0 if "repetition_penalty" in asked else 1.0, 30, [END], PAD)
     for name, value in asked.items():
@@ -238,7 +281,8 @@ def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> 
             if generate_ is None:
                 generate_by_groups(model.generate, model, ids[:1], mask[:1], config, [note])
             else:
-                generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
+                with generate._one_number_a_draw():
+                    generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
         seen.append(found)
     assert not_by_groups(model, config) is None
     assert len(seen[0]) == len(seen[1])
