@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import re
 import runpy
+import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -389,6 +390,27 @@ def test_the_head_sees_only_what_is_scored(trainer: Any, monkeypatch: pytest.Mon
     nothing.sum().backward()  # connected: a rank without a live row takes part in every collective
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     model.zero_grad()
+
+
+def test_the_head_takes_few_tokens_at_once_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There and back, with the same results: 20 tokens in tiles of 8, 8, 4."""
+    kernel = pytest.importorskip("trl.kernels.chunked_logprob")
+    whole, tiles, product = kernel.TOKEN_CHUNK_SIZE, list[int](), torch.mm
+    monkeypatch.setattr(sys.modules[trl_bridge.small_tiles.__module__], "CPU_TILE", 8)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: tiles.append(len(out)) or product(a, b, out=out))
+    results = []
+    for device in ("cuda", "cpu"):
+        tiles.clear()
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(20, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+        with trl_bridge.small_tiles(torch.device(device)):
+            token = torch.arange(20) % 11
+            scored, entropy, *_ = kernel.ChunkedLogProbFunction.apply(hidden, weight, None, token, 0.7, 16)
+            (scored.sum() + entropy.sum()).backward()
+        assert tiles == ([20] if device == "cuda" else [8, 8, 4]) * 2
+        results.append([scored, entropy, hidden.grad, weight.grad])
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*results, strict=True))
+    assert whole == kernel.TOKEN_CHUNK_SIZE > trl_bridge.forwards.CPU_TILE
 
 
 def test_fused_lm_head_divides_by_the_temperature(tiny_folder: Path, tmp_path: Path) -> None:
