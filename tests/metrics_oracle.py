@@ -214,6 +214,8 @@ def of_generation(step: dict[str, Any]) -> dict[str, float]:
         "completions/truncated_share": statistics.fmean(ids[-1] != step["generation"]["end"] for ids in made),
         "rewards/unscorable_share": statistics.fmean(score is None for score in scores),
         "groups/dead_share": statistics.fmean(len(set(group)) <= 1 for group in groups),
+        "groups/solved_share": statistics.fmean(max(group, default=0) >= 1 for group in groups),
+        "groups/learnable_share": statistics.fmean(bool(group) and min(group) < 1 <= max(group) for group in groups),
     }
     found |= {"completions/mean_length_correct": statistics.fmean(right)} if right else {}
     return found | ({"completions/mean_length_incorrect": statistics.fmean(wrong)} if wrong else {})

@@ -52,7 +52,8 @@ class LabFile:
         columns: of the table: title → a place in the evaluation's ``summary.json`` (``greedy.mean_length_correct``);
             ``mean.METRIC`` or ``last.METRIC``, a logged one's mean over all steps or the last quarter of them; or
             ``module:function``, which makes the number of the ``EvaluationResult`` and the log.
-        curves: drawn over generated tokens: title → logged metric.
+        curves: drawn over generated tokens: title → logged metric, or ``module:function``, which makes the points
+            (tokens, value) of the log.
         panels: the arm ``a, b`` is line b of the panel a.
         settings: changes of every arm, and of the cold start; ``seeded``: settings that are the seed, besides ``seed``.
         pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: where none are asked for.
@@ -144,7 +145,7 @@ class Arms:
         done = train(read_recipe(self.recipe(options), settings))
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         log = [{name: value for name, value in row.items() if value is not None} for row in rows]
-        curves = {one: [(row[GENERATED], row[one]) for row in log if one in row] for one in self.said.curves.values()}
+        curves = {one: self.curve(title, one, log) for title, one in self.said.curves.items()}
         before = self.numbers(done.before, []) if done.before else None
         return {"before": before, "after": self.numbers(done.after, log), "curves": curves}
 
@@ -155,6 +156,11 @@ class Arms:
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)
         every = deepcopy(dict(self.said.settings))  # dotted keys of an arm reach into it
         return {"disable_tqdm": True, **every, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
+
+    def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+        if ":" in name:
+            return list(load_named(name, f"curves.{title}")(log))
+        return [(row[GENERATED], row[name]) for row in log if name in row]
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Title → number, NaN where there is nothing to count. ``log``: empty before training. ValueError: no such."""

@@ -103,6 +103,8 @@ HERE = {
         "clip_ratio/high_max",
         "cispo_clip_ratio",
         "groups/dead_share",
+        "groups/solved_share",
+        "groups/learnable_share",
         "completions/truncated_share",
     ),
     *("completions/mean_length_correct", "completions/mean_length_incorrect", "rewards/unscorable_share"),

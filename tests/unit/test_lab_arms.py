@@ -19,6 +19,7 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.registry import load_named
 from grpo_lab.settings import read
 from grpo_lab.trainer.settings.algorithm import algorithm_from
 from unit.test_report import outcome
@@ -111,6 +112,26 @@ def test_columns_by_hand() -> None:
 
 def rows(result: EvaluationResult, log: list[Any]) -> int:
     return len(log)
+
+
+def test_the_entropy_labs_curve_is_the_law_of_its_first_third() -> None:
+    """Nine rollouts of R = 1 − e^H / 4, the last six 0.1 below that: what is predicted knows nothing of the 0.1. Rows
+    between rollouts have no reward; of the last quarter's two rollouts H is 0.2 and 0.1: 1 − (e^0.2 + e^0.1) / 8."""
+    lab = Arms.read("entropy")
+    entropies = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    log = [
+        {"entropy": h, "rollout/generated": 10 * i, "rewards/accuracy_reward/mean": 1 - math.exp(h) / 4 - 0.1 * (i > 2)}
+        for i, h in enumerate(entropies)
+    ]
+    log = [row for rollout in log for row in (rollout, {"entropy": 5.0, "rollout/generated": 0})]
+    curve = lab.curve("predicted", "lab_entropy:predicted", log)
+    assert curve == [(10 * i, pytest.approx(1 - math.exp(entropies[i]) / 4)) for i in range(3, 9)]
+    end = load_named("lab_entropy:predicted_end", "columns")(None, log)
+    assert end == pytest.approx(1 - (math.exp(0.2) + math.exp(0.1)) / 8)
+    assert lab.curve("predicted", "lab_entropy:predicted", log[:4]) == []  # two rollouts
+    assert math.isnan(load_named("lab_entropy:predicted_end", "columns")(None, []))
+    measured = lab.curve("pass@1", "rewards/accuracy_reward/mean", log)
+    assert [place for place, _ in measured] == [10 * i for i in range(9)]
 
 
 def test_pairs_are_of_one_seed(tmp_path: Path) -> None:

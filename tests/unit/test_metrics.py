@@ -116,6 +116,8 @@ def test_reward_metrics_by_hand() -> None:
         "completions/mean_length_correct": 6.0,  # (4 + 8) / 2
         "completions/mean_length_incorrect": 10.0,
         "rewards/unscorable_share": 0.25,
+        "groups/solved_share": 0.5,  # 1, 1 | 0, nan
+        "groups/learnable_share": 0.0,
     }
 
 
@@ -127,6 +129,7 @@ def test_reward_metrics_hold_correct_from_one_on() -> None:
     reward_metrics(book, nothing[:1], lengths, nothing, torch.tensor([1.0, 0.75, 0.0]))
     found = book.read()
     assert (found["completions/mean_length_correct"], found["completions/mean_length_incorrect"]) == (2.0, 5.0)
+    assert (found["groups/solved_share"], found["groups/learnable_share"]) == (1.0, 1.0)
 
 
 def test_a_last_bin_one_token_wide_does_not_turn_tokens_into_rows() -> None:

@@ -263,6 +263,10 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
         for name, chosen in (("correct", correct >= CORRECT_FROM), ("incorrect", correct < CORRECT_FROM)):
             book.add_alike(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
         book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())
+        groups = correct.view(dead.numel(), -1)  # a NaN is on neither side
+        solved, missed = (groups >= CORRECT_FROM).any(1), (groups < CORRECT_FROM).any(1)
+        book.add_alike("groups/solved_share", solved.sum(), solved.numel())
+        book.add_alike("groups/learnable_share", (solved & missed).sum(), solved.numel())
 
 
 @dataclass(frozen=True)
