@@ -233,23 +233,23 @@ def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
     return f"After {shared / 1e3:,.1f} k generated tokens:\n\n{markdown(['arm', *panels], rows)}"
 
 
-def over_tokens(found: Found, curves: Mapping[str, str], width: int = 10) -> dict[str, Lines]:
-    """Title → arm → running means of the last ``width`` rows of the log, over the tokens that had been generated, one a
-    seed. ``curves``: title → name in the record's ``curves``, pairs of tokens and value. ValueError: an earlier
+def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
+    """Title → arm → running means over a tenth of a run's rows, over the tokens that had been generated, one a seed.
+    ``curves``: title → name in the record's ``curves``, pairs of tokens and value. ValueError: an earlier
     release's, which say no tokens."""
     panels: dict[str, Lines] = {}
     for title, name in curves.items():
         logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
-        panels[title] = {arm: [_smooth(curve, width) for curve in several] for arm, several in logged.items()}
+        panels[title] = {arm: [_smooth(curve) for curve in several] for arm, several in logged.items()}
     return panels
 
 
-def _smooth(curve: Sequence[tuple[float, float]], width: int) -> list[tuple[float, float]]:
+def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     if not isinstance(curve[0], Sequence):
         raise ValueError(
             "a record's curves have no generated tokens: an earlier release wrote it. Take another --folder"
         )
-    values = [value for _, value in curve]
+    values, width = [value for _, value in curve], max(1, len(curve) // 10)
     return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
 
 

@@ -76,9 +76,11 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
         (alpha, beta), (where, most) = (law.alpha, law.beta), law.peak or (math.nan, math.nan)
         fitted = [start + law.at(distance).value for distance in distances]
     means = [fmean(values["truth"][step : step + LAST]) for step in range(max(1, len(log) - LAST + 1))]
-    pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1})
+    pairs = facts.get("pairs", {"wrong": math.nan, "rows": 1, "ties": 0})
+    if where > max(distances):  # beyond what was seen: the fit says nothing there
+        where = most = math.nan
     after = {
-        "wrong labels": pairs["wrong"] / pairs["rows"],
+        "wrong labels": pairs["wrong"] / max(1, pairs["rows"] - pairs["ties"]),
         "proxy gained": fmean(values["proxy"][-LAST:]) - values["proxy"][0],
         "truth": means[-1],
         "most truth": max(means),

@@ -15,7 +15,7 @@ import pytest
 from grpo_lab.labs.overoptimisation import FORM, JUDGES, KL, LAST, PROXY, TRUTH, measured
 
 ROOT = Path(__file__).resolve().parents[2]
-FACTS = {"samples": {"right_share": 0.25}, "pairs": {"wrong": 30, "rows": 120}, "policy": {"accuracy": 0.5}}
+FACTS = {"samples": {"right_share": 0.25}, "pairs": {"wrong": 30, "rows": 150, "ties": 30}, "policy": {"accuracy": 0.5}}
 
 
 def row(kl: float, truth: float, proxy: float) -> dict[str, float]:
@@ -35,7 +35,7 @@ def test_a_record_by_hand() -> None:
     assert after["√KL"] == pytest.approx(2.45)  # mean of 2.0 … 2.9
     assert after["proxy gained"] == pytest.approx(2.45)
     assert after["truth"] == pytest.approx(sum(one[TRUTH] for one in log[-LAST:]) / LAST)
-    assert (after["wrong labels"], after["greedy"]) == (0.25, 0.5)
+    assert (after["wrong labels"], after["greedy"]) == (0.25, 0.5)  # 30 of 150 - 30
     assert found["curves"]["truth, Gao's law"][7][1] == pytest.approx(log[7][TRUTH])
     assert [distance for distance, _ in found["curves"]["tokens"]] == pytest.approx(places)
 
