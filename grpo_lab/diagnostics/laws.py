@@ -9,7 +9,8 @@ cov θ = s²·(XᵀX)⁻¹, in float64. The errors are those of independent poin
 a model, so that its own errors come out too small; those over seeds do not.
 
 Sources: Gao, Schulman, Hilton, arXiv 2210.10760, section 3.1 (α, β of the gold reward); Cui et al., arXiv 2505.22617,
-section 2.4: fitted on the first part of a run whose entropy nothing holds, it predicts the rest (how large a part is ours).
+section 2.4: fitted on the first part of a run whose entropy nothing holds, it predicts the rest (how large a part is
+ours).
 """
 
 from __future__ import annotations

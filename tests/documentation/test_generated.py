@@ -52,7 +52,7 @@ def test_a_run_s_record_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measured_runs, "RECORDS", tmp_path / "kept.json")
     measured_runs.add(measured_runs.record_of(tmp_path, "quickstart/dr_grpo"))
     page = measured_runs.page_with("<!-- measured: quickstart/dr_grpo cell -->old<!-- end of measured -->")
-    assert "accuracy 0.250 → 0.875, 0.242 → 0.960, 0.246 → 0.860; tokens 10.0 → 35.0, 5.5 → 33.5" in page
+    assert "accuracy 0.250 → 0.875, 0.242 → 0.964, 0.242 → 0.836; tokens 10.0 → 35.0, 5.8 → 33.4" in page
 
 
 def test_the_file_index_holds_first_lines(tmp_path: Path) -> None:
