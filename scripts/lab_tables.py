@@ -1,11 +1,14 @@
-"""The labs' tables into docs/labs.md, between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->``.
+"""The labs' tables into docs/labs.md, between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->``,
+and their figures into docs/images.
 
-python scripts/lab_tables.py            of every lab that has runs/labs/NAME/table.md; other blocks stay as they are
+python scripts/lab_tables.py [RUNS]     of every lab that has RUNS/NAME/table.md (RUNS: runs/labs); other blocks stay
 """
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,5 +26,7 @@ def page_with(text: str, runs: Path) -> str:
 
 
 if __name__ == "__main__":
-    page = ROOT / "docs" / "labs.md"
-    page.write_text(page_with(page.read_text(encoding="utf-8"), ROOT / "runs" / "labs"), encoding="utf-8")
+    page, runs = ROOT / "docs" / "labs.md", Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"])
+    page.write_text(page_with(page.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    for figure in runs.glob("*/curves.png"):
+        shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{figure.parent.name}.png")

@@ -97,16 +97,16 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
 
 
 def report(found: Found, options: Options) -> str:
-    """``overoptimisation.md`` and ``overoptimisation.png``."""
-    text, place = table(found), options.folder / "overoptimisation.md"
+    """``table.md`` and ``curves.png``."""
+    text, place = table(found), options.folder / "table.md"
     write_whole_text(place, f"{text}\n")
     titles = next(iter(found.values()))[0]["curves"]
     lines = {
         title: {arm: [sorted(curve) for run in found[arm] if (curve := run["curves"][title])] for arm in found}
         for title in titles
     }
-    draw(lines, place.with_suffix(".png"), "√KL to the start (nats a completion)")
-    return f"{text}\n\n{place}, {place.with_suffix('.png')}"
+    draw(lines, place.with_name("curves.png"), "√KL to the start (nats a completion)")
+    return f"{text}\n\n{place}, {place.with_name('curves.png')}"
 
 
 LAB = Experiment([*JUDGES, FORM], run, report, prepare, result=lambda record: record["after"]["truth"])

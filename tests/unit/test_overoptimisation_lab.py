@@ -85,8 +85,8 @@ def test_the_command_runs_every_kind_of_arm_and_repeats_nothing(tmp_path: Path) 
     how: Any = {"capture_output": True, "text": True, "timeout": 1800, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     first = subprocess.run(command, **how)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    assert f"| {FORM} |" in (tmp_path / "overoptimisation.md").read_text()
-    assert (tmp_path / "overoptimisation.png").is_file()
+    assert f"| {FORM} |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "curves.png").is_file()
     people = json.loads((tmp_path / "people-0" / "arm.json").read_text())
     assert len(people["curves"]["proxy"]) == 4
     assert people["curves"]["proxy"][-1][0] > 0
