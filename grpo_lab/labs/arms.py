@@ -52,8 +52,9 @@ class LabFile:
         columns: of the table: title → a place in the evaluation's ``summary.json`` (``greedy.mean_length_correct``);
             ``mean.METRIC`` or ``last.METRIC``, a logged one's mean over all steps or the last quarter of them; or
             ``module:function``, which makes the number of the ``EvaluationResult`` and the log.
-        curves: drawn over generated tokens: title → logged metric, or ``module:function``, which makes the points
-            (tokens, value) of the log.
+        curves: drawn over generated tokens: title → logged metric; ``evaluation.PLACE``, a number of the held-out
+            evaluations (before, each ``evaluation.every`` steps, after); or ``module:function``, which makes the
+            points (tokens, value) of the log.
         panels: the arm ``a, b`` is line b of the panel a.
         settings: changes of every arm, and of the cold start; ``seeded``: settings that are the seed, besides ``seed``.
         pairs: two arms each, whose first columns are subtracted, seed by seed; ``seeds``: where none are asked for.
@@ -145,7 +146,7 @@ class Arms:
         done = train(read_recipe(self.recipe(options), settings))
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         log = [{name: value for name, value in row.items() if value is not None} for row in rows]
-        curves = {one: self.curve(title, one, log) for title, one in self.said.curves.items()}
+        curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
         before = self.numbers(done.before, []) if done.before else None
         return {"before": before, "after": self.numbers(done.after, log), "curves": curves}
 
@@ -157,9 +158,12 @@ class Arms:
         every = deepcopy(dict(self.said.settings))  # dotted keys of an arm reach into it
         return {"disable_tqdm": True, **every, **of_arm, **dict.fromkeys(self.said.seeded, seed)}
 
-    def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    def curve(self, title: str, name: str, log: Sequence[Mapping[str, Any]], folder: Path) -> list[tuple[float, float]]:
         if ":" in name:
             return list(load_named(name, f"curves.{title}")(log))
+        of, _, place = name.partition(".")
+        if of == "evaluation":
+            return evaluated(folder / "evaluation", place, f"curves.{title}", log)
         return [(row[GENERATED], row[name]) for row in log if name in row]
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -200,6 +204,19 @@ class Arms:
     def problems(self, options: Options) -> int | None:
         held_out = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)}).evaluation
         return held_out.data.arguments.get("n") if held_out else None
+
+
+def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """(tokens generated, as last logged; number at ``place``) of each evaluation of a run, in their order."""
+    generated = {row["step"]: row[GENERATED] for row in log}
+    after = max(generated, default=0)
+    step_of = {"before": 0, "after": after} | {file.name: int(file.name[5:]) for file in folder.glob("step_*")}
+    found = []
+    for name, step in sorted(step_of.items(), key=lambda one: one[1]):
+        if (file := folder / name / "summary.json").is_file():
+            tokens = max((of for at, of in generated.items() if at <= step), default=0)
+            found.append((tokens, number_at(json.loads(file.read_text(encoding="utf-8")), place, where)))
+    return found
 
 
 def shipped_labs() -> dict[str, Path]:

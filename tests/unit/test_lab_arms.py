@@ -17,7 +17,7 @@ from documentation.blocks import ROOT
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs import LABS as WRITTEN
-from grpo_lab.labs.arms import Arms, LabFile, shipped_labs
+from grpo_lab.labs.arms import Arms, LabFile, evaluated, shipped_labs
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.registry import load_named
@@ -125,7 +125,7 @@ def test_the_entropy_labs_curve_is_the_law_of_its_first_third() -> None:
         for i, h in enumerate(entropies)
     ]
     log = [row for rollout in log for row in (rollout, {"entropy": 5.0, "rollout/generated": 0})]
-    curve = lab.curve("predicted", "lab_entropy:predicted", log)
+    curve = lab.curve("predicted", "lab_entropy:predicted", log, Path("nowhere"))
     assert curve == [(10 * i, pytest.approx(1 - math.exp(entropies[i]) / 4)) for i in range(3, 9)]
     end = load_named("lab_entropy:predicted_end", "columns")(None, log)
     assert end == pytest.approx(1 - (math.exp(0.2) + math.exp(0.1)) / 8)
@@ -183,3 +183,15 @@ def test_the_page_s_own_lab_is_one(tmp_path: Path) -> None:
     lab = Arms.read(str(tmp_path / "lab.yaml"))
     for arm in lab.said.arms:
         lab_config(numbers_read(read_recipe(lab.recipe(options()), lab.changes(arm, 0, options()))))
+
+
+def test_a_curve_of_the_evaluations_by_hand(tmp_path: Path) -> None:
+    """Logged every second step; an evaluation of step 3 has the tokens that were logged at step 2."""
+    log = [{"step": step, "rollout/generated": 100 * step} for step in (2, 4, 6, 8, 10, 12)]
+    for name, value in {"before": 0.1, "step_3": 0.2, "step_10": 0.4, "after": 0.5}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"greedy": {"accuracy": value}}))
+    found = evaluated(tmp_path, "greedy.accuracy", "curves.right", log)
+    assert found == [(0, 0.1), (200, 0.2), (1000, 0.4), (1200, 0.5)]
+    with pytest.raises(ValueError, match=r"`curves\.right` is 'greedy.ece': the evaluation's summary has no 'ece'"):
+        evaluated(tmp_path, "greedy.ece", "curves.right", log)
