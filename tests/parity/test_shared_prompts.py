@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import Tensor
+from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
@@ -84,14 +86,14 @@ def rows(case: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, torch.arange(width).expand_as(ids) + 3
 
 
-def gradients(model: Any, case: str, shared: bool) -> tuple[Tensor, list[Tensor]]:
+def gradients(model: Any, case: str, shared: bool | str) -> tuple[Tensor, list[Tensor]]:
     ids, labels, positions = rows(case)
     trainer = trainer_of(model)
     model.zero_grad()
     inner = getattr(model, "get_base_model", lambda: model)()
-    inner.set_attn_implementation("shared_prompt" if shared else "sdpa")
+    inner.set_attn_implementation(shared if isinstance(shared, str) else "shared_prompt" if shared else "sdpa")
     if shared:
-        packed = trl_bridge.packed_row(ids, labels, positions)
+        packed = trl_bridge.packed_row(ids, labels, positions, shared == trl_bridge.FLEX)
         assert packed is not None
         logps, entropy = trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)
     else:
@@ -102,9 +104,9 @@ def gradients(model: Any, case: str, shared: bool) -> tuple[Tensor, list[Tensor]
     return torch.stack([logps.detach(), entropy.detach()]), found
 
 
-def apart(model: Any, case: str) -> float:
+def apart(model: Any, case: str, shared: bool | str = True) -> float:
     """Largest difference of log-probs, entropies and gradients, relative to the largest of each."""
-    (one, first), (other, second) = gradients(model, case, False), gradients(model, case, True)
+    (one, first), (other, second) = gradients(model, case, False), gradients(model, case, shared)
     assert len(first) == len(second) > 0
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip([one, *first], [other, *second], strict=True))
 
@@ -120,6 +122,19 @@ def test_in_double_nothing_differs(family: str, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_in_float32_rounding_alone_differs(family: str, case: str) -> None:
     assert apart(network(family), case) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", CASES)
+def test_flex_attention_in_double(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask that a GPU's kernel gets, read by PyTorch's own unfused one, whose backward is refused on CPUs only
+    because nobody fused it there."""
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
+    unfused = torch.nn.attention.flex_attention.flex_attention
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: unfused)
+    with in_double(family), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is unfused
+        assert apart(network(family).double(), case, trl_bridge.FLEX) < 1e-10
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -265,7 +280,8 @@ def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, mon
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'"),
+    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'; prompts are shared by sdpa and flex_atten"),
+    "flex_attention, here": ({}, {"attn_implementation": "flex_attention"}, "has no backward on a CPU"),
     "sliding window": (
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {}, "sliding_attention",
     ),

@@ -26,7 +26,7 @@ class SharedPrompts:
     """Plans with a group's prompt once, and the log-probs of their bins. One per trainer.
 
     Unless the setting is ``off`` the attention of the model and of a reference is ``trl_bridge.SHARED_PROMPT`` for good
-    (``sdpa`` wherever no prompt is shared).
+    (``sdpa`` wherever no prompt is shared); a model with FlexAttention keeps that.
 
     Attributes:
         because: why no prompt is shared, "" where it may be.
@@ -46,7 +46,8 @@ class SharedPrompts:
                 f"each row computes its prompt: {self.because}", key="share_prompts", level=logging.INFO
             )
         for model in self._models() if self.may_be_shared else ():
-            _inner(model).set_attn_implementation(trl_bridge.SHARED_PROMPT)
+            if attention_of(model) != trl_bridge.FLEX:
+                _inner(model).set_attn_implementation(trl_bridge.SHARED_PROMPT)
 
     @property
     def may_be_shared(self) -> bool:
@@ -74,7 +75,8 @@ class SharedPrompts:
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         whole = part.shared and not self.because and part.attention_mask is None
-        packed = trl_bridge.packed_row(*part.inputs[:3]) if whole else None
+        flex = whole and attention_of(self._trainer.accelerator.unwrap_model(model)) == trl_bridge.FLEX
+        packed = trl_bridge.packed_row(*part.inputs[:3], flex) if whole else None
         if packed is None:
             return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
         return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
@@ -113,9 +115,13 @@ def why_unshared(model: nn.Module) -> str:
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"
     config: Any = inner.config.get_text_config()
-    used = config._attn_implementation
-    if used not in ("sdpa", trl_bridge.SHARED_PROMPT):
-        return f"the model's attention is {used!r}; prompts are shared by 'sdpa' (`attn_implementation`)"
+    used, served = attention_of(model), ("sdpa", trl_bridge.FLEX)
+    if used not in (*served, trl_bridge.SHARED_PROMPT):
+        return (
+            f"the model's attention is {used!r}; prompts are shared by {' and '.join(served)} (`attn_implementation`)"
+        )
+    if used == trl_bridge.FLEX and next(model.parameters()).device.type == "cpu":
+        return "FlexAttention has no backward on a CPU (`attn_implementation: sdpa`)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"the model has layers of {', '.join(others)}; all must be full attention"
@@ -131,6 +137,11 @@ def why_unshared(model: nn.Module) -> str:
         return moves_positions(model)
     rate = dropout_rate(model)
     return f"a dropout of {rate:g} is active, which draws other masks for other rows" if rate > 0 else ""
+
+
+def attention_of(model: nn.Module) -> str:
+    """The name under which transformers knows the model's attention."""
+    return str(_inner(model).config.get_text_config()._attn_implementation)
 
 
 def _of_run(trainer: StepPort) -> str:

@@ -5,6 +5,9 @@ prompt's last token with its position: its output scores the completion's first 
 so every completion token sees each prompt token exactly once. Prompt tokens attend causally among themselves; a
 completion's tokens attend to the whole prompt and causally to their own. All else in a transformer works token by
 token, so log-probs and gradients are those of the unshared rows, up to the order of sums.
+
+A model whose attention is ``flex_attention`` keeps it and gets all that as a `BlockMask`; any other's is ``sdpa``, and
+becomes `SHARED_PROMPT`, which calls it on rectangles.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import embedding
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,8 +31,8 @@ from grpo_lab.trainer.trl_bridge.forwards import score
 from grpo_lab.update import cheapest_cuts
 
 Ints = NDArray[np.int64]
-#: the name under which transformers knows the attention
-SHARED_PROMPT = "shared_prompt"
+#: the names under which transformers knows an attention that reads a packed row
+SHARED_PROMPT, FLEX = "shared_prompt", "flex_attention"
 #: keys of padding that one more call of attention is worth
 CALL = 512
 
@@ -59,7 +63,7 @@ class PackedRow:
 
     input_ids: Tensor
     position_ids: Tensor
-    tiles: Tiles
+    seen: Tiles | BlockMask
     scored: Tensor
     targets: Tensor
     home: Tensor
@@ -82,8 +86,9 @@ class _Sequence:
     keys: Ints
 
 
-def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> PackedRow | None:
-    """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``); None where nothing is scored.
+def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor, flex: bool = False) -> PackedRow | None:
+    """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``), for FlexAttention where ``flex``;
+    None where nothing is scored.
 
     A row's prompt is what stands before its first label, its completion ends with its last one: what comes after, a
     causal model's scored tokens cannot see. Rows share a prompt where its tokens and its first position are equal.
@@ -123,7 +128,7 @@ def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> Packe
     return PackedRow(
         input_ids.flatten()[of].unsqueeze(0),
         position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0),
-        _tiles(groups, length, input_ids.device),
+        (_block_mask if flex else _tiles)(groups, length, input_ids.device),
         there(scored),
         labels[:, 1:].flatten()[back],
         back,
@@ -148,6 +153,23 @@ def _tiles(groups: list[_Group], length: int, device: torch.device) -> Tiles:
         seen = None if causal else torch.from_numpy(_seen(held, queries.shape[1], keys.shape[1])).to(device)
         calls.append(Tile(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), seen))
     return Tiles(tuple(calls), torch.from_numpy(back).to(device))
+
+
+def _block_mask(groups: list[_Group], length: int, device: torch.device) -> BlockMask:
+    """Which keys a query sees, for FlexAttention: those of its group, not later, of the prompt or its own completion;
+    a head's key nobody."""
+    table = torch.zeros(3, length, dtype=torch.int32)
+    for number, group in enumerate(groups, 1):
+        table[:2, group.prompt] = number
+        for place, own in enumerate(group.completions, 1):
+            table[:2, own], table[2, own], table[1, own[0]] = number, place, 0
+    asks, holds, completion = table.to(device)
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        of_it = (completion[key] == 0) | (completion[key] == completion[query])
+        return (asks[query] == holds[key]) & (key <= query) & of_it
+
+    return create_block_mask(seen, None, None, length, length, device=str(device), _compile=device.type == "cuda")
 
 
 def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
@@ -176,10 +198,14 @@ def shared_log_probs(
     trainer: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
     """As ``completion_log_probs`` of the bin of ``shape`` ``[B, L]`` that was packed; the model's attention must be
-    ``SHARED_PROMPT``. Only scored positions leave the backbone, on every device."""
-    # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
-    inputs = {"attention_mask": packed.input_ids.new_ones(1, 1, 1, 1), "shared_prompts": packed.tiles}
-    inputs |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    ``SHARED_PROMPT``, or ``FLEX`` for a row that was packed for it. Only scored positions leave the backbone, on every
+    device."""
+    inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
+    if isinstance(packed.seen, Tiles):
+        # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
+        inputs |= {"attention_mask": packed.input_ids.new_ones(1, 1, 1, 1), "shared_prompts": packed.seen}
+    else:
+        inputs["attention_mask"] = packed.seen
     output = score(trainer, model, inputs, packed.scored, packed.targets.unsqueeze(0))
 
     def spread(values: Tensor) -> Tensor:
