@@ -186,3 +186,8 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = (whole[:, :, :length] for whole in self.whole)
         for kept, whole in zip((self.keys, self.values), before, strict=True):  # the room behind them holds nothing yet
             kept.copy_(whole[:, :, :length].index_select(0, indices))
+
+    def _another_way(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("rows of this cache are chosen by batch_select_indices alone")
+
+    crop = reorder_cache = batch_repeat_interleave = _another_way

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor
 from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.models.llama import modeling_llama
@@ -149,8 +150,6 @@ def test_gradient_checkpointing_computes_the_packed_row_again(reentrant: bool) -
 
 
 def test_an_adapter() -> None:
-    from peft import LoraConfig, get_peft_model
-
     with in_double("Qwen2"):
         model = get_peft_model(network("Qwen2"), LoraConfig(r=4, init_lora_weights=False)).double()
         assert apart(model, "two groups and a row of its own") < 1e-10
@@ -216,10 +215,12 @@ def trained(tiny: Path, out: Path, share: str, **changes: Any) -> Run:
     return train(LabTrainer, args, tiny, **peft)
 
 
+ADAPTER = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"])
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "two passes, KL": {"num_iterations": 2, "beta": 0.04},
+    "an adapter, KL, gradient checkpointing": {"beta": 0.04, "gradient_checkpointing": True, "peft_config": ADAPTER},
     "bins of several generations": {
         "per_device_train_batch_size": 4, "steps_per_generation": 1, "gradient_accumulation_steps": 3,
     },
@@ -323,8 +324,6 @@ def test_served_families_are_not_refused() -> None:
 
 
 def test_prompt_tuning_is_refused() -> None:
-    from peft import PrefixTuningConfig, get_peft_model
-
     model = get_peft_model(network("Qwen2"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     assert "PEFT drops position ids" in why_unshared(model)
 

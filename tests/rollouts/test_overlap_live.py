@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,13 @@ def test_the_server_s_log_probs_are_of_the_policy_that_the_rows_name(
     assert [row["rollout/staleness"] for row in logged] == [0, 1, 1, 1, 1]
 
 
-def test_killed_in_the_background(server: Server, model: str, tmp_path: Path) -> None:
+def test_killed_in_the_background_and_gone_on_with(server: Server, model: str, tmp_path: Path) -> None:
     """The last test of this server: 0.1 s into the third batch, while the second trains. The run ends in its third
-    step, with a checkpoint of the second."""
-    trainer = overlapped(tmp_path, model, server, max_completion_length=200)
-    client = trainer.vllm_generation.vllm_client
+    step, with a checkpoint of the second; with the next server at that address it goes on from there, asks for the lost
+    batch again, and every prompt of the five steps is trained on once."""
+    settings = {"max_completion_length": 200, "save_strategy": "steps", "save_steps": 5}
+    trainer = overlapped(tmp_path, model, server, **settings)
+    client, rows = trainer.vllm_generation.vllm_client, Rows(trainer)
     begin, begun = client.begin, [0]
 
     def begin_and_kill(*args: Any, **arguments: Any) -> None:
@@ -98,4 +101,20 @@ def test_killed_in_the_background(server: Server, model: str, tmp_path: Path) ->
     client.begin = begin_and_kill
     with pytest.raises(ServerGone, match=r"A checkpoint of step 2 was written"):
         trainer.train()
-    assert (tmp_path / "out" / "checkpoint-2" / "model.safetensors").is_file()
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    assert (checkpoint / "model.safetensors").is_file()
+
+    following = Server(server.options, log=tmp_path / "log", start_timeout=300).start()
+    try:
+        resumed = overlapped(tmp_path, model, following, **settings)
+        others = Rows(resumed)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    finally:
+        following.stop()
+    assert [step["step"] for step in (*rows.steps, *others.steps)] == [1, 2, 3, 4, 5]
+    assert rows.versions + others.versions == [0, 0, 2, 2, 3]
+    counted = Counter(prompt for step in (*rows.steps, *others.steps) for prompt in step["prompts"])
+    assert len(counted) == 10
+    assert set(counted.values()) == {4}
+    gaps = [row["rollout/sync_gap"] for row in resumed.state.log_history if "rollout/sync_gap" in row]
+    assert max(gaps) < 1e-4

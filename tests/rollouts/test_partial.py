@@ -4,11 +4,13 @@ each token by what stands before it, and is set beside what was trained on. With
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,10 +219,43 @@ def test_two_epochs_lose_and_double_nothing(tiny: Any, tmp_path: Path) -> None:
     assert trainer.args.vllm_importance_sampling_mode == "token_truncate"
 
 
+class Killed(Exception):
+    pass
+
+
+class KilledAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed
+
+
 @pytest.mark.slow
-def test_200_steps_lose_and_double_nothing(tiny: Any, tmp_path: Path) -> None:
-    _, rows, engine = trained(tmp_path, tiny, max_steps=200, learning_rate=0.5)
-    check_books(rows.steps, engine, 200 / 12)
+def test_200_steps_and_two_resumes_lose_and_double_nothing(tiny: Any, tmp_path: Path) -> None:
+    """Killed in steps 75 and 143, gone on with from the checkpoints of 70 and 140: the books are of rows that count,
+    and of what the engine drew for them. What waits at a checkpoint was drawn before it and is trained on after it."""
+    steps, segments, synced_at, resume = list[Any](), list[Any](), list[int](), None
+    for first, last, killed in ((0, 70, 75), (70, 140, 143), (140, 200, 0)):
+        with stand_in(copy.deepcopy(tiny[0])) as engine:
+            engine.stop, engine.end = ends_at_random(0.2), tiny[1].eos_token_id
+            saved = {**PARTIAL, "save_strategy": "steps", "save_steps": 70, "max_steps": 200, "learning_rate": 0.5}
+            trainer = build(tmp_path / str(first), copy.deepcopy(tiny[0]), tiny[1], **saved)
+            engine.step = lambda of=trainer: int(of.state.global_step)
+            rows = Rows(trainer)
+            trainer.add_callback(KilledAt(killed))
+            with pytest.raises(Killed) if killed else contextlib.nullcontext():
+                trainer.train(resume_from_checkpoint=resume)
+        counts = [sync for sync, step in enumerate(engine.synced_at, 1) if first <= step < last]
+        shift = len(synced_at) + 1 - counts[0]
+        segments += [(*drawn, sync + shift) for *drawn, sync in engine.segments if sync in counts]
+        synced_at += [engine.synced_at[sync - 1] for sync in counts]
+        steps += [step for step in rows.steps if first < step["step"] <= last]
+        resume = str(tmp_path / str(first) / "out" / f"checkpoint-{last}")
+    assert [step["step"] for step in steps] == [*range(1, 201)]
+    books: Any = SimpleNamespace(segments=segments, synced_at=synced_at, end=tiny[1].eos_token_id)
+    check_books(steps, books, 200 / 12)
 
 
 def test_the_oldest_are_trained_on_first(tiny: Any, tmp_path: Path) -> None:
