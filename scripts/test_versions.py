@@ -4,9 +4,9 @@
     python scripts/test_versions.py oldest         # one
 
 Each row gets a virtual environment of its own under ``build/versions/`` (kept; a second call only tests), the package
-installed from this checkout with the row's pins, and three suites: the contract with TRL's private names, the parity of
-our objectives with TRL's, and the drop-in runs. Prints a table, and writes it between the marks of
-docs/compatibility.md once every row has been run.
+installed from this checkout with the row's pins, and five suites: the contract with TRL's private names, the parity of
+our objectives with TRL's, the drop-in runs, prompts that are computed once, and generation by groups. Prints a table,
+and writes it between the marks of docs/compatibility.md once every row has been run.
 
 TRL 1.15 computes log-probs with Triton alone, so that neither TRL nor this package can train on a machine without a
 GPU; where there is none, its ``trl/kernels`` is replaced by that of 1.16, which has the same kernel in plain torch.
@@ -33,6 +33,8 @@ SUITES = {
     "contract": ["tests/contract"],
     "parity": ["tests/parity/test_presets.py", "tests/parity/test_exact_update.py"],
     "drop-in": ["tests/parity/test_drop_in.py"],
+    "shared prompts": ["tests/parity/test_shared_prompts.py"],
+    "generation": ["tests/unit/test_generate.py", "tests/rollouts/test_transformers_engine.py"],
 }
 SHOWN = ("trl", "transformers", "peft", "accelerate", "datasets", "math-verify")
 TORCH = "torch==2.13.0"

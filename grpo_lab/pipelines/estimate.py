@@ -183,7 +183,9 @@ class Estimates:
                 parts["reference"] = states(model, launch, trained=False)
             tokens, half = rows * (prompt + length), s["bf16"] is not False or bool(s["fp16"])
             parts["trained"] = states(model, launch, half=half)
-            parts["activations"] = activations(model, tokens, s["gradient_checkpointing"], half)
+            named = s.get("activation_checkpointing")  # transformers' name from 5.23 on, which goes before the old one
+            again = s["gradient_checkpointing"] if named is None else named
+            parts["activations"] = activations(model, tokens, again, half)
             parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
         self.most = max(self.most, sum(parts.values()))
         each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())

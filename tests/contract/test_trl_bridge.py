@@ -29,6 +29,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer import utils as trl_utils
 
 import grpo_lab.trainer as room
+from grpo_lab import LabConfig
 from grpo_lab.objectives import sampler_correction
 from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
@@ -627,3 +628,17 @@ def test_what_a_critic_inside_the_policys_module_relies_on() -> None:
     ]
     assert "sync_target_model(" in inspect.getsource(SyncRefModelCallback.on_step_end)
     assert "state_dict" in inspect.signature(PreTrainedModel.save_pretrained).parameters
+
+
+def test_checkpointing_has_either_name(tmp_path: Path) -> None:
+    """transformers 5.23 renamed `gradient_checkpointing`. TRL and we read the old name, which mirrors the new one there;
+    a release that does not know the new one refuses it."""
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    assert LabConfig(**settings).gradient_checkpointing is True  # TRL's default
+    if "activation_checkpointing" not in {one.name for one in dataclasses.fields(LabConfig)}:
+        with pytest.raises(TypeError, match="activation_checkpointing"):
+            LabConfig(**settings, activation_checkpointing=True)
+        return
+    for wanted in (True, False):
+        assert LabConfig(**settings, activation_checkpointing=wanted).gradient_checkpointing is wanted
+        assert LabConfig(**settings, gradient_checkpointing=wanted).activation_checkpointing is wanted

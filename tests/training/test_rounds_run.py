@@ -12,8 +12,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import forked
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.engines.generate import generate_by_groups
+from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.recipe.sections import EvaluationSection
+from grpo_lab.settings import read
+from grpo_lab.stages.evaluate import evaluate_saved_model
 from grpo_lab.trainer.supervised.methods import implicit_weight, train_by
 from tolerance import log_prob_gap
 from training.curation_rewards import brief
@@ -141,6 +147,43 @@ def test_pairs_by_rounds_and_more_rounds_than_were_asked_for(
     }
     done = run_rounds(rounds_recipe_from(recipe(tiny_folder, **simpo)))
     assert 0 < done[1]["weight_last"] < 1
+
+
+@pytest.mark.slow
+def test_training_evaluation_curation_and_rounds_generate_by_groups(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group's prompts stand together in every call, so that they are read once."""
+    calls, ours = list[tuple[int, int]](), generate_by_groups
+
+    def seen(stock: Any, model: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        calls.append((len(input_ids), len(input_ids.unique_consecutive(dim=0))))
+        return ours(stock, model, input_ids, *rest, **more)
+
+    def groups_of(size: int) -> bool:
+        found, calls[:] = calls[:], []
+        return bool(found) and all(rows == prompts * size for rows, prompts in found)
+
+    monkeypatch.chdir(tmp_path)
+    for place in ("engines.generate", "trainer.generation.in_step"):
+        monkeypatch.setattr(f"grpo_lab.{place}.generate_by_groups", seen)
+    few = recipe(tiny_folder, evaluation=None, n_samples=4, rounds={"count": 1, "questions": 8})
+    few |= {"training": {**TRAINING, "max_steps": 1}, "method": "rft"}
+    run_rounds(rounds_recipe_from(few))
+    assert groups_of(4)
+    own = {name: few[name] for name in ("name", "model", "data", "reward", "max_completion_length", "use_cpu")}
+    curate(curation_recipe_from({**own, "n_samples": 2, "output_dir": "chosen", "filters": {"band": {}}}))
+    assert groups_of(2)
+    held_out = {"data": {**DATA, "n": 8}, "reward": few["reward"], "max_new_tokens": 4}
+    section = read(EvaluationSection, {**held_out, "n_samples": 3}, "evaluation")
+    evaluate_saved_model(str(tiny_folder), section, None, use_cpu=True, seed=0)
+    assert [rows // prompts for rows, prompts in calls] == [1, 3]
+    calls.clear()
+    shape = {"per_device_train_batch_size": 12, "num_generations": 6, "max_completion_length": 4, "max_steps": 1}
+    args = LabConfig("rl", objective="dr_grpo", use_cpu=True, bf16=False, save_strategy="no", report_to="none", **shape)
+    rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 ="]})
+    LabTrainer(str(tiny_folder), lambda completions, **_: [float(len(one)) for one in completions], args, rows).train()
+    assert groups_of(6)
 
 
 def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> tuple[float, int]:
