@@ -631,7 +631,7 @@ def test_what_a_critic_inside_the_policys_module_relies_on() -> None:
 
 
 def test_checkpointing_has_either_name(tmp_path: Path) -> None:
-    """transformers 5.23 renamed `gradient_checkpointing`. TRL and we read the old name, which mirrors the new one there;
+    """transformers 5.23 renamed `gradient_checkpointing`. TRL and we read the old name, which mirrors the new one;
     a release that does not know the new one refuses it."""
     settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
     assert LabConfig(**settings).gradient_checkpointing is True  # TRL's default
