@@ -1,5 +1,5 @@
 """The labs' tables into docs/labs.md, between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->``,
-and their figures into docs/images.
+their figures into docs/images, and a line of each into docs/measured.md.
 
 python scripts/lab_tables.py [RUNS]     of every lab that has RUNS/NAME/table.md (RUNS: runs/labs); other blocks stay
 """
@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- lab ([\w-]+): begin -->\n).*?(?=<!-- lab \2: end -->)", re.DOTALL)
+PAGE, MEASURED = ROOT / "docs" / "labs.md", ROOT / "docs" / "measured.md"
+BLOCK = re.compile(r"(<!-- lab ([\w-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
+LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTALL)
+SAID = {"overoptimisation": "truth"}
+"""Lab → the column of its table that docs/measured.md shows, where that is not the first."""
 
 
 def page_with(text: str, runs: Path) -> str:
@@ -25,8 +29,22 @@ def page_with(text: str, runs: Path) -> str:
     return BLOCK.sub(block, text)
 
 
+def measured_with(text: str, page: str) -> str:
+    """``text`` with a line for each lab of ``page``, docs/labs.md: one column of its table, without single seeds."""
+    lines = ["| lab | what | by arm, mean ± 95% interval over seeds |", "|---|---|---|"]
+    for _, name, block in BLOCK.findall(page):
+        rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
+        if len(rows) > 2:
+            at = rows[0].index(SAID.get(name, rows[0][2]))
+            shown = [f"{row[0]} {row[at].partition(' (')[0]}" for row in rows[2:]]
+            lines.append(f"| [{name}](labs.md) | {rows[0][at]}, {rows[-1][1]} seeds | {'; '.join(shown)} |")
+    return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
+
+
 if __name__ == "__main__":
-    page, runs = ROOT / "docs" / "labs.md", Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"])
-    page.write_text(page_with(page.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    runs = Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"])
+    PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
     for figure in runs.glob("*/curves.png"):
         shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{figure.parent.name}.png")
+    measured = measured_with(MEASURED.read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8"))
+    MEASURED.write_text(measured, encoding="utf-8")

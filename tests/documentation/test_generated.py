@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import lab_tables
 import measured_runs
 import pytest
 import reference_pages
@@ -26,11 +27,26 @@ MADE: dict[Path, Callable[[], str]] = {
         for page in measured_runs.PAGES
     },
 }
+MEASURED = lab_tables.MEASURED.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", MADE, ids=lambda page: page.name)
 def test_it_is_what_its_generator_makes(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == MADE[page](), "run `make docs-index`"
+
+
+def test_what_labs_measured_is_said_once() -> None:
+    assert lab_tables.measured_with(MEASURED, lab_tables.PAGE.read_text(encoding="utf-8")) == MEASURED, "lab_tables.py"
+
+
+def test_a_lab_s_line_by_hand() -> None:
+    page = (
+        "<!-- lab coin: begin -->\n| arm | seeds | accuracy | tokens |\n| --- | --- | --- | --- |\n"
+        "| (start) | – | 0.250 | 5.0 |\n| a coin | 2 | 0.300 ± 0.100 (0.290, 0.310) | 6.0 |\n\nAfter:\n\n| arm | x |\n"
+        "<!-- lab coin: end -->\n<!-- lab none: begin -->\nNot measured yet.\n\n<!-- lab none: end -->"
+    )
+    found = lab_tables.measured_with("<!-- labs: begin -->\nold\n<!-- labs: end -->", page).splitlines()
+    assert found[3:-1] == ["| [coin](labs.md) | accuracy, 2 seeds | (start) 0.250; a coin 0.300 ± 0.100 |"]
 
 
 def test_what_make_train_prints_in_the_readme_is_the_record_of_seed_0() -> None:

@@ -129,9 +129,9 @@ def test_the_entropy_labs_curve_is_the_law_of_its_first_third() -> None:
     assert curve == [(10 * i, pytest.approx(1 - math.exp(entropies[i]) / 4)) for i in range(3, 9)]
     end = load_named("lab_entropy:predicted_end", "columns")(None, log)
     assert end == pytest.approx(1 - (math.exp(0.2) + math.exp(0.1)) / 8)
-    assert lab.curve("predicted", "lab_entropy:predicted", log[:4]) == []  # two rollouts
+    assert lab.curve("predicted", "lab_entropy:predicted", log[:4], Path("nowhere")) == []  # two rollouts
     assert math.isnan(load_named("lab_entropy:predicted_end", "columns")(None, []))
-    measured = lab.curve("pass@1", "rewards/accuracy_reward/mean", log)
+    measured = lab.curve("pass@1", "rewards/accuracy_reward/mean", log, Path("nowhere"))
     assert [place for place, _ in measured] == [10 * i for i in range(9)]
 
 
