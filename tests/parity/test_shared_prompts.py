@@ -27,7 +27,7 @@ from trl.trainer import utils as trl_utils
 from golden.in_double import Head, _angles, _norm
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.exactness.shared_prompts import why_unshared
+from grpo_lab.trainer.exactness.shared_prompts import _of_run, why_unshared
 from grpo_lab.trainer.trl_bridge import shared_attention
 from parity.harness import Run, arguments, movement_bound, movement_difference, train, weight_difference
 
@@ -282,7 +282,6 @@ def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, mon
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'; prompts are shared by sdpa and flex_atten"),
-    "flex_attention, here": ({}, {"attn_implementation": "flex_attention"}, "has no backward on a CPU"),
     "sliding window": (
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {}, "sliding_attention",
     ),
@@ -321,6 +320,15 @@ def test_families_that_cannot_be_served(family: str, config: dict[str, Any], wor
 
 def test_served_families_are_not_refused() -> None:
     assert [why_unshared(network(family)) for family in FAMILIES] == ["", "", ""]
+
+
+def test_flex_attention_is_served_but_on_a_cpu() -> None:
+    model = network("Qwen2")
+    model.set_attn_implementation(trl_bridge.FLEX)
+    run = trainer_of(model)
+    run.lab_settings = SimpleNamespace(update=SimpleNamespace(is_off=False))
+    run.algorithm = SimpleNamespace(value=None)
+    assert (why_unshared(model), _of_run(run).split(" (")[0]) == ("", "FlexAttention has no backward on a CPU")
 
 
 def test_prompt_tuning_is_refused() -> None:

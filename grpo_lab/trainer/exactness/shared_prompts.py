@@ -120,8 +120,6 @@ def why_unshared(model: nn.Module) -> str:
         return (
             f"the model's attention is {used!r}; prompts are shared by {' and '.join(served)} (`attn_implementation`)"
         )
-    if used == trl_bridge.FLEX and next(model.parameters()).device.type == "cpu":
-        return "FlexAttention has no backward on a CPU (`attn_implementation: sdpa`)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"the model has layers of {', '.join(others)}; all must be full attention"
@@ -139,9 +137,10 @@ def why_unshared(model: nn.Module) -> str:
     return f"a dropout of {rate:g} is active, which draws other masks for other rows" if rate > 0 else ""
 
 
-def attention_of(model: nn.Module) -> str:
-    """The name under which transformers knows the model's attention."""
-    return str(_inner(model).config.get_text_config()._attn_implementation)
+def attention_of(model: nn.Module) -> str | None:
+    """The name under which transformers knows the model's attention; None for a model of another library."""
+    inner = _inner(model)
+    return inner.config.get_text_config()._attn_implementation if isinstance(inner, PreTrainedModel) else None
 
 
 def _of_run(trainer: StepPort) -> str:
@@ -149,6 +148,9 @@ def _of_run(trainer: StepPort) -> str:
         return "`update` is off"
     if trainer.algorithm.value is not None:
         return "a critic (`value`) reads the prompt's last place in every row"
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if attention_of(model) == trl_bridge.FLEX and trainer.accelerator.device.type == "cpu":
+        return "FlexAttention has no backward on a CPU (`attn_implementation: sdpa`)"
     kind, sharded = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator, "is_fsdp2", False)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not sharded:
         return f"it was not tested with weights in parts by {kind} (DDP and FSDP2 are)"
