@@ -261,7 +261,8 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
     """Greedy held-out answers of the policy every so many steps, by all ranks and the engine of the rollouts."""
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
-        policy, self.every, self.folder = PolicySampler(trainer), section.every, folder / "evaluation"
+        policy = PolicySampler(trainer, bool(section.log_probs))
+        self.every, self.folder = section.every, folder / "evaluation"
         held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
         writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
         own, *_ = held_out.ways.values()

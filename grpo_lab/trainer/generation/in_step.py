@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from trl import GRPOTrainer
 from grpo_lab.engines.generate import generate_by_groups, not_by_groups
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
+from grpo_lab.engines.weights.proof import forward_logprobs
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -38,10 +40,18 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
 
 
 class PolicySampler:
-    """The policy in training as a `Sampler` of greedy answers; no random number is drawn, no metric recorded."""
+    """The policy in training as a `Sampler` of greedy answers; no random number is drawn, no metric recorded.
+    ``logprobs``: the policy's own of each answer, a forward a row. ValueError: they are asked for, and no process has
+    all weights."""
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer, logprobs: bool = False) -> None:
         self.trainer, self.tokenizer, self.stops = trainer, trainer._tokenizer, list(trainer.eos_token_ids)
+        self.logprobs = logprobs
+        if logprobs and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                "`evaluation.log_probs` with `evaluation.every` needs all weights on each process, and FSDP or "
+                "DeepSpeed keeps them in parts; leave one of the two out"
+            )
         engine = (
             trainer.vllm_generation.llm.llm_engine if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
         )
@@ -66,6 +76,13 @@ class PolicySampler:
             stack.callback(trainer.model.train, training)
             trainer.model.eval()  # the sync is proven on training's own batches
             made = generate_in_step(trainer, [list(ids) for ids in prompts], [self.stops[:1]], 1, max_new_tokens)
+            if self.logprobs:
+                model = trainer.accelerator.unwrap_model(trainer.model)
+                with torch.no_grad():  # a row alone, as after the training
+                    scored = [
+                        forward_logprobs(model, [ids], [one.ids])[0] for ids, one in zip(prompts, made, strict=True)
+                    ]
+                made = [replace(one, logprobs=own) for one, own in zip(made, scored, strict=True)]
         return [[completion] for completion in made]
 
 
