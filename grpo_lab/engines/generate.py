@@ -11,6 +11,7 @@ them, a stretch at a time, out of transformers' own cache. Which ones are drawn 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -79,24 +80,35 @@ def _one_number_a_draw() -> Iterator[None]:
     """Inside, and in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a row: the
     first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a quarter of a
     small model's generation. Where p is not finite torch is asked, and says so."""
-    theirs, thread = torch.multinomial, threading.get_ident()
-
-    def draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
-        ours = num_samples == 1 and probs.device.type == "cpu" and threading.get_ident() == thread
-        if not ours or rest or more:
-            return theirs(probs, num_samples, *rest, **more)
-        up_to = probs.cumsum(-1, dtype=torch.float64)
-        whole = up_to[..., -1:]
-        if not bool(whole.isfinite().all() and (whole > 0).all()):
-            return theirs(probs, num_samples)
-        below = (torch.rand_like(whole) * whole).minimum(whole.nextafter(torch.zeros_like(whole)))
-        return torch.searchsorted(up_to, below, right=True)
-
-    torch.multinomial = draw  # type: ignore[assignment]
+    thread = threading.get_ident()
+    with _LOCK:
+        if not +_INSIDE:
+            torch.multinomial = _draw  # type: ignore[assignment]
+        _INSIDE[thread] += 1
     try:
         yield
     finally:
-        torch.multinomial = theirs
+        with _LOCK:
+            _INSIDE[thread] -= 1
+            if not +_INSIDE:
+                _INSIDE.clear()
+                torch.multinomial = _THEIRS
+
+
+#: torch's own draw; the threads that are inside `_one_number_a_draw`, and how deep
+_THEIRS, _LOCK, _INSIDE = torch.multinomial, threading.Lock(), Counter[int]()
+
+
+def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
+    ours = num_samples == 1 and probs.device.type == "cpu" and _INSIDE[threading.get_ident()] > 0
+    if not ours or rest or more:
+        return _THEIRS(probs, num_samples, *rest, **more)
+    up_to = probs.cumsum(-1, dtype=torch.float64)
+    whole = up_to[..., -1:]
+    if not bool(whole.isfinite().all() and (whole > 0).all()):
+        return _THEIRS(probs, num_samples)
+    below = (torch.rand_like(whole) * whole).minimum(whole.nextafter(torch.zeros_like(whole)))
+    return torch.searchsorted(up_to, below, right=True)
 
 
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
@@ -162,7 +174,7 @@ def _prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> Dyna
 
 class _WithRoom(DynamicLayer):  # type: ignore[misc]
     """transformers' layer, whose tensors are the first part of larger ones: a token is written behind the others, and
-    they stay where they are."""
+    they stay where they are. The larger ones have twice the room whenever there is none left, at most ``length``."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -171,14 +183,22 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            shapes = [(*new.shape[:2], self.length, new.size(3)) for new in (key_states, value_states)]
-            self.whole = [key_states.new_empty(shape) for shape in shapes]
+            self.whole = [new[:, :, :0] for new in (key_states, value_states)]
         before = self.get_seq_length()
         after = before + key_states.size(2)
+        if after > self.whole[0].size(2):
+            room = max(after, min(self.length, 2 * after))
+            self.whole = [self._with_room(whole, before, room) for whole in self.whole]
         for whole, new in zip(self.whole, (key_states, value_states), strict=True):
             whole[:, :, before:after] = new
         self.keys, self.values = (whole[:, :, :after] for whole in self.whole)
         return self.keys, self.values
+
+    @staticmethod
+    def _with_room(whole: Tensor, held: int, room: int) -> Tensor:
+        larger = whole.new_empty(*whole.shape[:2], room, whole.size(3))
+        larger[:, :, :held] = whole[:, :, :held]
+        return larger
 
     def batch_select_indices(self, indices: Tensor) -> None:
         length, before = self.get_seq_length(), self.whole

@@ -193,10 +193,11 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def spread(values: Sequence[float]) -> str:
     """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
     values = [value for value in values if not math.isnan(value)]
-    said = [f"{value:.3f}" for value in values]
+    form = ",.0f" if any(abs(value) >= 1000 for value in values) else ".3f"
+    said = [format(value, form) for value in values]
     if len(values) < 2:
         return said[0] if said else "–"
-    return f"{fmean(values):.3f} ± {half_width_over_seeds(values) or 0.0:.3f} ({', '.join(said)})"
+    return f"{fmean(values):{form}} ± {half_width_over_seeds(values) or 0.0:{form}} ({', '.join(said)})"
 
 
 def table(found: Found) -> str:

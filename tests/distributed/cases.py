@@ -39,6 +39,7 @@ class Case:
 
     reward: ``mixed``: a third of the groups dead; ``sparse``: three quarters of them, so that ranks and whole steps are
     dead; ``group``: a correctness reward and group rewards on top of it. stock: stock TRL's trainer instead of ours.
+    adapter: LoRA alone is trained.
     per_world: which rows make a step differs by world (TRL shuffles a rank's rows before it cuts them into steps).
     """
 
@@ -49,6 +50,7 @@ class Case:
     stock: bool = False
     exact: bool = True
     per_world: bool = False
+    adapter: bool = False
 
     def spec(self, processes: int) -> dict[str, Any]:
         return {
@@ -56,6 +58,7 @@ class Case:
             "args": {**self.args, **self.layout.arguments(processes)},
             "reward": self.reward,
             "stock": self.stock,
+            "adapter": self.adapter,
         }
 
 
@@ -81,6 +84,7 @@ CASES = [
         {"objective": "dapo", "beta": 0.04, "num_iterations": 2, "gradient_checkpointing": True}
         | {"update": {"share_prompts": "on"}, "max_steps": 6},
     ),
+    Case("shared-prompts-adapter", SPLIT, {"objective": "dr_grpo", "update": {"share_prompts": "on"}}, adapter=True),
     Case("clipped-checkpointed", SPLIT, {"objective": "dapo", "max_grad_norm": 0.1, "gradient_checkpointing": True}),
     Case("truncated-masked", SPLIT, {"objective": "grpo", "mask_truncated_completions": True}),
     *(

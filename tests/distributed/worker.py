@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from accelerate.utils import gather_object
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -96,6 +97,7 @@ def build(model_folder: str, out: Path, run: dict[str, Any], accuracy: Accuracy)
         args=(GRPOConfig if run["stock"] else LabConfig)(**settings),
         train_dataset=problems(24),
         processing_class=tokenizer,
+        peft_config=LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"]) if run.get("adapter") else None,
         rollout_func=ScriptedRollout(
             range(20, 90), (3, 5, 9, 14, 21, 30), end_id=tokenizer.eos_token_id, truncated_share=0.2
         ),

@@ -61,7 +61,7 @@ def network(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **changes)
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **heads, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     trl_utils.add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     return model.train()
@@ -136,6 +136,14 @@ def test_flex_attention_in_double(family: str, case: str, monkeypatch: pytest.Mo
     with in_double(family), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it is unfused
         assert apart(network(family).double(), case, trl_bridge.FLEX) < 1e-10
+
+
+def test_values_of_another_size_than_keys() -> None:
+    """Latent attention (DeepSeek): heads of 12 for queries and keys, of 6 for values."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    model = network("DeepseekV3", **latent, num_key_value_heads=4, first_k_dense_replace=3, head_dim=4)
+    assert why_unshared(model) == ""
+    assert apart(model, "two groups and a row of its own") < 1e-5
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -277,6 +285,14 @@ def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, mon
         trained(tiny_folder, tmp_path / "on", "on")
     auto = trained(tiny_folder, tmp_path / "auto", "auto")
     assert movement_difference(auto, off) <= movement_bound(off), "its first step is right, too"
+
+    def cannot(*_: Any, **__: Any) -> Any:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(shared_attention, "score", cannot)
+    failed = trained(tiny_folder, tmp_path / "failed", "auto", max_steps=2)
+    said = failed.trainer.exact_update.described()["share_prompts"]
+    assert said == "no: Qwen2ForCausalLM has no forward for a packed row (TypeError: no such argument)"
     assert auto.trainer.exact_update.described()["share_prompts"].startswith("no: a log-prob of the first shared bin")
 
 

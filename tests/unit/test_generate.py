@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,6 +325,15 @@ def test_groups_that_cannot_be_had_are_an_error_and_a_drop_in_is_left_alone() ->
     with pytest.raises(ValueError, match=r"`rollout.generate` is 'groups', and its cache is no plain one"):
         inside("groups", "dr_grpo", sliding)
     inside("auto", "dr_grpo", sliding)
+    model.train()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    assert inside("auto", "dr_grpo", model) == stock
+    with pytest.raises(ValueError, match="'groups', and dropout is active, which a prompt that is read once would sha"):
+        inside("groups", "dr_grpo", model)
+    model.eval()
+    assert inside("auto", "dr_grpo", model).func is generate_by_groups
     model.generation_config.forced_eos_token_id = END  # the last of every stretch
     with pytest.raises(ValueError, match=r"'groups', and the model's own generation config asks for \['forced_eos_tok"):
         inside("groups", "dr_grpo", model)
@@ -336,3 +346,39 @@ def test_one_token_prompts_and_one_token_completions() -> None:
     out, scores = made(model, ids, torch.ones_like(ids), 1)
     assert out.shape == (3, 2)
     assert scores.gap < ROUNDED
+
+
+def test_threads_that_overlap_leave_torchs_draw_behind() -> None:
+    """The second comes before the first goes, and goes after it."""
+    theirs, second_in, first_out = torch.multinomial, Event(), Event()
+
+    def second() -> None:
+        with generate._one_number_a_draw():
+            second_in.set()
+            assert first_out.wait(60)
+
+    with ThreadPoolExecutor(1) as other:
+        with generate._one_number_a_draw():
+            done = other.submit(second)
+            assert second_in.wait(60)
+        first_out.set()
+        done.result()
+    assert torch.multinomial is theirs
+
+
+def test_the_cache_has_room_for_what_is_there_not_for_what_might_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of 10,000 tokens and an end within a few: at most twice what is held."""
+    rooms, ours = list[tuple[int, int]](), generate._WithRoom.update
+
+    def seen(layer: Any, *given: Any, **more: Any) -> Any:
+        found = ours(layer, *given, **more)
+        rooms.append((layer.whole[0].size(2), found[0].size(2)))
+        return found
+
+    monkeypatch.setattr(generate._WithRoom, "update", seen)
+    model, (ids, mask) = model_of(max_position_embeddings=20_000), prompts(2, 2)
+    with torch.no_grad():
+        model.lm_head.weight[END] += 1.0
+    out, _ = made(model, ids, mask, 10_000)
+    assert out.size(1) < 1000
+    assert all(held <= room <= 2 * held for room, held in rooms)

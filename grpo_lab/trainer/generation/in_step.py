@@ -20,6 +20,7 @@ from grpo_lab.engines.generate import generate_by_groups, not_by_groups
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
 from grpo_lab.engines.weights.proof import forward_logprobs
+from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dropout_rate
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -32,7 +33,11 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     if engine or how == "stock" or (how == "auto" and trainer.lab_settings.objective is None):
         return nullcontext()
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    if how == "groups" and (reason := not_by_groups(model, trainer.generation_config)):
+    drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
+    if drops and how == "auto":
+        return nullcontext()
+    reason = "dropout is active, which a prompt that is read once would share" if drops else None
+    if how == "groups" and (reason := reason or not_by_groups(model, trainer.generation_config)):
         raise ValueError(
             f"`rollout.generate` is 'groups', and {reason}: leave it out, and transformers makes every row"
         )

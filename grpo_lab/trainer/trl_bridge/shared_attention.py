@@ -232,7 +232,7 @@ def shared_prompt_attention(
 
     def at(part: int, places: Tensor) -> Tensor:  # [m, heads, length, d]
         taken = embedding(places, flat[part])  # as index_select, with a faster backward on a CPU
-        taken = taken.unflatten(2, (-1, query.size(3))).transpose(1, 2)
+        taken = taken.unflatten(2, (-1, (query, key, value)[part].size(3))).transpose(1, 2)
         return taken if part == 0 else repeat_kv(taken, repeats)
 
     made = []
@@ -240,7 +240,7 @@ def shared_prompt_attention(
         sequences = at(0, tile.queries), at(1, tile.keys), at(2, tile.keys)
         found = attend(*sequences, attn_mask=tile.seen, is_causal=tile.seen is None, scale=scaling)
         made.append(found.transpose(1, 2).flatten(2).flatten(0, 1))
-    return embedding(shared_prompts.back, torch.cat(made)).unflatten(1, (-1, query.size(3))).unsqueeze(0), None
+    return embedding(shared_prompts.back, torch.cat(made)).unflatten(1, (-1, value.size(3))).unsqueeze(0), None
 
 
 AttentionInterface.register(SHARED_PROMPT, shared_prompt_attention)
