@@ -141,7 +141,8 @@ def train(model_folder: str, out: Path, run: dict[str, Any]) -> None:
     seen = gather_object(
         [{"tables": trainer.__dict__.get("tables", []), "local_rows": accuracy.local_rows, "error": error}]
     )
-    weights, share = whole_weights(trainer.accelerator.unwrap_model(trainer.model))
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    weights, share = whole_weights(policy.merge_and_unload() if run.get("adapter") else policy)
     if trainer.accelerator.is_main_process:
         torch.save(weights, out / f"{run['name']}.pt")
         report = {
