@@ -1,18 +1,23 @@
 """The labs' tables into docs/labs.md, between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->``,
-their figures into docs/images, and a line of each into docs/measured.md.
+their figures into docs/images, a line of each into docs/measured.md, and what each run ended with into
+docs/labs_records.json.
 
 python scripts/lab_tables.py [RUNS]     of every lab that has RUNS/NAME/table.md (RUNS: runs/labs); other blocks stay
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, MEASURED = ROOT / "docs" / "labs.md", ROOT / "docs" / "measured.md"
+RECORDS = ROOT / "docs" / "labs_records.json"
+KEPT = ("seed", "before", "after", "process_seconds")
 BLOCK = re.compile(r"(<!-- lab ([\w-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
 LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTALL)
 SAID = {"overoptimisation": "truth"}
@@ -41,9 +46,21 @@ def measured_with(text: str, page: str) -> str:
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
 
 
+def records_with(kept: dict[str, Any], runs: Path) -> dict[str, Any]:
+    """``kept`` (lab → arm → its runs, without curves) with those of each lab below ``runs``."""
+    for file in sorted(runs.glob("*/records.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        kept[file.parent.name] = {
+            arm: [{name: run.get(name) for name in KEPT} for run in of_arm] for arm, of_arm in found.items()
+        }
+    return kept
+
+
 if __name__ == "__main__":
     runs = Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"])
     PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs)
+    RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for figure in runs.glob("*/curves.png"):
         shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{figure.parent.name}.png")
     measured = measured_with(MEASURED.read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8"))

@@ -22,6 +22,7 @@ from grpo_lab.evaluation.run_record import (
     LONG2SHORT,
     PIPELINE,
     ROUNDS,
+    TRAINING,
     RunRecord,
     facts_of,
     read_run,
@@ -41,6 +42,10 @@ _OTHER_PROBLEMS = "The evaluations before and after were made on different probl
 _HOW_MEASURED = (
     "Brackets: 95% intervals; Wilson for greedy accuracy, clustered by problem for samples, paired for the change in "
     "greedy accuracy."
+)
+_CONTROL = (
+    "What rewards that know nothing of the answer gain from the same start (a coin, the form alone, the opposite): "
+    "grpo-lab lab controls --recipe with this run's recipe (docs/labs.md)."
 )
 
 
@@ -170,7 +175,8 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     both = before is not None and after is not None
     lead = _SAME_PROBLEMS if counts else "" if comparable else _OTHER_PROBLEMS
     sampling = describe_sampling(now)
-    foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded."
+    beside = f" {_CONTROL}" if both and record.kind == TRAINING else ""
+    foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded.{beside}"
     names = ["before", "after", "change, points or tokens"] if both else ["result" if after else "before"]
     rows = comparison_rows(before if both else None, now)
     table = Table(

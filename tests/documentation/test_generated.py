@@ -16,6 +16,7 @@ from file_index import PAGE as DESIGN
 from file_index import index, page_with
 
 from documentation.blocks import ROOT
+from grpo_lab.labs.experiment import table
 from test_architecture import ALLOWED
 
 MADE: dict[Path, Callable[[], str]] = {
@@ -37,6 +38,14 @@ def test_it_is_what_its_generator_makes(page: Path) -> None:
 
 def test_what_labs_measured_is_said_once() -> None:
     assert lab_tables.measured_with(MEASURED, lab_tables.PAGE.read_text(encoding="utf-8")) == MEASURED, "lab_tables.py"
+
+
+@pytest.mark.parametrize("lab", json.loads(lab_tables.RECORDS.read_text(encoding="utf-8")))
+def test_a_lab_s_table_is_of_its_records(lab: str) -> None:
+    """Those of the first four labs that were measured were not kept."""
+    of_lab = json.loads(lab_tables.RECORDS.read_text(encoding="utf-8"))[lab]
+    [block] = [block for _, name, block in lab_tables.BLOCK.findall(lab_tables.PAGE.read_text("utf-8")) if name == lab]
+    assert block.split("\n\n")[0] == table(of_lab)
 
 
 def test_a_lab_s_line_by_hand() -> None:

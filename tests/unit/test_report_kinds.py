@@ -117,7 +117,8 @@ def compared(folder: Path, words: str = "") -> None:
 
 
 KINDS: dict[str, tuple[Callable[..., None], str, list[str]]] = {
-    "training": (trained, "report.html", ["training report", "Gain, same problems", "Is it working?", "Reward"]),
+    "training": (trained, "report.html", ["training report", "Gain, same problems", "Is it working?", "Reward",
+        "grpo-lab lab controls --recipe with this run's recipe"]),
     "long2short": (shortened, "report.html", ["long2short report", "Length of right answers 12.0 "
         "tokens", "dpo · 12 rows"]),
     "evaluation": (evaluated, "report.html", ["evaluation report", "Held-out accuracy 50.0 %", "answer ✗ wrong"]),
