@@ -125,7 +125,7 @@ class OveroptimisationLaw:
 
     @property
     def peak(self) -> tuple[float, float] | None:
-        """Where R(d) is largest, d*, and R(d*) − R(0). None where it rises for ever (β ≤ 0: d* is then where it is least),
+        """Where R(d) is largest, d*, and R(d*) − R(0). None where it rises for ever (β ≤ 0: d* is where it is least),
         or with best of n falls from the start (α ≤ 0).
 
         RL: R' = α − β·log d − β = 0, d* = exp(α/β − 1), R = β·d*.  Best of n: d* = α/(2β), R = α²/(4β).
