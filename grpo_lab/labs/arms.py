@@ -189,7 +189,7 @@ class Arms:
         for ours, theirs in self.said.pairs:
             both = [{run["seed"]: run["after"][name] for run in found.get(arm, [])} for arm in (ours, theirs)]
             gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
-            lines.append(f"{name}, {ours} - {theirs}, seed by seed: {spread(gains)}")
+            lines.append(f"- {name}, {ours} − {theirs}, seed by seed: {spread(gains)}")
         write_whole_text(options.folder / "table.md", (text := "\n".join(lines).rstrip()) + "\n")
         write_whole_text(options.folder / "records.json", json.dumps(found, indent=1))
         shown: dict[str, dict[str, Any]] = {}

@@ -255,8 +255,8 @@ def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
-    """A panel a title: thin lines the seeds, thick their mean, place by place as far as all seeds go. ``over``: what x
-    is; ``stairs``: a value holds until the next one; ``target``: a value that is to be reached, dashed."""
+    """A panel a title, two in a row: thin lines the seeds, thick their mean, place by place as far as all seeds go.
+    ``over``: what x is; ``stairs``: a value holds until the next one; ``target``: to be reached, dashed."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -267,8 +267,12 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
     from matplotlib import pyplot
 
     style: Any = {"drawstyle": "steps-post" if stairs else "default"}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.8 * len(panels), 3.4), squeeze=False)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+    beside = 1 if len(panels) == 1 else 2
+    rows = -(-len(panels) // beside)
+    figure, axes = pyplot.subplots(rows, beside, figsize=(4.8 * beside, 3.4 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
         for colour, (label, curves) in zip(cycle(COLOURS), lines.items(), strict=False):
             for curve in curves:
                 axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8, **style)
@@ -277,6 +281,7 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
         if target is not None:
             axis.axhline(target, color="black", linestyle="--", linewidth=1)
         axis.set(title=title, xlabel=over)
+        axis.xaxis.set_major_formatter("{x:,g}")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()

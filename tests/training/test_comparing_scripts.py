@@ -112,7 +112,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
     assert run(console, *words) == 0
     lines = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[2:5]] == ["| (start)", "| outcome", "| steps and outcome"]
-    assert lines[-1].startswith("accuracy, steps and outcome - outcome, seed by seed: ")
+    assert lines[-1].startswith("- accuracy, steps and outcome − outcome, seed by seed: ")
     found = json.loads((tmp_path / "out" / "records.json").read_text())
     assert found["outcome"][0]["before"] == found["steps and outcome"][0]["before"]
     [[[tokens, _]], _] = [runs[0]["curves"]["rewards/accuracy_reward/mean"] for runs in found.values()]
