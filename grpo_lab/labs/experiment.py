@@ -281,7 +281,8 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
         if target is not None:
             axis.axhline(target, color="black", linestyle="--", linewidth=1)
         axis.set(title=title, xlabel=over)
-        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.xaxis.set_major_formatter("{x:,.9g}")
+        axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
