@@ -248,6 +248,26 @@ def test_a_training_moves_as_without(
     assert on.losses == pytest.approx(off.losses, rel=1e-4, abs=1e-6)
 
 
+def test_rows_whose_masks_have_holes_are_planned_as_without(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed row has none: planned as if prompts were shared, such bins would be longer than the budget."""
+
+    class Holed(LabTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            batch = super()._generate_and_score_completions(inputs)
+            batch["completion_mask"][:2, 1:3] = 0
+            return batch
+
+    seen, runs = bins_packed(monkeypatch), []
+    for share in ("off", "on"):
+        update = {"max_tokens": 100, "share_prompts": share}
+        args = LabConfig(**arguments(tmp_path / share), objective="dr_grpo", update=update)
+        runs.append(train(Holed, args, tiny_folder))
+    assert not seen
+    assert weight_difference(*runs) == 0.0
+
+
 def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bins_packed(monkeypatch)
     off = trained(tiny_folder, tmp_path / "off", "off", beta=0.04)

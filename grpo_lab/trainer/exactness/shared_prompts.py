@@ -60,23 +60,24 @@ class SharedPrompts:
         return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
 
     def planned(self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int) -> Plan:
-        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one."""
-        if self.because:
+        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one. ``prompts``: None
+        where a row's mask has a hole, which a packed row cannot have."""
+        if self.because or prompts is None:
             return plain
-        assert prompts is not None  # they are asked for where prompts may be shared
         shared = plan_shared(rows, prompts, num_ranks, max_tokens)
         return shared if self.asked == "on" else cheaper(plain, shared)
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
-        """``completion_log_probs`` of a bin. One with a hole in a mask, and one that scores nothing, is computed as
-        without this setting. Some groups of the first shared bin are compared with their unshared rows, on every rank:
-        where they differ ``auto`` shares no more and warns; with ``on`` it is a RuntimeError."""
+        """``completion_log_probs`` of a bin. One that scores nothing is computed as without this setting. Some groups
+        of the first shared bin are compared with their unshared rows, on every rank: where they differ ``auto`` shares
+        no more and warns (what is left of this step is computed in the bins at hand, each row with its prompt); with
+        ``on`` it is a RuntimeError."""
         if part.shared and not self._checked:
             self._check(self._trainer.accelerator.unwrap_model(model), part)
         return self._forward(model, part)
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
-        whole = part.shared and not self.because and part.attention_mask is None
+        whole = part.shared and not self.because
         flex = whole and attention_of(self._trainer.accelerator.unwrap_model(model)) == trl_bridge.FLEX
         packed = trl_bridge.packed_row(*part.inputs[:3], flex) if whole else None
         if packed is None:
