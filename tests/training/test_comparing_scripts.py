@@ -128,7 +128,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
         ("bias", ["GRPO without σ", "Dr.GRPO with σ"]),
         ("noise", ["true", "wrong labels 30%"]),
         ("controls", ["random, unclipped", "inverted"]),
-        ("entropy", ["KL in the loss", "entropy target"]),
+        ("entropy", ["entropy target", "annealed target"]),
         ("difficulty", ["hardest", "resample"]),
         ("kl_training", ["k1 in the reward", "k3 in the loss"]),
         ("length", ["no length reward", "large from step 0"]),

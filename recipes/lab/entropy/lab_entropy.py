@@ -1,4 +1,5 @@
-"""The end of a run, as the law of its first third has it: R = −a·exp(H) + b, of the entropy that the run has then."""
+"""The end of a run, as the law of its first third has it: R = −a·exp(H) + b, of the entropy that the run has then.
+And a target for the entropy that falls with the steps."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
+
+from transformers import TrainerCallback
 
 from grpo_lab.diagnostics.laws import entropy_law
 
@@ -28,3 +31,18 @@ def predicted_end(_: Any, log: Log) -> float:
     values = [value for _, value in predicted(log)]
     rollouts = sum(R in row for row in log)
     return fmean(values[-max(1, rollouts // 4) :]) if values else math.nan
+
+
+class AnnealedTarget(TrainerCallback):
+    """Before each optimizer step: the target goes in a straight line from the recipe's to ``end`` (nats a token), which
+    it has with the last step."""
+
+    def __init__(self, end: float) -> None:
+        self.start, self.end = math.nan, end
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = args.entropy_target
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        gone = state.global_step / max(1, state.max_steps - 1)
+        args.entropy_target = self.start + (self.end - self.start) * gone
