@@ -1,8 +1,10 @@
-"""The labs' tables into docs/labs.md, between the marks ``<!-- lab NAME: begin -->`` and ``<!-- lab NAME: end -->``,
-their figures into docs/images, a line of each into docs/measured.md, and what each run ended with into
-docs/labs_records.json.
+"""Measured tables into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
+``<!-- lab NAME: end -->``: the labs' into docs/labs.md, those of the methods beside each other into
+docs/algorithms/compared.md. Their figures go into docs/images, a line of each into docs/measured.md, and what each run
+of a lab ended with into docs/labs_records.json.
 
-python scripts/lab_tables.py [RUNS]     of every lab that has RUNS/NAME/table.md (RUNS: runs/labs); other blocks stay
+python scripts/lab_tables.py [RUNS]     RUNS: runs/labs, or runs/compare. Of every NAME with RUNS/NAME/table.md
+                                        (RUNS/NAME.md for one comparison of several); other blocks stay
 """
 
 from __future__ import annotations
@@ -15,34 +17,45 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, MEASURED = ROOT / "docs" / "labs.md", ROOT / "docs" / "measured.md"
-RECORDS = ROOT / "docs" / "labs_records.json"
+PAGES = ("labs.md", "algorithms/compared.md")
+MEASURED, RECORDS = ROOT / "docs" / "measured.md", ROOT / "docs" / "labs_records.json"
 KEPT = ("seed", "before", "after", "process_seconds")
-BLOCK = re.compile(r"(<!-- lab ([\w-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)
 LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTALL)
 SAID = {"overoptimisation": "truth"}
 """Lab → the column of its table that docs/measured.md shows, where that is not the first."""
 
 
+def pages() -> dict[str, str]:
+    """Page below docs/ → its text."""
+    return {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES}
+
+
+def made(runs: Path, name: str, file: str, ending: str) -> Path:
+    """A lab has a folder of its own, a comparison shares one with others."""
+    own = runs / name / f"{file}{ending}"
+    return own if own.is_file() else runs / f"{name}{ending}"
+
+
 def page_with(text: str, runs: Path) -> str:
-    """``text`` with the table of each lab below ``runs`` in its block."""
+    """``text`` with each table that there is below ``runs`` in its block."""
 
     def block(found: re.Match[str]) -> str:
-        table = runs / found[2] / "table.md"
+        table = made(runs, found[2], "table", ".md")
         return f"{found[1]}{table.read_text(encoding='utf-8')}" if table.is_file() else found[0]
 
     return BLOCK.sub(block, text)
 
 
-def measured_with(text: str, page: str) -> str:
-    """``text`` with a line for each lab of ``page``, docs/labs.md: one column of its table, without single seeds."""
+def measured_with(text: str, shown: dict[str, str]) -> str:
+    """``text`` with a line for each table of the pages ``shown``: one of its columns, without single seeds."""
     lines = ["| lab | what | by arm, mean ± 95% interval over seeds |", "|---|---|---|"]
-    for _, name, block in BLOCK.findall(page):
+    for page, name, block in ((page, *found[1:]) for page, text in shown.items() for found in BLOCK.findall(text)):
         rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
         if len(rows) > 2:
             at = rows[0].index(SAID.get(name, rows[0][2]))
-            shown = [f"{row[0]} {row[at].partition(' (')[0]}" for row in rows[2:]]
-            lines.append(f"| [{name}](labs.md) | {rows[0][at]}, {rows[-1][1]} seeds | {'; '.join(shown)} |")
+            values = [f"{row[0]} {row[at].partition(' (')[0]}" for row in rows[2:]]
+            lines.append(f"| [{name}]({page}) | {rows[0][at]}, {rows[-1][1]} seeds | {'; '.join(values)} |")
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
 
 
@@ -56,12 +69,16 @@ def records_with(kept: dict[str, Any], runs: Path) -> dict[str, Any]:
     return kept
 
 
-if __name__ == "__main__":
-    runs = Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"])
-    PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+def main(runs: Path) -> None:
+    for page, text in pages().items():
+        (ROOT / "docs" / page).write_text(page_with(text, runs), encoding="utf-8")
+        for _, name, _ in BLOCK.findall(text):
+            if (figure := made(runs, name, "curves", ".png")).is_file():
+                shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{name.replace('/', '_')}.png")
     records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs)
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    for figure in runs.glob("*/curves.png"):
-        shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{figure.parent.name}.png")
-    measured = measured_with(MEASURED.read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8"))
-    MEASURED.write_text(measured, encoding="utf-8")
+    MEASURED.write_text(measured_with(MEASURED.read_text(encoding="utf-8"), pages()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:2] or [ROOT / "runs" / "labs"]))

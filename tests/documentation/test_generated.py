@@ -37,14 +37,15 @@ def test_it_is_what_its_generator_makes(page: Path) -> None:
 
 
 def test_what_labs_measured_is_said_once() -> None:
-    assert lab_tables.measured_with(MEASURED, lab_tables.PAGE.read_text(encoding="utf-8")) == MEASURED, "lab_tables.py"
+    assert lab_tables.measured_with(MEASURED, lab_tables.pages()) == MEASURED, "lab_tables.py"
 
 
 @pytest.mark.parametrize("lab", json.loads(lab_tables.RECORDS.read_text(encoding="utf-8")))
 def test_a_lab_s_table_is_of_its_records(lab: str) -> None:
     """Those of the first four labs that were measured were not kept."""
     of_lab = json.loads(lab_tables.RECORDS.read_text(encoding="utf-8"))[lab]
-    [block] = [block for _, name, block in lab_tables.BLOCK.findall(lab_tables.PAGE.read_text("utf-8")) if name == lab]
+    blocks = lab_tables.BLOCK.findall("".join(lab_tables.pages().values()))
+    [block] = [block for _, name, block in blocks if name == lab]
     assert block.split("\n\n")[0] == table(of_lab)
 
 
@@ -54,8 +55,8 @@ def test_a_lab_s_line_by_hand() -> None:
         "| (start) | – | 0.250 | 5.0 |\n| a coin | 2 | 0.300 ± 0.100 (0.290, 0.310) | 6.0 |\n\nAfter:\n\n| arm | x |\n"
         "<!-- lab coin: end -->\n<!-- lab none: begin -->\nNot measured yet.\n\n<!-- lab none: end -->"
     )
-    found = lab_tables.measured_with("<!-- labs: begin -->\nold\n<!-- labs: end -->", page).splitlines()
-    assert found[3:-1] == ["| [coin](labs.md) | accuracy, 2 seeds | (start) 0.250; a coin 0.300 ± 0.100 |"]
+    found = lab_tables.measured_with("<!-- labs: begin -->\nold\n<!-- labs: end -->", {"coins.md": page}).splitlines()
+    assert found[3:-1] == ["| [coin](coins.md) | accuracy, 2 seeds | (start) 0.250; a coin 0.300 ± 0.100 |"]
 
 
 def test_what_make_train_prints_in_the_readme_is_the_record_of_seed_0() -> None:

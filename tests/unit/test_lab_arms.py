@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from lab_tables import page_with
+from compare_methods import COMPARISONS
+from lab_tables import page_with, pages
 
 from documentation.blocks import ROOT
 from grpo_lab.cli import main
@@ -171,10 +172,19 @@ def test_a_table_takes_the_place_of_its_block(tmp_path: Path) -> None:
     (tmp_path / "bias").mkdir()
     (tmp_path / "bias" / "table.md").write_text("| \\1 |\n")
     blocks = "<!-- lab {0}: begin -->\nold\n<!-- lab {0}: end -->\n"
-    text = f"a\n{blocks.format('bias')}b\n{blocks.format('noise')}"
+    text = f"a\n{blocks.format('bias')}b\n{blocks.format('noise')}{blocks.format('long/critic')}"
     assert page_with(text, tmp_path) == text.replace("old", "| \\1 |", 1)
-    for name in re.findall(r"<!-- lab (\S+): begin -->", (ROOT / "docs" / "labs.md").read_text(encoding="utf-8")):
-        assert name.removesuffix("-weak") in {*LABS, *WRITTEN}
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "critic.md").write_text("| arm |\n")
+    assert "<!-- lab long/critic: begin -->\n| arm |\n<!-- lab long/critic: end -->" in page_with(text, tmp_path)
+    for name in re.findall(r"<!-- lab (\S+): begin -->", "".join(pages().values())):
+        lab, _, comparison = name.partition("/")
+        assert comparison in COMPARISONS if comparison else lab.removesuffix("-weak") in {*LABS, *WRITTEN}
+
+
+def test_make_labs_runs_all() -> None:
+    (said,) = re.findall(r"^LABS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(said.replace("\\\n", " ").split()) == sorted({*LABS, *WRITTEN})
 
 
 def test_the_page_s_own_lab_is_one(tmp_path: Path) -> None:
