@@ -1,8 +1,9 @@
 """A policy paid by a proxy alone leaves its start; what the proxy says rises, the truth need not: Gao's law, by judge.
 
 An arm is who taught the preference model, by comparisons of the start's own answers (`grpo_lab.rewards.comparisons`):
-the truth, people, or somebody with a liking for length. ``form`` has no model: it is paid for writing a calculation
-down, right or not. A cell is recipes/lab/overoptimisation/pipeline.yaml behind its first stage, which all cells share.
+the truth, people, or somebody with a liking for length. Two have no model: ``form`` is paid for writing a calculation
+down, right or not, ``truth`` for what is right. A cell is recipes/lab/overoptimisation/pipeline.yaml behind its first
+stage, which all cells share.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
 JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
-FORM, PAID = "form", {"form": "rewards/worked_out/mean"}
+PAID: Mapping[str, Any] = {"form": [{"name": "worked_out"}], "truth": []}
+"""Arm without a model → what it is paid by beside accuracy, which is watched where there is something."""
 TRUTH, PROXY, KL = "rewards/accuracy_reward/mean", "rewards/preference_reward/mean", "kl/reward_penalty"
 LAST = 10
 """Steps that a mean of the log is over."""
@@ -51,8 +53,9 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
         stages[name]["seed"] = seed
     for name in ("samples", "policy"):
         stages[name]["data"] = {**stages[name]["data"], "seed": stages[name]["data"]["seed"] + seed}
-    if arm == FORM:
-        stages["policy"] |= {"inputs": {}, "rewards": [stages["policy"]["rewards"][0], {"name": "worked_out"}]}
+    if arm in PAID:
+        accuracy = {**stages["policy"]["rewards"][0], "weight": 0.0 if PAID[arm] else 1.0}
+        stages["policy"] |= {"inputs": {}, "rewards": [accuracy, *PAID[arm]]}
         del stages["pairs"], stages["proxy"]
     else:
         most = stages["pairs"]["judged"]["per_problem"]
@@ -60,7 +63,7 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
     whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}
     facts = run_pipeline(pipeline_from(whole))
     log = [row for _, row in json_lines(folder / "policy/metrics.jsonl") if isinstance(row, dict) and KL in row]
-    return measured(log, facts, PAID.get(arm, PROXY))
+    return measured(log, facts, {"form": "rewards/worked_out/mean", "truth": TRUTH}.get(arm, PROXY))
 
 
 def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
@@ -109,4 +112,4 @@ def report(found: Found, options: Options) -> str:
     return f"{text}\n\n{place}, {place.with_name('curves.png')}"
 
 
-LAB = Experiment([*JUDGES, FORM], run, report, prepare, result=lambda record: record["after"]["truth"])
+LAB = Experiment([*JUDGES, *PAID], run, report, prepare, result=lambda record: record["after"]["truth"])

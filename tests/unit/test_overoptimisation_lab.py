@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.labs.overoptimisation import FORM, JUDGES, KL, LAST, PROXY, TRUTH, measured
+from grpo_lab.labs.overoptimisation import JUDGES, KL, LAST, PAID, PROXY, TRUTH, measured
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"samples": {"right_share": 0.25}, "pairs": {"wrong": 30, "rows": 150, "ties": 30}, "policy": {"accuracy": 0.5}}
@@ -78,18 +78,20 @@ SMALL: dict[str, Any] = {
 @pytest.mark.slow
 def test_the_command_runs_every_kind_of_arm_and_repeats_nothing(tmp_path: Path) -> None:
     """A model of two steps is never right, so that a judge without noise has nothing to say: people have."""
-    arms = ["people", FORM]
-    assert {*arms} < {*JUDGES, FORM}
+    arms = ["people", *PAID]
+    assert {*arms} < {*JUDGES, *PAID}
     command = [sys.executable, "-m", "grpo_lab", "lab", "overoptimisation", "--folder", str(tmp_path), "--seeds", "0"]
     command += ["--arms", *arms, *(word for key, value in SMALL.items() for word in ("--set", key, json.dumps(value)))]
     how: Any = {"capture_output": True, "text": True, "timeout": 1800, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     first = subprocess.run(command, **how)
     assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-2000:]
-    assert f"| {FORM} |" in (tmp_path / "table.md").read_text()
+    assert all(f"| {arm} |" in (tmp_path / "table.md").read_text() for arm in arms)
     assert (tmp_path / "curves.png").is_file()
     people = json.loads((tmp_path / "people-0" / "arm.json").read_text())
     assert len(people["curves"]["proxy"]) == 4
     assert people["curves"]["proxy"][-1][0] > 0
+    truth = json.loads((tmp_path / "truth-0" / "arm.json").read_text())
+    assert truth["curves"]["proxy"] == truth["curves"]["truth"]
     again = subprocess.run(command, **how)
     assert again.returncode == 0
     assert "people, seed 0 ..." not in again.stdout

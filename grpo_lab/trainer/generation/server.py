@@ -304,6 +304,7 @@ class ServerReturn:
             parts.sync_proof.prove(parts.partial.asked or prompts, strict=True)
         except (EngineFault, WeightSyncError) as caught:  # of every rank, which judges the same probe
             failure = ServerGone(f"the vLLM server came back, and the proof of its weights failed: {caught}")
+            failure.__cause__ = caught
         raise_together(self.generation.accelerator, failure)
         self._unproven = False
 
