@@ -35,6 +35,8 @@ EARLIER: dict[str, str] = {
 }
 #: the fields of ``Carried`` that rows are also picked by
 POSITION_OFFSET, POLICY_VERSION = f"{OURS}position_offset", f"{OURS}policy_version"
+HOLED = -(2**63)
+"""In the place of a prompt's number."""
 
 
 class _Field:
@@ -110,11 +112,11 @@ def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
-    """Long ``[B]``: a hash of each prompt's tokens, Σ token · wᵏ over places k from its end, modulo 2⁶⁴ (rows whose
-    masks have no hole)."""
+    """Long ``[B]``: a hash of each prompt's tokens, Σ token · wᵏ over places k from its end, modulo 2⁶⁴; ``HOLED``
+    where a mask of the row has a hole."""
     tokens = ((fields["prompt_ids"] + 1) * fields["prompt_mask"]).long()
     weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
-    return (tokens * weights.flip(0)).sum(1)
+    return (tokens * weights.flip(0)).sum(1).masked_fill(has_hole(fields), HOLED)
 
 
 def _reach(mask: Tensor) -> Tensor:
@@ -298,7 +300,7 @@ class RowNumbers:
         contributes: bool ``[N]``, some loss token has an advantage (``live_rows``).
         micro_batch: long ``[N]``, which micro-batch of the step TRL had the row in.
         token_count: float ``[N]``, TRL's token denominator of the row's generation batch.
-        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked, and where a row's mask has a hole.
+        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
         widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
     """
@@ -328,7 +330,7 @@ class RowNumbers:
         contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
         bits = token_count.double().view(torch.int64)  # a float travels as its bits
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        asked = (has_hole(table.fields), prompt_numbers(table.fields)) if prompts else ()
+        asked = (prompt_numbers(table.fields),) if prompts else ()
         columns = (*table.lengths, mask.sum(1), contributes, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
@@ -347,7 +349,7 @@ class RowNumbers:
         local = dict(zip(wide, widths.t().tolist(), strict=True))
         counts = bits.contiguous().view(torch.float64).to(token_count.dtype)
         largest, widest = int(footprints.max()), {name: max(found) for name, found in local.items()}
-        of, live = which[1] if which and not which[0].any() else None, live.bool()
+        of, live = next(iter(which), None), live.bool()
         return RowNumbers(prompt, completion, scored, live, slots, counts, of, largest, widest, local, received)
 
     def __len__(self) -> int:

@@ -37,8 +37,8 @@ class Counted(ExactUpdate):
         budget, plan, rows = super()._exchanged(window, found)
         accelerator, mine = self.trainer.accelerator, range(sum(part["prompt_ids"].size(0) for part in window))
         total = expected_bytes(window, plan, accelerator)
-        if self.prompts.may_be_shared:  # of each of the others' rows: its prompt, and whether it has a hole
-            total += 2 * 8 * (accelerator.num_processes - 1) * len(mine)
+        if self.prompts.may_be_shared:  # a number of each of the others' rows says which prompt it has
+            total += 8 * (accelerator.num_processes - 1) * len(mine)
         unmoved = Carried(window[0]).unmoved
         if unmoved is None or unmoved.all():  # first pass: log-probs come home for the second one, 4 bytes a token
             lengths = [int(n) for part in window for n in part["completion_mask"].sum(1)]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Bin
+from grpo_lab.trainer.rows import HOLED, Bin
 from grpo_lab.update import Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: any token in float32, their mean in anything
@@ -60,9 +60,12 @@ class SharedPrompts:
         return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
 
     def planned(self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int) -> Plan:
-        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one. ``prompts``: None
-        where a row's mask has a hole, which a packed row cannot have."""
-        if self.because or prompts is None:
+        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one. Where a row has a
+        hole in a mask it is ``plain``: a packed row cannot have one."""
+        if self.because:
+            return plain
+        assert prompts is not None  # they are asked for where prompts may be shared
+        if (torch.as_tensor(prompts) == HOLED).any():
             return plain
         shared = plan_shared(rows, prompts, num_ranks, max_tokens)
         return shared if self.asked == "on" else cheaper(plain, shared)

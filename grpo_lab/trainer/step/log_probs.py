@@ -130,7 +130,7 @@ def forwards_in_bins(
     rows = Rows(before, completions, completions > 0)
     plain = plan_update(rows, 1, budget)
     plan = plain
-    if prompts is not None and prompts.may_be_shared and not has_hole(table.fields).any():
+    if prompts is not None and prompts.may_be_shared:
         plan = prompts.planned(plain, rows, prompt_numbers(table.fields), 1, budget)
     # ranks agree on what they share: comparing the first shared bin with unshared rows may be a collective
     said = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
