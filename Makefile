@@ -100,9 +100,9 @@ DATA := ../shared/data
 bench: setup-vllm  ## every table in short, under 15 minutes on two idle cores; bench-*: each at its length
 	$(BIN)/python scripts/bench_step.py --rounds 1 --steps 4
 	$(BIN)/python scripts/bench_update.py --quick
-	$(BIN)/python scripts/bench_shared_prompts.py --prompts 256 --rounds 1 --steps 1
+	$(BIN)/python scripts/bench_shared_prompts.py --cells 256:128:8 8:256:8 --rounds 1 --steps 1
 	test ! -d $(DATA) || $(BIN)/python scripts/bench_shared_prompts.py --few-shot $(DATA) --rounds 1 --steps 1
-	$(BIN)/python scripts/bench_overlap.py --cells 5:1 --batches 4
+	$(BIN)/python scripts/bench_overlap.py --cells 5:1 --batches 3
 	$(BIN)/python scripts/bench_rollouts.py --repeats 1
 	$(BIN)/python scripts/bench_verify.py --rounds 1
 	$(BIN)/python scripts/bench_accuracy.py --seeds 0 --arms stock ours --updates 1 --rates 3e-4 --steps 12 --dense 0 --every 2 --problems 250 --folder runs/bench_accuracy/short

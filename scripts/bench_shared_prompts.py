@@ -137,12 +137,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--few-shot", type=Path, metavar="DATA", help="a folder with gsm8k/ and tokenizers/qwen3/")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--cells", nargs="+", metavar="PROMPT:COMPLETION:G", help="these alone")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="counted ones, a round")
     options = parser.parse_args()
     size = (64, 2) if options.tiny else (128, 4)
-    shapes = [*itertools.product(options.prompts, (128, 256), (8, 16)), (8, 256, 8)]
+    shapes = [(int(p), int(c), int(g)) for p, c, g in (cell.split(":") for cell in options.cells or [])]
+    shapes = shapes or [*itertools.product((64, 256, 1024), (128, 256), (8, 16)), (8, 256, 8)]
     cells: list[Cell] = [
         Cell(GROUPS * group, DEAD, len(tiny_tokenizer()), group=group, prompt=prompt, completion=completion)
         for prompt, completion, group in ([(16, 24, 8), (64, 16, 4)] if options.tiny else shapes)

@@ -118,7 +118,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one dead share, one step, one repeat")
+    parser.add_argument("--quick", action="store_true", help="five groups, one dead share, one step, one repeat")
     parser.add_argument("--rows", type=int, default=64, help="completions per optimizer step (groups of 8)")
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
@@ -131,7 +131,7 @@ def arguments() -> argparse.Namespace:
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'grpo_lab[figures]'")
     if args.quick:
-        args.rows, args.steps, args.dead, args.floor_repeats = 64, 1, [0.62], 1
+        args.rows, args.steps, args.dead, args.floor_repeats = 5 * GROUP, 1, [0.62], 1
     return args
 
 
@@ -148,7 +148,7 @@ def bench(folder: Path, args: argparse.Namespace, name: str, parameters: int) ->
         draw(rows, title, args.plot)
     reused = [compare_reused(folder, args, dead) for dead in middle]
     print(f"\ntwo updates with each batch of completions:\n\n{table(reused)}", flush=True)
-    for dead in middle:
+    for dead in [] if args.quick else middle:
         print(f"\n{further_gain(folder, args, dead)}", flush=True)
     return {"plain": rows, "corrected": corrected, "reused": reused}
 

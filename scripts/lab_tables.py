@@ -47,15 +47,23 @@ def page_with(text: str, runs: Path) -> str:
     return BLOCK.sub(block, text)
 
 
-def measured_with(text: str, shown: dict[str, str]) -> str:
-    """``text`` with a line for each table of the pages ``shown``: one of its columns, without single seeds."""
-    lines = ["| lab | what | by arm, mean ± 95% interval over seeds |", "|---|---|---|"]
+def minutes(runs_of: dict[str, list[dict[str, Any]]]) -> str:
+    """Of all cells of a lab, one after the other: two side by side take half."""
+    seconds = [run["process_seconds"] for runs in runs_of.values() for run in runs]
+    return f"{sum(seconds) / 60:.0f}" if seconds and None not in seconds else "–"
+
+
+def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str:
+    """``text`` with a line for each table of the pages ``shown``: one of its columns, without single seeds, and the
+    minutes of those that are ``kept``."""
+    lines = ["| lab | what | by arm, mean ± 95% interval over seeds | minutes |", "|---|---|---|---|"]
     for page, name, block in ((page, *found[1:]) for page, text in shown.items() for found in BLOCK.findall(text)):
         rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
         if len(rows) > 2:
             at = rows[0].index(SAID.get(name, rows[0][2]))
             values = [f"{row[0]} {row[at].partition(' (')[0]}" for row in rows[2:]]
-            lines.append(f"| [{name}]({page}) | {rows[0][at]}, {rows[-1][1]} seeds | {'; '.join(values)} |")
+            what, took = f"{rows[0][at]}, {rows[-1][1]} seeds", minutes(kept.get(name, {}))
+            lines.append(f"| [{name}]({page}) | {what} | {'; '.join(values)} | {took} |")
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
 
 
@@ -77,7 +85,7 @@ def main(runs: Path) -> None:
                 shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{name.replace('/', '_')}.png")
     records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs)
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    MEASURED.write_text(measured_with(MEASURED.read_text(encoding="utf-8"), pages()), encoding="utf-8")
+    MEASURED.write_text(measured_with(MEASURED.read_text(encoding="utf-8"), pages(), records), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Numbers of measured runs on the pages that show them, all from one record a run: docs/measured_runs.json.
 
-python scripts/measured_runs.py                                          write them between their marks python
-scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    take a finished run's record up (its recipe and seed
-replace an older one)
+python scripts/measured_runs.py                                          write them between their marks
+python scripts/measured_runs.py --add RUN --recipe quickstart/dr_grpo    take a finished run's record up (its recipe and
+                                                                         seed replace an older one)
+
+A run of rounds or of a pipeline has its record from the table on its own page.
 
 A mark is ``<!-- measured: RECIPE FORM -->``; what stands between it and ``<!-- end of measured -->`` is made. Forms:
 words, table, cell, seeds.
@@ -25,6 +27,11 @@ PAGES = [
     for name in ("README.md", "docs/measured.md", "recipes/quickstart/README.md", "recipes/lab/misreading/README.md")
 ]
 MARKED = re.compile(r"(<!-- measured: (\S+) (\w+) -->).*?(<!-- end of measured -->)", re.S)
+SHOWN = {
+    "accuracy": ".3f", "with thinking": ".3f", "without": ".3f", "modes obeyed": ".3f", "sorted": ".3f",
+    "reward": ".2f", "format": ".3f", "language": ".3f", "tokens": ".1f",
+}  # fmt: skip
+"""What a cell of docs/measured.md says, in this order: name in a record → how it is written."""
 NUMBERS = ("no", "One", "Two", "Three", "Four", "Five")
 Record = dict[str, Any]
 
@@ -52,8 +59,7 @@ def words(runs: list[Record]) -> str:
 
 
 def cell(runs: list[Record]) -> str:
-    tokens = pairs(runs, "tokens", ".1f")
-    return f"accuracy {pairs(runs, 'accuracy', '.3f')}{'; tokens ' * bool(tokens)}{tokens}"
+    return "; ".join(f"{name} {said}" for name, form in SHOWN.items() if (said := pairs(runs, name, form)))
 
 
 def table(runs: list[Record]) -> str:
