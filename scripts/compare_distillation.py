@@ -126,7 +126,6 @@ def report(found: Found, options: Options) -> str:
     teacher = ", ".join(f"{name} {value:.3f}" for name, value in first["teacher"].items())
     text = f"{table(found)}\n\nteacher: {teacher}"
     write_whole_text(options.folder / "table.md", text + "\n")
-    write_whole_text(options.folder / "records.json", json.dumps(found, indent=1))
     curves = {arm: [passes(one["after"]) for one in runs] for arm, runs in found.items()}
     lines = {"(start)": [passes(first["before"])], "(teacher)": [passes(first["teacher"])], **curves}
     draw({"pass@k": lines}, options.folder / "pass_at_k.png", "k")

@@ -259,7 +259,8 @@ def draw_points(found: Found, path: Path) -> None:
             tokens[f"{arm} (generates nothing)"] = [
                 [(at, points[-1]["accuracy"]) for at in (0, most)] for points in curves
             ]
-    draw({"over optimizer steps": steps, "over generated tokens": tokens}, path, "", stairs=True)
+    panels = {"held-out accuracy over optimizer steps": steps, "held-out accuracy over generated tokens": tokens}
+    draw(panels, path, "", stairs=True)
 
 
 if __name__ == "__main__":

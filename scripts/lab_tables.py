@@ -67,9 +67,9 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
 
 
-def records_with(kept: dict[str, Any], runs: Path) -> dict[str, Any]:
-    """``kept`` (lab → arm → its runs, without curves) with those of each lab below ``runs``."""
-    for file in sorted(runs.glob("*/records.json")):
+def records_with(kept: dict[str, Any], runs: Path, shown: set[str]) -> dict[str, Any]:
+    """``kept`` (lab → arm → its runs, without curves) with those of each lab below ``runs`` that is ``shown``."""
+    for file in sorted(file for file in runs.glob("*/records.json") if file.parent.name in shown):
         found = json.loads(file.read_text(encoding="utf-8"))
         kept[file.parent.name] = {
             arm: [{name: run.get(name) for name in KEPT} for run in of_arm] for arm, of_arm in found.items()
@@ -83,7 +83,8 @@ def main(runs: Path) -> None:
         for _, name, _ in BLOCK.findall(text):
             if (figure := made(runs, name, "curves", ".png")).is_file():
                 shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{name.replace('/', '_')}.png")
-    records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs)
+    shown = {name for text in pages().values() for _, name, _ in BLOCK.findall(text)}
+    records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs, shown)
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     MEASURED.write_text(measured_with(MEASURED.read_text(encoding="utf-8"), pages(), records), encoding="utf-8")
 

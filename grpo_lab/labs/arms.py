@@ -182,7 +182,7 @@ class Arms:
         return found
 
     def report(self, found: Found, options: Options) -> str:
-        """The text, and ``table.md``, ``records.json``, ``curves.png``."""
+        """The text, and ``table.md``, ``curves.png``."""
         name = next(iter(next(iter(found.values()))[0]["after"]))
         panels = over_tokens(found, self.said.curves)
         lines = [table(found), "", at_equal_tokens(panels), ""]
@@ -191,7 +191,6 @@ class Arms:
             gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
             lines.append(f"- {name}, {ours} − {theirs}, seed by seed: {spread(gains)}")
         write_whole_text(options.folder / "table.md", (text := "\n".join(lines).rstrip()) + "\n")
-        write_whole_text(options.folder / "records.json", json.dumps(found, indent=1))
         shown: dict[str, dict[str, Any]] = {}
         for title, by_arm in panels.items():
             for arm, curves in by_arm.items():

@@ -106,8 +106,8 @@ def changes_asked(options: Options) -> dict[str, Any]:
 
 
 def carry_out(experiment: Experiment, options: Options) -> None:
-    """Every cell without a record, then the report of what there is. ValueError: an arm that there is not. SystemExit:
-    cells failed; the others have run, and the report is of them."""
+    """Every cell without a record, then ``records.json`` and the report of what there is. ValueError: an arm that there
+    is not. SystemExit: cells failed; the others have run, and the report is of them."""
     if options.run_one is not None:
         _run_cell(experiment, options, options.run_one[0], int(options.run_one[1]))
         return
@@ -128,6 +128,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
         ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
         failed = [why for why in ran if why]
     if done := records(arms, options):
+        write_whole_text(options.folder / "records.json", json.dumps(done, indent=1))
         _print(experiment.report(done, options), experiment.power(arms, options))
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")

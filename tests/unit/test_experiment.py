@@ -52,6 +52,7 @@ def test_cells_run_once_each_in_a_process_of_its_own_and_a_failure_costs_only_it
     assert done.returncode == 0, done.stderr
     assert {seed: json.loads(record_file(folder, "one, two", seed).read_text()) for seed in (0, 1)} == kept
     assert done.stdout.count("| breaks | 2 |") == done.stdout.count("| (start) | – | 0.500 |") == 1
+    assert json.loads((folder / "records.json").read_text())["one, two"] == [kept[0], kept[1]]
     assert (folder / "prepared").read_text() == "once\n" * 2
     assert (
         call("--arms", "no such", "--at-most", "0")

@@ -145,7 +145,6 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
     said = lab_of(pairs=[["a", "b"]]).report(found, options(folder=tmp_path))
     assert said.endswith("- accuracy, a − b, seed by seed: 0.250")
     assert (tmp_path / "table.md").read_text() == said + "\n"
-    assert json.loads((tmp_path / "records.json").read_text()) == found
 
 
 def test_the_recipe_lies_beside_the_file_or_below_recipes(tmp_path: Path) -> None:
@@ -179,7 +178,7 @@ def test_a_table_takes_the_place_of_its_block(tmp_path: Path) -> None:
     assert "<!-- lab long/critic: begin -->\n| arm |\n<!-- lab long/critic: end -->" in page_with(text, tmp_path)
     for name in re.findall(r"<!-- lab (\S+): begin -->", "".join(pages().values())):
         lab, _, comparison = name.partition("/")
-        assert comparison in COMPARISONS if comparison else lab.removesuffix("-weak") in {*LABS, *WRITTEN}
+        assert comparison in COMPARISONS if comparison else lab.partition("-")[0] in {*LABS, *WRITTEN}
 
 
 def test_make_labs_runs_all() -> None:
