@@ -36,16 +36,16 @@ labs: setup  ## what RL does to a model: every lab, resumable -> runs/labs (abou
 	for lab in $(LABS); do $(BIN)/grpo-lab lab $$lab --jobs 2 || exit 1; done
 	$(BIN)/python scripts/lab_tables.py
 
-# Engines get a pytest process of their own: they start torch.distributed and leave variables in the environment.
+# Engines get pytest processes of their own: they start torch.distributed and leave variables in the environment.
 # Where vLLM cannot be had (exit 2 to 4 of setup_vllm.py), its tests are skipped and say so.
 test: setup lint types  ## lint, types and the suite
 	$(MAKE) setup-vllm || echo "NOTE: vLLM could not be installed; the engine tests below are skipped"
-	$(BIN)/python -m pytest -m "vllm and not thorough" -rs --durations=15
+	$(BIN)/python -m pytest $(BY_FILE) -m "vllm and not thorough" -rs --durations=15
 	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15
 	$(MAKE) test-numeric
 
 test-thorough: setup  ## what `make test` leaves out: tests/thorough.txt, numeric tests with AVX2 kernels, the drop-in with the oldest
-	$(BIN)/python -m pytest -m "thorough and vllm" -rs
+	$(BIN)/python -m pytest $(BY_FILE) -m "thorough and vllm" -rs
 	$(BIN)/python -m pytest $(BY_FILE) -m "thorough and not vllm"
 	$(MAKE) test-numeric KERNELS=avx2
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(BY_FILE) tests/parity/test_drop_in.py
