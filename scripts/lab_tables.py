@@ -1,5 +1,5 @@
 """Measured tables into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
-``<!-- lab NAME: end -->``: the labs' into docs/labs.md, those of the methods beside each other into
+``<!-- lab NAME: end -->``: the labs' into docs/labs/, those of the methods beside each other into
 docs/algorithms/compared.md. Their figures go into docs/images, a line of each into docs/measured.md, and what each run
 of a lab ended with into docs/labs_records.json.
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("labs.md", "algorithms/compared.md")
+PAGES = (*(f"labs/{page.name}" for page in sorted((ROOT / "docs" / "labs").glob("*.md"))), "algorithms/compared.md")
 MEASURED, RECORDS = ROOT / "docs" / "measured.md", ROOT / "docs" / "labs_records.json"
 KEPT = ("seed", "before", "after", "process_seconds")
 BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -->)", re.DOTALL)

@@ -213,8 +213,8 @@ def _accuracy(record: RunRecord) -> Figure | None:
 
 
 WEIGHTS = (
-    "−∂loss/∂log π of each token, in units of the run's mean (docs/labs.md). Lines: what the same answers would have "
-    "under 1/|o| (GRPO) and under a constant (Dr.GRPO, DAPO), on-policy."
+    "−∂loss/∂log π of each token, in units of the run's mean (docs/labs/token_weights.md). Lines: what the same "
+    "answers would have under 1/|o| (GRPO) and under a constant (Dr.GRPO, DAPO), on-policy."
 )
 _BY_LENGTH = {
     "Weight of a token by the length of its answer": (

@@ -45,7 +45,7 @@ _HOW_MEASURED = (
 )
 _CONTROL = (
     "What rewards that know nothing of the answer gain from the same start (a coin, the form alone, the opposite): "
-    "grpo-lab lab controls --recipe with this run's recipe (docs/labs.md)."
+    "grpo-lab lab controls --recipe with this run's recipe (docs/labs/controls.md)."
 )
 
 

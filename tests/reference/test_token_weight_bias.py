@@ -3,7 +3,8 @@
 Three questions with tables of logits of their own (``diagnostics.enumeration``), answers of 1 to 3 tokens that are
 right where a certain token stands in them, so that length goes with the reward. The expected gradient of a preset is
 the sum over all 15⁴ groups of four answers, and is compared with ∇(mean pass rate) by its angle. The table in
-``docs/labs.md`` is written from here: ``python tests/reference/test_token_weight_bias.py --write`` (a test compares).
+``docs/labs/token_weights.md`` is written from here: ``python tests/reference/test_token_weight_bias.py --write`` (a
+test compares).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from grpo_lab.diagnostics.token_weights import FAMILIES, token_weights
 from grpo_lab.objectives import Objective, aggregation, log_ratio, preset, surrogate
 
 GROUP, RIGHT = 4, 2
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "labs.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "labs" / "token_weights.md"
 TREE = Tree.of(vocabulary=3)
 REWARDS = ((TREE.tokens == RIGHT) & TREE.mask).any(1).double()
 QUESTIONS = [

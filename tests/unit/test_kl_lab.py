@@ -184,4 +184,4 @@ def test_the_command_writes_table_and_figure_and_repeats_nothing(
 
 def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "kl", "--folder", str(tmp_path)]) == 0
-    assert (tmp_path / "kl.md").read_text().strip() in (ROOT / "docs" / "labs.md").read_text(encoding="utf-8")
+    assert (tmp_path / "kl.md").read_text().strip() in (ROOT / "docs" / "labs" / "kl.md").read_text(encoding="utf-8")
