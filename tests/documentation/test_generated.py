@@ -43,7 +43,7 @@ def test_what_labs_measured_is_said_once() -> None:
 
 @pytest.mark.parametrize("lab", KEPT)
 def test_a_lab_s_table_is_of_its_records(lab: str) -> None:
-    """Those of the first labs that were measured were not kept."""
+    """Those of the comparisons are not kept."""
     blocks = lab_tables.BLOCK.findall("".join(lab_tables.pages().values()))
     [block] = [block for _, name, block in blocks if name == lab]
     assert block.split("\n\n")[0].rstrip("\n") == table(KEPT[lab])
