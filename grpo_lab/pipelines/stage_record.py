@@ -27,6 +27,7 @@ from grpo_lab.runs.stage import Facts
 PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples", "tokenizer")
 """Settings that name a file or a folder without a slash in it, too."""
 RUNNING, DONE, WAITING = "running", "done", "waiting"
+GOES_ON = "goes on"
 
 
 @dataclass
@@ -47,24 +48,28 @@ class StageRecord(PipelineStage):
         """To ``folder``, whole."""
         write_json(folder / STAGE, asdict(self))
 
-    def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
-        """Whether the stage in ``folder`` is to be done, and ``why``; its folder is then ready: as a killed stage left
-        it, or empty, and what was made from something else stands beside it as `<name>.before-<n>`. ``left``: places of
-        what it leaves."""
+    def due(self, folder: Path, settings: Facts, digests: Mapping[str, str], left: Collection[str]) -> str:
+        """Why the stage in ``folder`` is to be done; empty where it is not. Nothing is written. ``left``: places of what
+        it leaves."""
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
         gone = [place for place in left if not (folder / place).exists()]
         if self.status == WAITING:
-            self.why = "new"
-        elif changed:
-            self.why = f"again: {'; '.join(changed)}"
-        elif self.status == RUNNING:
-            self.why = "goes on"
-        elif gone:
-            self.why = f"again: its {gone[0]} is gone"
-        else:
+            return "new"
+        if changed:
+            return f"again: {'; '.join(changed)}"
+        if self.status == RUNNING:
+            return GOES_ON
+        return f"again: its {gone[0]} is gone" if gone else ""
+
+    def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
+        """Whether the stage in ``folder`` is to be done (``due``), and ``why``; its folder is then ready: as a killed
+        stage left it, or empty, and what was made from something else stands beside it as `<name>.before-<n>`."""
+        why = self.due(folder, settings, digests, left)
+        if not why:
             return False
-        if self.why != "goes on":
+        self.why = why
+        if why != GOES_ON:
             self.seconds = None
             if folder.is_dir() and not is_empty(folder):  # never emptied
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
