@@ -3,7 +3,8 @@
 Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the
 first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
 
-Also JSON, whole and in lines; whether a name is a folder here or one on the hub; how many cores this process may use.
+Also whether a name is a folder here or one on the hub; how many cores this process may use. What is read of a file
+stands in ``grpo_lab.reading``.
 """
 
 from __future__ import annotations
@@ -44,22 +45,6 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """One object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
     write_whole_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
-
-
-def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over."""
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                found = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))  # a byte order mark is no text
-            except UnicodeDecodeError as error:
-                yield number, f"not UTF-8 ({error})"
-            except (ValueError, RecursionError) as error:
-                yield number, f"not JSON ({error})"
-            else:
-                yield number, found if isinstance(found, dict) else f"a JSON {type(found).__name__}, not an object"
 
 
 def no_link(path: str, flags: int) -> int:

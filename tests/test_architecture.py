@@ -19,10 +19,11 @@ PACKAGE = ROOT / "grpo_lab"
 
 BASE = {"batch", "registry", "settings"}
 MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics"}
-UPPER = BASE | MIDDLE | {"finite", "io", "sandbox", "signals", "verifiers", "visible", "trainer"}
+UPPER = BASE | MIDDLE | {"finite", "io", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
 ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "io": set(),
+    "reading": set(),
     "finite": set(),
     "settings": set(),
     "visible": set(),
@@ -33,13 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": BASE,
     "advantages": BASE,
     "update": BASE,
-    "rewards": BASE | {"io", "verifiers", "sandbox"},
-    "data": BASE | {"io", "verifiers"},
-    "curation": BASE | {"finite", "io", "verifiers", "visible"},
+    "rewards": BASE | {"io", "reading", "verifiers", "sandbox"},
+    "data": BASE | {"io", "reading", "verifiers"},
+    "curation": BASE | {"finite", "io", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"finite", "io", "signals", "verifiers", "sandbox"},
+    "trainer": BASE | MIDDLE | {"finite", "io", "reading", "signals", "verifiers", "sandbox"},
     "evaluation": UPPER,
     "recipe": UPPER | {"testing"},
     "runs": UPPER | {"evaluation", "recipe"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"io", "signals", "visible", "batch", "registry", "objectives", "advantages"}
+PURE = {"io", "reading", "signals", "visible", "batch", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 
@@ -68,7 +69,7 @@ LIGHT = (
     "grpo_lab",
     *(
         f"grpo_lab.{room}"
-        for room in ("batch", "registry", "settings", "io", "sandbox", "verifiers", *sorted(MIDDLE), "testing")
+        for room in (*sorted(BASE), "io", "reading", "sandbox", "verifiers", *sorted(MIDDLE), "testing")
     ),
 )
 """Importing any of these must load none of ``FORBIDDEN``."""

@@ -6,21 +6,18 @@ they are: what `grpo-lab curate` writes, with every score as a column.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import ChatTemplate, PromptTemplate, find_template
-from grpo_lab.io import json_lines
+from grpo_lab.reading import read_json_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
 _QUESTION = ("question", "problem")
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:
@@ -69,18 +66,7 @@ def _read_file(path: Path) -> list[Row]:
         import pyarrow.parquet
 
         return list(pyarrow.parquet.read_table(path).to_pylist())
-    rows: list[Row] = []
-    for number, row in json_lines(path):
-        if isinstance(row, str):
-            raise ValueError(f"{path}, line {number}: {row}; one object a line (setting: source)")
-        for name, value in row.items():  # a text cut between two code units cannot be tokenized or written to a file
-            if found := _LONE_SURROGATE.search(json.dumps([name, value], ensure_ascii=False)):
-                raise ValueError(
-                    f"{path}, line {number}: column {name!r} holds {found[0]!a}, half of a character (a lone "
-                    "surrogate); mend or leave out that text (setting: source)"
-                )
-        rows.append(row)
-    return rows
+    return [row for _, row in read_json_lines(path, advice="one object a line (setting: source)", halves=False)]
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:

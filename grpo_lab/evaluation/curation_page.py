@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from grpo_lab.curation import CurationReport
 from grpo_lab.curation.selection import DroppedExample, FilterOutcome, shown_text
 from grpo_lab.evaluation.page import Bar, Card, Page, Section, Table, about, settings_section
+from grpo_lab.reading import read_record
 
 Rows = Sequence[Mapping[str, Any]]
 _KEPT_SHOWN = 6
@@ -52,7 +52,7 @@ def read_curation(folder: Path) -> Page:
 
     table = folder / "all.parquet"
     try:
-        found = json.loads((folder / "curation.json").read_text(encoding="utf-8"))
+        found = read_record(folder / "curation.json")
         if found.get("finished"):
             rows = pq.read_table(table).to_pylist() if table.is_file() else []
             written = found["report"]

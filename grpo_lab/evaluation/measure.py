@@ -32,7 +32,8 @@ from grpo_lab.engines.sampler import (
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
 from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text, read_outcome
-from grpo_lab.io import json_lines, no_link
+from grpo_lab.io import no_link
+from grpo_lab.reading import json_lines
 from grpo_lab.verifiers.verdict import checked_scores
 from grpo_lab.visible import encodable
 

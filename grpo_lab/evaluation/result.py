@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from grpo_lab.evaluation import statistics
 from grpo_lab.evaluation.calibration import Calibration, agreement, calibrated
 from grpo_lab.evaluation.statistics import Interval, Vote, is_number
-from grpo_lab.io import json_lines, write_json, write_json_lines, write_whole
+from grpo_lab.io import write_json, write_json_lines, write_whole
+from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.rewards.arithmetic import works_out
 from grpo_lab.rewards.completion import reflects
 from grpo_lab.verifiers.canonical import canonical
@@ -94,10 +95,8 @@ def write_parquet(path: Path, table: pa.Table) -> None:
     write_whole(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
-def read_outcome(row: dict[str, Any] | str, where: str) -> Outcome:
+def read_outcome(row: dict[str, Any], where: str) -> Outcome:
     """Of a line; what earlier releases did not write is as it is by default."""
-    if isinstance(row, str):
-        raise ValueError(f"{where} {row}")
     row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
@@ -304,11 +303,10 @@ class EvaluationResult:
     def read(cls, folder: str | Path) -> EvaluationResult:
         """The result that :meth:`write` left in ``folder``; numbers are computed anew from its outcomes."""
         folder = Path(folder)
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        if not isinstance(summary, dict) or not isinstance(summary.get("settings"), dict):
-            raise ValueError(f"{folder / 'summary.json'}: not the summary of an evaluation (no mapping `settings`)")
+        summary = read_record(folder / "summary.json", {"settings": dict}, "it is not the summary of an evaluation")
         path = folder / "outcomes.jsonl"
-        outcomes = [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in json_lines(path)]
+        lines = read_json_lines(path, advice="not an outcome")
+        outcomes = [read_outcome(row, f"{path}, line {number}: not an outcome:") for number, row in lines]
         return cls(tuple(outcomes), summary["settings"], summary.get("seconds"))
 
 

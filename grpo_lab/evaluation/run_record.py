@@ -13,7 +13,6 @@ Whatever could not be read is named in `notices`. Whether the run works: ``grpo_
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.statistics import is_number
-from grpo_lab.io import json_lines
+from grpo_lab.reading import json_lines, read_record
 
 Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
@@ -34,7 +33,6 @@ TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "
 PIPELINE, STAGES = "pipeline", "pipeline.json"
 _JUDGED = ("judge", "mode", "reward", "template", "thinking")
 _NUMBERED_LINES = 5
-_DEEPEST = 40
 
 
 @dataclass
@@ -143,16 +141,10 @@ def _read_summary(path: Path, notices: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        summary = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (ValueError, RecursionError) as error:
-        notices.append(f"{path.name} could not be read: {error}")
+        return read_record(path)
+    except (OSError, ValueError) as error:
+        notices.append(f"{path.name} could not be read: {error}; it was left out")
         return {}
-    if isinstance(summary, dict) and not _too_deep(summary, _DEEPEST):
-        return summary
-    mapping = isinstance(summary, dict)
-    why = f"is nested more than {_DEEPEST} deep" if mapping else f"holds a {type(summary).__name__}, not a mapping"
-    notices.append(f"{path.name} {why}; it was left out")
-    return {}
 
 
 def read_stages(record: RunRecord) -> None:
@@ -187,11 +179,6 @@ def _read_answers(record: RunRecord) -> None:
     if alike:
         first, *others = max(alike.values(), key=len)
         record.before, record.after = (first, others[-1]) if others else (None, first)
-
-
-def _too_deep(value: Any, left: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not left or any(_too_deep(one, left - 1) for one in inner)
 
 
 def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:

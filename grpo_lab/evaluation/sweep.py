@@ -6,7 +6,6 @@ The others lie in folders below, and `sweep.json` lists all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import RunRecord
 from grpo_lab.evaluation.statistics import Interval
 from grpo_lab.io import write_json
+from grpo_lab.reading import checked_object, read_json
 
 SWEEP, AGAINST = "sweep.json", "against"
 
@@ -46,10 +46,17 @@ def write_sweep(found: Sequence[Measured], folder: Path) -> None:
 
 def read_sweep(folder: Path) -> list[Measured]:
     """What `write_sweep` left; empty where there was one condition. ValueError: damaged."""
-    rows = json.loads((folder / SWEEP).read_text(encoding="utf-8")) if (folder / SWEEP).is_file() else []
-    for place in (Path(row["place"]) for row in rows):
+    file = folder / SWEEP
+    rows = read_json(file) if file.is_file() else []
+    if not isinstance(rows, list):
+        raise ValueError(f"{file} holds no list of conditions")
+    for row in rows:
+        try:
+            place = Path(checked_object(row, {"name": str, "place": str})["place"])
+        except ValueError as error:
+            raise ValueError(f"{file}, a condition: {error}") from error
         if place.is_absolute() or ".." in place.parts:
-            raise ValueError(f"{folder / SWEEP}: {str(place)!r} is not below the folder")
+            raise ValueError(f"{file}: {str(place)!r} is not below the folder")
     return [Measured(row["name"], row["place"], EvaluationResult.read(folder / row["place"])) for row in rows]
 
 

@@ -7,7 +7,6 @@ beside it.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from grpo_lab.labs.experiment import (
     spread,
     table,
 )
+from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.recipe.sections import read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named
@@ -144,8 +144,8 @@ class Arms:
         settings |= {"model": {"path": options.start}, "cold_start": None, "output_dir": str(folder)}
         settings |= {"name": arm, "seed": seed}
         done = train(read_recipe(self.recipe(options), settings))
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        log = [{name: value for name, value in row.items() if value is not None} for row in rows]
+        rows = read_json_lines(folder / "metrics.jsonl", {"step": int})
+        log = [{name: value for name, value in row.items() if value is not None} for _, row in rows]
         curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
         before = self.numbers(done.before, []) if done.before else None
         return {"before": before, "after": self.numbers(done.after, log), "curves": curves}
@@ -214,7 +214,7 @@ def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, A
     for name, step in sorted(step_of.items(), key=lambda one: one[1]):
         if (file := folder / name / "summary.json").is_file():
             tokens = max((of for at, of in generated.items() if at <= step), default=0)
-            found.append((tokens, number_at(json.loads(file.read_text(encoding="utf-8")), place, where)))
+            found.append((tokens, number_at(read_record(file), place, where)))
     return found
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
+from grpo_lab.reading import Fields, read_record
 
 Options = argparse.Namespace
 Record = dict[str, Any]
@@ -34,6 +35,8 @@ Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 
 GENERATED = "rollout/generated"
 """In ``metrics.jsonl``: tokens that the policy has written until then."""
+RECORD: Fields = {"arm": str, "seed": int}
+REMOVE = "remove it, and the cell runs again"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
 
 
@@ -69,7 +72,7 @@ class Experiment:
             return ""
         found: dict[str, list[float]] = {arm: [] for arm in arms}
         for file in sorted(options.folder.glob("*/arm.json")):
-            record = json.loads(file.read_text(encoding="utf-8"))
+            record = read_record(file, RECORD, REMOVE)
             if record["arm"] in found and not math.isnan(value := self.result(record)):
                 found[record["arm"]].append(value)
         results = [values for values in found.values() if values]
@@ -149,7 +152,7 @@ def records(arms: Sequence[str], options: Options) -> Found:
     for arm in arms:
         for file in (record_file(options.folder, arm, seed) for seed in options.seeds):
             if file.is_file():
-                found.setdefault(arm, []).append(json.loads(file.read_text(encoding="utf-8")))
+                found.setdefault(arm, []).append(read_record(file, RECORD, REMOVE))
     return found
 
 

@@ -15,10 +15,11 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.diagnostics.laws import overoptimisation_law
-from grpo_lab.io import json_lines, write_whole_text
+from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
+from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
 JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
@@ -62,7 +63,7 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
         stages["pairs"]["judged"] = {"per_problem": most, "seed": seed, **JUDGES[arm]}
     whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}
     facts = run_pipeline(pipeline_from(whole))
-    log = [row for _, row in json_lines(folder / "policy/metrics.jsonl") if isinstance(row, dict) and KL in row]
+    log = [row for _, row in read_json_lines(folder / "policy/metrics.jsonl") if KL in row]
     return measured(log, facts, {"form": "rewards/worked_out/mean", "truth": TRUTH}.get(arm, PROXY))
 
 

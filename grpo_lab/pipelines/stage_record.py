@@ -15,10 +15,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import PipelineStage
 from grpo_lab.io import write_json
+from grpo_lab.reading import Fields
 from grpo_lab.recipe.models import model_files
 from grpo_lab.runs.differences import differing, flat, versions
 from grpo_lab.runs.folder import STAGE, is_empty, read_marker
@@ -38,10 +39,17 @@ class StageRecord(PipelineStage):
     digests: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
+    FIELDS: ClassVar[Fields] = {
+        **dict.fromkeys(("name", "kind", "status", "why"), str),
+        **dict.fromkeys(("settings", "inputs", "results", "digests", "versions"), dict),
+        "before": list,
+        "seconds": float | None,
+    }
+
     @classmethod
     def read(cls, folder: Path, name: str, kind: str) -> StageRecord:
         """Of the stage that worked in ``folder``. ValueError for a damaged file."""
-        found = read_marker(folder / STAGE, "move the folder away, and the stage is done again")
+        found = read_marker(folder / STAGE, "move the folder away, and the stage is done again", cls.FIELDS)
         return cls(**{"name": name, "kind": kind, **{f.name: found[f.name] for f in fields(cls) if f.name in found}})
 
     def write(self, folder: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-DEEPEST = 100
+from grpo_lab.reading import DEEPEST, HALF, read_text
+
 _AMBIGUOUS = "!ambiguous"
 _TWO_WAYS = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z")
 _OURS = (
@@ -62,6 +63,8 @@ class _Loader(yaml.SafeLoader):
             two = "a number of base 60, or text" if ":" in node.value else "an octal number, or a decimal one"
             said = f"write the decimal number, or {node.value!r} in quotes for text"
             raise _refused(f"`{node.value}` is {two}: {said}", node)
+        if half := HALF.search(node.value):
+            raise _refused(f"{half[0]!a} is half of a character (a lone surrogate), which no file can hold", node)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -94,8 +97,11 @@ def parsed(text: str, what: str) -> Any:
         line = f", line {mark.line + 1}" if mark is not None and "\n" in text.strip() else ""
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise ValueError(f"{what}{line}: {'' if error.context is None else 'no YAML: '}{said}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split())}") from error
+    except yaml.reader.ReaderError as error:
+        line = f", line {text.count(chr(10), 0, error.position) + 1}" if "\n" in text.strip() else ""
+        raise ValueError(f"{what}{line}: no YAML: the character {chr(error.character)!a} is not allowed") from error
+    except ValueError as error:  # a whole number of more digits than Python reads
+        raise ValueError(f"{what}: {error}") from error
 
 
 def written(settings: Any) -> str:
@@ -108,12 +114,10 @@ def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
-    try:
-        written = parsed(file.read_text(encoding="utf-8"), f"recipe {str(path)!r}")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"recipe {str(path)!r} is no text in UTF-8: {error}") from error
+    written = parsed(read_text(file), f"recipe {str(path)!r}")
     if not isinstance(written, dict):
-        raise ValueError(f"recipe {str(path)!r} holds a {type(written).__name__}; it must be a mapping of settings")
+        seen = "is empty" if written is None else f"holds a {type(written).__name__}"
+        raise ValueError(f"recipe {str(path)!r} {seen}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
         set_at(written, key, value)
     return written

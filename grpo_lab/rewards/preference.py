@@ -17,11 +17,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from grpo_lab.io import json_lines
+from grpo_lab.reading import read_json_lines
 from grpo_lab.rewards.token_classification import padded_ids, saved_config, saved_tokenizer, saved_weights
 
 Pair = dict[str, Any]
 PAIR = ("prompt", "chosen", "rejected")
+_PAIR_FIELDS = dict.fromkeys(PAIR, str | list)
 HEAD = "SequenceClassification"
 
 
@@ -144,9 +145,8 @@ class PreferenceReward:
     def earlier(self) -> list[Pair]:
         """The ``comparisons`` that it may learn."""
         found = []
-        for number, row in json_lines(self.comparisons) if self.comparisons else ():
-            if isinstance(row, str) or not {*PAIR} <= row.keys():
-                raise ValueError(f"`comparisons`, {self.comparisons}, line {number} is no comparison: {str(row)[:99]}")
+        advice = f"a comparison has {', '.join(PAIR)} (setting: comparisons)"
+        for _, row in read_json_lines(self.comparisons, _PAIR_FIELDS, advice) if self.comparisons else ():
             found.append({name: row[name] for name in PAIR})
         return [pair for pair in found if not holds_out(pair["prompt"], self.held_out)]
 

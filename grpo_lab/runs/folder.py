@@ -21,6 +21,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.io import no_link, write_json, write_whole_text
+from grpo_lab.reading import Fields, read_record
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +127,10 @@ def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
     write_json(folder / RUN, summary)
 
 
-def read_marker(file: Path, advice: str = RESCUE) -> dict[str, Any]:
-    """What marks a folder as ours; empty where there is no such file. ValueError with ``advice`` for a damaged one."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): {advice}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__} and no mapping: {advice}")
-    return found
+def read_marker(file: Path, advice: str = RESCUE, needs: Fields | None = None) -> dict[str, Any]:
+    """What marks a folder as ours; empty where there is no such file. ValueError with ``advice``: it is damaged, or
+    lacks a field that it ``needs``."""
+    return read_record(file, needs, advice) if file.is_file() else {}
 
 
 def problems_in(file: Path) -> int:

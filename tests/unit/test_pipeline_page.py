@@ -100,7 +100,7 @@ def test_several_runs_are_one_page_with_mean_lowest_and_highest(tmp_path: Path) 
     ("written", "said"),
     [
         ("{", "pipeline.json could not be read"),
-        ("[]", "pipeline.json holds a list, not a mapping"),
+        ("[]", "pipeline.json: it holds []; a mapping of names to values is needed"),
         ('{"stages": 3}', "the stages were left out, for stages: Input should be a valid list"),
         (listed(name="../a"), "for stages.0.name: String should match pattern"),
         (listed(seconds="x"), "for stages.0.seconds: Input should be a valid number"),

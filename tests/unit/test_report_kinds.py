@@ -237,7 +237,8 @@ OUTCOME = (
         ("run.json", '{"seed": 1' + "0" * 400 + "}", ""),
         ("run.json",
             '{"name": [1], "seconds": {"a": "x", "b": NaN}, "settings": 3, "finished": "no", "rewards": {}}', ""),
-        ("run.json", '{"a": ' + '{"a": ' * 300 + "1" + "}" * 301, "run.json is nested more than 40 deep"),
+        ("run.json", '{"a": ' + '{"a": ' * 300 + "1" + "}" * 301, "run.json: it is nested more than 100 deep"),
+        ("run.json", '{"a": ' + '{"a": ' * 98 + "1" + "}" * 99, ""),
         ("run.json", '{"pipeline": ["rounds"], "recipe": 5, "objective": [[]]}', ""),
         ("run.json", '{"pipeline": "rounds", "recipe": 5, "seconds": 3, "model": 1}', ""),
         ("rounds.jsonl", '{"round": 1, "accuracy": "x"}\n{"round": NaN}\n[1]\n{"round": 2, "accuracy": '

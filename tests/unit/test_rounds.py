@@ -71,7 +71,7 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
     list(rounds(tmp_path, 2, start, whole))
     assert len(done) == 5
     (tmp_path / "round-1" / "train.json").write_text("{")
-    with pytest.raises(ValueError, match=r"train\.json is damaged.*the part is done again"):
+    with pytest.raises(ValueError, match=r"train\.json, line 1: not JSON.*the part is done again"):
         carry_out(parts, Round(folder=tmp_path / "round-1", stop=stop, number=1, current="m", start="m"))
     with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
         carry_out(whole[::-1], Round(folder=tmp_path / "round-3", stop=stop, number=3, current="m", start="m"))

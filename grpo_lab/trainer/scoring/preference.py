@@ -13,7 +13,8 @@ from accelerate.utils import broadcast, gather_object
 from transformers import TrainerCallback
 
 from grpo_lab.batch import RewardTable
-from grpo_lab.io import json_lines, write_json_lines
+from grpo_lab.io import write_json_lines
+from grpo_lab.reading import read_json_lines
 from grpo_lab.rewards.preference import PAIR, Pair, PreferenceReward, holds_out, orders, right_way_round
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.ports import StepPort
@@ -104,5 +105,5 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                 f"training ({FOLDER}, {STATE}); take another checkpoint, or set `every` of the reward to null"
             )
         self.reward.restart(str(place))
-        self.pairs = [row for _, row in json_lines(place / COMPARISONS) if isinstance(row, dict)]
+        self.pairs = [row for _, row in read_json_lines(place / COMPARISONS)]
         self.trained = int(entry["trained"])

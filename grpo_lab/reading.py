@@ -1,0 +1,207 @@
+"""The one reader of text, JSON and JSON lines. A damaged file is a ValueError that says the file, the line, what was
+read, and what is allowed.
+
+Damaged are: bytes that are no UTF-8, an empty file, half a file, a key that stands twice in one object (JSON leaves
+open which of the two counts), nesting beyond ``DEEPEST``, and fields that are missing or of another type. A byte order
+mark at the beginning is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args
+
+DEEPEST = 100
+"""Lists and mappings inside of each other, of JSON and of YAML."""
+
+Fields = Mapping[str, type | UnionType]
+"""The fields that an object must have, with their types; further ones are allowed."""
+
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+HALF = re.compile("[\ud800-\udfff]")
+"""Text cut between two code units."""
+_IN_WORDS = {
+    dict: "a mapping",
+    list: "a list",
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    NoneType: "null",
+}
+_SHOWN = 60
+
+
+class _Damaged(ValueError):
+    """Why text cannot be read, and in which of its lines, where that is known."""
+
+    def __init__(self, why: str, line: int | None = None) -> None:
+        super().__init__(why)
+        self.line = line
+
+
+class _KeyTwice(ValueError):
+    """A key that one object has twice."""
+
+
+def read_text(path: str | os.PathLike[str], advice: str = "") -> str:
+    """The text of a file. ValueError, which ends with ``advice``: it is no UTF-8. OSError: it cannot be opened."""
+    try:
+        return _decoded(Path(path).read_bytes())
+    except _Damaged as error:
+        raise ValueError(_sentence(path, error, advice)) from None
+
+
+def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
+    """The value in a JSON file. ValueError, which ends with ``advice``: it is damaged. OSError: it cannot be opened."""
+    try:
+        return _value_of(_decoded(Path(path).read_bytes()))
+    except _Damaged as error:
+        raise ValueError(_sentence(path, error, advice)) from None
+
+
+def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "") -> dict[str, Any]:
+    """The object in a JSON file, which has the fields that it ``needs``. ValueError, which ends with ``advice``: it is
+    damaged, no object, or lacks a field. OSError: it cannot be opened."""
+    found = read_json(path, advice)
+    try:
+        return checked_object(found, needs or {})
+    except ValueError as error:
+        raise ValueError(_sentence(path, error, advice)) from None
+
+
+def json_lines(path: str | os.PathLike[str], *, halves: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """(Line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over.
+    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = _decoded(line, mark=number == 1).rstrip("\r\n")
+                if not text.strip():
+                    continue
+                found = checked_object(_value_of(text), {})
+                if not halves and _ESCAPED_HALF.search(text):
+                    _refuse_halves(found)
+                yield number, found
+            except ValueError as error:
+                yield number, str(error)
+
+
+def read_json_lines(
+    path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "", *, halves: bool = True
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(Line number from 1, its object, which has the fields that it ``needs``) of a file of JSON lines. ValueError,
+    which ends with ``advice``: a line is damaged, holds no object, or lacks a field."""
+    for number, found in json_lines(path, halves=halves):
+        try:
+            if isinstance(found, str):
+                raise _Damaged(found)
+            yield number, checked_object(found, needs or {})
+        except ValueError as error:
+            raise ValueError(_sentence(f"{path}, line {number}", error, advice)) from None
+
+
+def checked_object(found: Any, needs: Fields) -> dict[str, Any]:
+    """``found`` as an object with the fields that it ``needs``. ValueError: what it is instead, or what it lacks."""
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {_shown(found)}; a mapping of names to values is needed")
+    for name, kind in needs.items():
+        if name not in found:
+            raise ValueError(f"it has no `{name}`, which must be {_in_words(kind)}")
+        if not _is_of(found[name], kind):
+            raise ValueError(f"its `{name}` is {_shown(found[name])}; it must be {_in_words(kind)}")
+    return found
+
+
+def _decoded(content: bytes, mark: bool = True) -> str:
+    """As text; ``mark``: a byte order mark may stand before it."""
+    try:
+        return content.decode("utf-8-sig" if mark else "utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        raise _Damaged(f"the byte 0x{byte:02x} is no UTF-8; it must be saved as UTF-8", line) from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _KeyTwice(next(name for name in names if names.count(name) > 1))
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _value_of(text: str) -> Any:
+    """What JSON ``text`` says. _Damaged: why it says nothing."""
+    if not text.strip("\0 \t\r\n"):
+        raise _Damaged("zero bytes, as a lost write leaves them" if "\0" in text else "it is empty; JSON is needed")
+    try:
+        found = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        line = text.split("\n")[error.lineno - 1][:_SHOWN] if error.pos < len(text) else ""
+        shown = f" of {line!a}" if line else ", where the text ends (cut?)"
+        raise _Damaged(f"not JSON: {error.msg}, column {error.colno}{shown}", error.lineno) from None
+    except RecursionError:
+        raise _Damaged(_too_deep()) from None
+    except _KeyTwice as error:
+        key = str(error)
+        lines = [text.count("\n", 0, at.start()) + 1 for at in re.finditer(rf'"{re.escape(key)}"\s*:', text)]
+        second = lines[1] if len(lines) == 2 else None
+        raise _Damaged(f"the key {key!a} stands twice in one object; leave one out", second) from None
+    except ValueError as error:  # a whole number of more digits than Python reads
+        raise _Damaged(f"not JSON that can be read: {error}") from None
+    if text.count("[") + text.count("{") > DEEPEST and _is_deeper(found, DEEPEST):
+        raise _Damaged(_too_deep())
+    return found
+
+
+def _too_deep() -> str:
+    return f"it is nested more than {DEEPEST} deep"
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and mappings stand more than ``levels`` inside of each other."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return True
+
+
+def _refuse_halves(found: dict[str, Any]) -> None:
+    """_Damaged for text that is cut between two code units."""
+    for name, value in found.items():
+        if half := HALF.search(json.dumps([name, value], ensure_ascii=False)):
+            said = f"column {name!a} holds {half[0]!a}, half of a character (a lone surrogate)"
+            raise _Damaged(f"{said}; mend or leave out that text")
+
+
+def _is_of(value: Any, kind: type | UnionType) -> bool:
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, (*kinds, int) if float in kinds else kinds)
+
+
+def _in_words(kind: type | UnionType) -> str:
+    return " or ".join(_IN_WORDS.get(one, one.__name__) for one in get_args(kind) or (kind,))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _sentence(path: object, error: ValueError, advice: str) -> str:
+    line = getattr(error, "line", None)
+    return f"{path}{f', line {line}' if line else ''}: {error}{f': {advice}' if advice else ''}"
