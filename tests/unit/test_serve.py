@@ -15,7 +15,8 @@ import pytest
 from grpo_lab.cli import main
 from grpo_lab.engines.vllm import server
 from grpo_lab.engines.vllm import token as server_token
-from grpo_lab.engines.vllm.server import ServerOptions, server_command
+from grpo_lab.engines.vllm.server import Server, ServerOptions, server_command
+from ports import free_port
 
 
 def chosen(*words: str) -> ServerOptions:
@@ -97,7 +98,8 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(a_model: str, capsys: 
         port = taken.getsockname()[1]
         assert main(["serve", "--model", a_model, "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
-    server.refuse_taken_port(port)
+    with server.held_address(ServerOptions("a-model", port)):
+        pass
 
 
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +143,74 @@ def test_an_address_of_another_machine_is_refused_before_the_model_is_loaded(
 ) -> None:
     assert main(["serve", "--model", a_model, "--host", "192.0.2.1"]) == 2
     assert "an address of this machine" in capsys.readouterr().err
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Servers that load for ever: a process that waits stands in for vLLM, and none of them listens."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv(server_token.VARIABLE, raising=False)
+    monkeypatch.setattr(server, "runs_on_cpu", lambda: True)
+    monkeypatch.setattr(
+        server, "server_command", lambda *_, **__: [sys.executable, "-c", "import signal; signal.pause()"]
+    )
+    monkeypatch.setattr(server, "wait_until_ready", lambda *_, **__: None)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("first", "second"), [("127.0.0.1", "127.0.0.1"), ("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_a_second_server_of_an_address_leaves_the_token_of_the_first(
+    loading: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """While the first loads nothing listens at its port. Addresses that share a token file count as one."""
+    port = free_port()
+    with Server(ServerOptions("a-model", port, host=first), log=None) as one:
+        assert one.token is not None
+        with pytest.raises(ValueError, match=f"port {port} at {second} .*another `grpo-lab serve`"):
+            Server(ServerOptions("a-model", port, host=second), log=None).start()
+        assert server_token.of_trainer(one.options.base_url, None) == one.token.value
+    with Server(ServerOptions("a-model", port, host=second), log=None) as two:
+        assert two.token is not None
+        assert two.token.value != one.token.value
+
+
+def test_a_token_file_that_two_servers_name_is_of_both(loading: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first to end leaves it for the other; of two that make it at once both get the one that stands there."""
+    file = tmp_path / "token"
+    one = Server(ServerOptions("a-model", free_port(), token_file=file), log=None)
+    two = Server(ServerOptions("a-model", free_port(), token_file=file), log=None)
+    with two, one:
+        assert one.token is not None
+        assert two.token is not None
+        assert one.token.value == two.token.value
+        two.stop()
+        assert server_token.of_trainer(one.options.base_url, str(file)) == one.token.value
+    made = server_token.of_server("http://127.0.0.1:8123", file)
+    with pytest.raises(FileExistsError):  # another one wrote it since it was looked for
+        server_token.write(file, "x" * 43, anew=True)
+    assert server_token.read(file) == made.value
+
+
+#: listens, takes one connection, and then listens no more: a request is under way that nobody will answer
+DEAF = """
+import signal, socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as listening:
+    taken, _ = listening.accept()
+signal.pause()
+"""
+
+
+def test_a_server_that_listens_no_more_is_ended(loading: pytest.MonkeyPatch) -> None:
+    """vLLM's, whose engine was killed in a generation: it would wait for the answer, and the trainer with it."""
+    port = free_port()
+    loading.setattr(server, "server_command", lambda *_, **__: [sys.executable, "-c", DEAF, str(port)])
+    loading.setattr(server, "LISTENS_EVERY", 0.05)
+    loading.setattr(server, "DEAF_FOR", 0.3)
+    with Server(ServerOptions("a-model", port), log=None) as running, socket.socket() as request:
+        while request.connect_ex(("127.0.0.1", port)):
+            pass
+        assert running.wait() == "was ended: its engine had died, and it took no connection for 0 s"
+        assert request.recv(1) == b""
 
 
 KILLED = """

@@ -8,6 +8,7 @@ is named (`--host`: between the machines of a cluster), and every request needs 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import ipaddress
 import json
 import os
@@ -15,7 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -44,6 +47,9 @@ HIDDEN = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+#: seconds between two looks at whether it listens; after so many without, it is killed
+LISTENS_EVERY = 1.0
+DEAF_FOR = 5.0
 #: what a folder must hold to be served → files of which it needs one
 NEEDED = {
     "config": ("config.json",),
@@ -153,6 +159,35 @@ def server_environment(options: ServerOptions, token: str, sockets: str) -> dict
     return environment
 
 
+@contextmanager
+def held_address(options: ServerOptions) -> Iterator[int | None]:
+    """The address is this process's inside the block, before anything listens there -> a descriptor that holds it too.
+
+    The port is bound and not listened at: vLLM, which does the same, may still bind it, and so may another server that
+    loads. Those are kept out by a name in the network namespace of this machine (on Linux), one for each token file.
+    ValueError where the address is another's, or not of this machine.
+    """
+    said = f"port {options.port} at {options.host} cannot be used"
+    other = "choose another --port, or an address of this machine"
+    with ExitStack() as held:
+        bound = held.enter_context(socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((options.host, options.port))
+        except OSError as error:
+            raise ValueError(f"{said} ({error.strerror}): {other}") from error
+        if not sys.platform.startswith("linux"):
+            yield None
+            return
+        named = held.enter_context(socket.socket(socket.AF_UNIX))
+        digest = hashlib.sha256(tokens.default_file(options.base_url).name.encode()).hexdigest()
+        try:
+            named.bind(f"\0grpo-lab-serve-{digest[:32]}")
+        except OSError as error:
+            raise ValueError(f"{said} (another `grpo-lab serve` has it, and may be loading still): {other}") from error
+        yield named.fileno()
+
+
 class Server:
     """A server process that lives as long as the `with` block, its output in `log` (None: where this one writes)."""
 
@@ -165,11 +200,15 @@ class Server:
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:
-        """Start the process and wait until it is healthy. Its token's file is there before it is."""
-        options, log = self.options, self.log
-        self.token = tokens.of_server(options.base_url, options.token_file)
-        token, parent = self.token.value, os.environ.get(SOCKETS_VARIABLE)
+        """Start the process and wait until it is healthy. Its token's file is there before it is. ValueError where its
+        address is another's."""
+        options = self.options
+        log = self.log
+        parent = os.environ.get(SOCKETS_VARIABLE)
         try:
+            holding = self._until_stopped.enter_context(held_address(options))
+            self.token = tokens.of_server(options.base_url, options.token_file)
+            token = self.token.value
             sockets = str(self._until_stopped.enter_context(tokens.own_folder("grpo-lab-sockets-", parent)))
             with nullcontext() if log is None else log.open("wb") as output:
                 self.process = subprocess.Popen(
@@ -178,6 +217,7 @@ class Server:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=() if holding is None else (holding,),  # until this process and the server's are gone
                     preexec_fn=partial(die_with_parent, signal.SIGTERM),  # no server is left behind
                 )
             wait_until_ready(options.base_url, self.start_timeout, token=lambda: token, process=self.process, log=log)
@@ -185,6 +225,33 @@ class Server:
             self.stop()
             raise
         return self
+
+    def wait(self) -> str:
+        """Wait for the process to end -> how it did. vLLM stops listening when its engine has died, and would then wait
+        for ever for the requests that are under way: such a one is killed, so that whoever asked knows."""
+        assert self.process is not None
+        heard = time.monotonic()
+        while True:
+            try:
+                return f"ended by itself with status {self.process.wait(timeout=LISTENS_EVERY)}"
+            except subprocess.TimeoutExpired:
+                pass
+            if self._listens():
+                heard = time.monotonic()
+            elif time.monotonic() - heard > DEAF_FOR:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+                return f"was ended: its engine had died, and it took no connection for {DEAF_FOR:.0f} s"
+
+    def _listens(self) -> bool:
+        """Whether a connection is taken; one that is busy may be late."""
+        try:
+            socket.create_connection((self.options.host, self.options.port), timeout=5.0).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def stop(self) -> None:
         """End the server and its workers: politely, then not. The file of a token that was made for it goes, too."""
@@ -244,17 +311,6 @@ def options_from(chosen: argparse.Namespace) -> ServerOptions:
     return ServerOptions(**asked, engine=engine)
 
 
-def refuse_taken_port(port: int, host: str = HOST) -> None:
-    """ValueError where something listens already: vLLM would find out only after loading the model."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            said = f"port {port} at {host} cannot be used ({error.strerror})"
-            raise ValueError(f"{said}: choose another --port, or an address of this machine") from error
-
-
 def refuse_no_model(model: str) -> None:
     """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback. A folder must hold
     a config, weights and a tokenizer; a hub name is asked for its config."""
@@ -277,16 +333,13 @@ def refuse_no_model(model: str) -> None:
 
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
-
     refuse_no_model(options.model)
-    refuse_taken_port(options.port, options.host)
     handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C, so that the server ends with this process
     if not options.is_local:
         print(f"grpo-lab: warning: {exposed(options)}", file=sys.stderr, flush=True)
     print(f"grpo-lab: starting vLLM for {options.model} at {options.base_url} …", flush=True)
     try:
         with Server(options, log=log, start_timeout=start_timeout) as server:
-            assert server.process is not None
             assert server.token is not None
             token = server.token.file  # where it is, never what
             where = f"the environment ({tokens.VARIABLE})" if token is None else str(token)
@@ -297,11 +350,11 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
                 + ("" if found else f" --rollout.server.token_file {where}"),
                 flush=True,
             )
-            status = server.process.wait()
+            how = server.wait()
     except KeyboardInterrupt:
         print("grpo-lab: the server was stopped", flush=True)
         return 0
-    raise ServerGone(f"the vLLM server ended by itself with status {status}" + (f"; see {log}" if log else ""))
+    raise ServerGone(f"the vLLM server {how}" + (f"; see {log}" if log else ""))
 
 
 def exposed(options: ServerOptions) -> str:

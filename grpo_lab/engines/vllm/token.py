@@ -7,6 +7,8 @@ Which one, on both sides:
     2. `GRPO_LAB_SERVER_TOKEN` in the environment (between machines: the same in both jobs)
     3. the file of that address, below `~/.local/state/grpo_lab/tokens`: made by a server, removed at its end
 
+A file that was named stays: another server may have taken the same one.
+
 Each file and folder is under a lock that the kernel opens when its process ends, also by a kill, so that the next
 process sees what was left behind, and removes it.
 """
@@ -82,15 +84,19 @@ def default_file(base_url: str) -> Path:
 
 
 def of_server(base_url: str, named: Path | None) -> Token:
-    """The token for a server that is about to start; made where there is none yet. Raises ValueError for a token that
-    is too short or not plain, OSError where its file cannot be written."""
-    if named is not None and named.exists():
+    """The token for a server that is about to start; made where there is none yet. The server must hold its address
+    (`server.held_address`), since the file of that address is replaced. Raises ValueError for a token that is too short
+    or not plain, OSError where its file cannot be written."""
+    if named is not None:
+        with contextlib.suppress(FileExistsError):  # then it is taken, also where another server has just made it
+            write(named, secrets.token_urlsafe(32), anew=True)
         found = read(named)
-    elif named is None and os.environ.get(VARIABLE):
+    elif os.environ.get(VARIABLE):
         found = plain(os.environ[VARIABLE], VARIABLE)
     else:
-        file, made = default_file(base_url) if named is None else named, secrets.token_urlsafe(32)
+        file = default_file(base_url)
         remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
+        made = secrets.token_urlsafe(32)
         write(file, made)
         return Token(made, file, made=True)
     if len(found) < SHORTEST:
@@ -110,9 +116,9 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
     return read(file) if file.is_file() else None
 
 
-def write(file: Path, token: str) -> None:
+def write(file: Path, token: str, *, anew: bool = False) -> None:
     """`token` into `file` with mode 0600; its folder is made with 0700 where it is not there. Raises ValueError where
-    others could put a file of theirs in its place."""
+    others could put a file of theirs in its place, and where it must be `anew` FileExistsError."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -125,10 +131,12 @@ def write(file: Path, token: str) -> None:
             text.write(token + "\n")
         with contextlib.suppress(OSError):  # a file system without locks
             hold(partial)  # as long as this process lives
-        os.replace(partial, file)
-    except BaseException:
-        os.unlink(partial)
-        raise
+        if anew:
+            os.link(partial, file)
+        else:
+            os.replace(partial, file)
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def read(file: Path) -> str:
