@@ -5,22 +5,30 @@
                     and values have their room from the beginning; on a CPU a token takes one random number
 
 What is computed for a row is the same, and so is the distribution of its tokens: transformers' own `generate` makes
-them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs.
+them, a stretch at a time, out of transformers' own cache. Which ones are drawn differs; and under a repetition penalty
+padding is no text of the row's, as it is for transformers.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.generation.logits_process import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+logger = logging.getLogger("grpo_lab")
 
 #: tokens between two looks at which rows have ended: a look costs about as much as a token
 STRETCH = 6
@@ -49,28 +57,39 @@ def generate_by_groups(
     **more: Any,
 ) -> Tensor:
     """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
-    ``model``, returns them; by ``stock`` itself where `not_by_groups` says why."""
+    ``model``, returns them; by ``stock`` itself where `not_by_groups` says why, which is said once."""
     asked = {"logits_processor": logits_processor, **more}
-    if not_by_groups(model, generation_config, more):
+    said, width = _filled(generation_config, model), input_ids.size(1)
+    room = int(said.max_new_tokens or 0)
+    held = None
+    reason = not_by_groups(model, generation_config, more)
+    if reason is None:
+        held = _prompts_read_once(model, input_ids, attention_mask, room)
+        reason = None if held is not None else "it does not keep a prompt's keys and values as they are read"
+    if held is None:
+        say_left_to_stock(str(reason))
         return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
-    said, config = _filled(generation_config, model), deepcopy(generation_config)
-    width, room, ends = input_ids.size(1), int(said.max_new_tokens or 0), torch.tensor(_ends(said), dtype=torch.long)
-    ends = ends.to(input_ids.device)
+    config = deepcopy(generation_config)
+    ends = torch.tensor(_ends(said), dtype=torch.long, device=input_ids.device)
     pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
     result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
     result[:, :width] = input_ids
     rows, longest = torch.arange(input_ids.size(0), device=input_ids.device), width
-    ids, mask, cache = input_ids, attention_mask, _prompts_read_once(model, input_ids, attention_mask, room)
+    ids, mask = input_ids, attention_mask
     while longest < width + room and rows.numel():
         config.max_new_tokens = min(STRETCH, width + room - longest)
+        if said.repetition_penalty not in (None, 1.0):
+            config.repetition_penalty = 1.0
+            own = _PenaltyOnText(said.repetition_penalty, begins=mask[:, :width].argmax(1))
+            asked["logits_processor"] = [own, *(logits_processor or ())]
         with _one_number_a_draw():
-            ids = stock(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=config, **asked)
+            ids = stock(input_ids=ids, attention_mask=mask, past_key_values=held, generation_config=config, **asked)
         written, longest = ids[:, longest:], ids.size(1)
         result[rows, longest - written.size(1) : longest] = written
         goes_on = (~torch.isin(written, ends).any(1)).nonzero().squeeze(1)
         if goes_on.numel() < rows.numel():
             rows, ids, mask = rows[goes_on], ids[goes_on], mask[goes_on]
-            cache.batch_select_indices(goes_on)
+            held.batch_select_indices(goes_on)
         mask = torch.cat([mask, mask.new_ones(mask.size(0), written.size(1))], dim=1)
     return result[:, :longest]
 
@@ -111,17 +130,35 @@ def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
     return torch.searchsorted(up_to, below, right=True)
 
 
+class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
+    """transformers' repetition penalty, to which a row's left padding is no text: its tokens stand there as the first
+    of the row, which a penalty counts once. ``begins``: where each row's text begins."""
+
+    def __init__(self, penalty: float, begins: Tensor) -> None:
+        self.stock = RepetitionPenaltyLogitsProcessor(penalty)
+        self.begins = begins[:, None]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        places = torch.arange(input_ids.size(1), device=input_ids.device)
+        text = torch.where(places < self.begins, input_ids.gather(1, self.begins), input_ids)
+        return self.stock(text, scores)  # type: ignore[no-any-return]
+
+
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
     """Why completions are left to transformers' ``generate``; None where they need not be."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    filled = _filled(config, model)
+    filled, own = _filled(config, model), _own_model(model)
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "weights are sharded, so ranks make every token together"
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "the adapter is learnt prompts, which stand before a row's own"
+    if not own._supports_default_dynamic_cache() or "past_key_values" not in _forward_takes(own):
+        return f"{type(own).__name__} has no cache of keys and values"
+    if filled.use_cache is False:
+        return "`use_cache` is false in the generation config, or in the model's own"
     if model.config.is_encoder_decoder or layers - {DynamicLayer}:
         return f"its cache is no plain one: {sorted(one.__name__ for one in layers) or 'none'}"
     if more := {name for name, value in (more or {}).items() if value is not None and name != "synced_gpus"}:
@@ -131,6 +168,25 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
     if asked := _asked(filled):
         return f"the model's own generation config asks for {sorted(asked)}"
     return None if filled.max_new_tokens else "the generation config has no `max_new_tokens`"
+
+
+@cache
+def say_left_to_stock(reason: str) -> None:
+    """Say once, on the main process, why rows are generated as transformers does."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.info("completions are made by transformers' `generate`, row by row: %s", reason)
+
+
+def _own_model(model: Any) -> Any:
+    """The transformers model in an adapter or behind `torch.compile`."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _forward_takes(model: Any) -> set[str]:
+    """The arguments that the model's class names for a forward, or one that it is derived from."""
+    forwards = [vars(one)["forward"] for one in type(model).__mro__ if "forward" in vars(one)]
+    return {name for forward in forwards for name in inspect.signature(forward).parameters}
 
 
 def _filled(config: GenerationConfig, model: Any) -> GenerationConfig:
@@ -154,20 +210,24 @@ def _ends(config: GenerationConfig) -> list[int]:
     return [] if ends is None else [int(one) for one in (ends if isinstance(ends, list) else [ends])]
 
 
-def _prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache:
+def _prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
     """The cache of all rows but for their last token, which the first stretch reads: each group's prompt is read once,
-    its keys and values copied to the group's rows."""
+    its keys and values copied to the group's rows. None: the model has not put just these tokens there."""
     begins = torch.ones(ids.size(0), dtype=torch.bool, device=ids.device)
     begins[1:] = (ids[1:] != ids[:-1]).any(1) | (mask[1:] != mask[:-1]).any(1)
     cache = DynamicCache(config=model.config)
-    cache.layers = [_WithRoom(ids.size(1) + room) for _ in cache.layers]
+    layers = [_WithRoom(ids.size(1) + room) for _ in cache.layers]
+    cache.layers = list(layers)
     if ids.size(1) > 1:
         first, seen = ids[begins, :-1], mask[begins, :-1]
         positions = (seen.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts: left padding does not
-        model(
-            input_ids=first, attention_mask=seen, position_ids=positions, past_key_values=cache,
-            use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
+        named = _forward_takes(_own_model(model))
+        more = {
+            name: value for name, value in {"position_ids": positions, "logits_to_keep": 1}.items() if name in named
+        }
+        model(input_ids=first, attention_mask=seen, past_key_values=cache, use_cache=True, **more)
+        if not all(layer.is_initialized and layer.get_seq_length() == first.size(1) for layer in layers):
+            return None
         cache.batch_select_indices(begins.long().cumsum(0) - 1)
     return cache
 

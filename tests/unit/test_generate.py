@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from scipy.stats import chisquare
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen2Config, Qwen3Config
@@ -264,7 +266,7 @@ def test_ends_padding_and_length_that_only_the_models_config_has(pad: int | None
 @pytest.mark.parametrize("asked", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}])
 def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> None:
     """A row alone with the same random numbers as transformers' is the same row, from the same scores."""
-    model, (ids, mask) = model_of(), prompts(5, 3)
+    model, (ids, mask) = model_of(), prompts(1, 3)
     config = plain_generation_config(0.0 if "repetition_penalty" in asked else 1.0, 30, [END], PAD)
     for name, value in asked.items():
         setattr(config, name, value)
@@ -382,3 +384,90 @@ def test_the_cache_has_room_for_what_is_there_not_for_what_might_come(monkeypatc
     out, _ = made(model, ids, mask, 10_000)
     assert out.size(1) < 1000
     assert all(held <= room <= 2 * held for room, held in rooms)
+
+
+def small(name: str) -> Any:
+    """A small model of an architecture that reads its own past in another way than by a cache of keys and values."""
+    common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+    own: dict[str, Any] = {
+        "RwkvConfig": {"attention_hidden_size": 32, "context_length": 64},
+        "XLMConfig": {"causal": True, "n_langs": 1, "use_lang_emb": False, "pad_index": PAD},
+        "XLNetConfig": {"d_inner": 48, "d_head": 8},
+        "ReformerConfig": {
+            "is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False,
+            "attention_head_size": 8, "local_attn_chunk_length": 8, "max_position_embeddings": 64,
+        },
+        "CpmAntConfig": {"dim_head": 8, "dim_ff": 48},
+    }.get(name, {})  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, name)(**common, **own)).eval()
+
+
+WITHOUT_CACHE = ["RwkvConfig", "OpenAIGPTConfig", "XLMConfig", "XLNetConfig", "ReformerConfig"]
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_CACHE, "CpmAntConfig"])
+def test_models_without_a_cache_of_keys_and_values_are_left_to_transformers(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CPM-Ant has one, but puts tokens of its own before a prompt: only the reading shows that."""
+    model, plain, (ids, mask) = small(name), plain_generation_config(1.0, 15, [END], PAD), prompts(3, 2)
+    generate.say_left_to_stock.cache_clear()
+    made_by: list[list[list[int]]] = []
+    with torch.no_grad(), caplog.at_level("INFO", "grpo_lab"):
+        for how in (model.generate, partial(generate_by_groups, model.generate, model)):
+            for _ in range(2):
+                torch.manual_seed(0)
+                made_by.append(how(input_ids=ids, attention_mask=mask, generation_config=plain).tolist())
+    assert made_by[0] == made_by[1] == made_by[2] == made_by[3]
+    own = "it does not keep a prompt's keys and values as they are read"
+    said = own if name == "CpmAntConfig" else "has no cache of keys and values"
+    assert [said in one.getMessage() for one in caplog.records if one.name == "grpo_lab"] == [True]
+    assert (not_by_groups(model, plain) is None) == (name == "CpmAntConfig")
+
+
+@pytest.mark.parametrize("place", ["given", "model's generation config", "model's config"])
+@pytest.mark.parametrize("tokens", [STRETCH, 20])
+def test_without_the_cache_rows_are_left_to_transformers(place: str, tokens: int) -> None:
+    """A stretch would read its whole text again behind the keys and values that are there."""
+    model, (ids, mask) = model_of(**({"use_cache": False} if place == "model's config" else {})), prompts(4, 2)
+    asked = GenerationConfig(max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=[END], pad_token_id=PAD)
+    if place != "model's config":
+        (asked if place == "given" else model.generation_config).use_cache = False
+    assert not_by_groups(model, asked) == "`use_cache` is false in the generation config, or in the model's own"
+    scores, found = Scores(model), []
+    with torch.no_grad():
+        for how in (model.generate, partial(generate_by_groups, model.generate, model)):
+            torch.manual_seed(0)
+            out = how(input_ids=ids, attention_mask=mask, generation_config=asked, logits_processor=[scores])
+            found.append(out.tolist())
+    assert found[0] == found[1]
+    assert scores.gap < ROUNDED
+
+
+def test_padding_is_no_text_under_a_repetition_penalty() -> None:
+    """The end is the padding token, as with many base models: transformers holds it down in rows that are padded."""
+    model, (ids, mask) = model_of(), prompts(4, 2)
+    ids[mask == 0] = END
+    config = plain_generation_config(0.0, 40, [END], END)
+    config.repetition_penalty = 1.4
+    with torch.no_grad():
+        model.lm_head.weight[END] += 0.2
+        alone = [
+            model.generate(
+                input_ids=row[None, have.bool()], attention_mask=have[have.bool()][None], generation_config=config
+            )
+            for row, have in zip(ids, mask, strict=True)
+        ]
+        ours = generate_by_groups(model.generate, model, ids, mask, config)
+        stock = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+
+    def written(rows: Any, widths: list[int]) -> list[list[int]]:
+        after = [row[width:].tolist() for row, width in zip(rows, widths, strict=True)]
+        return [row[: row.index(END) + 1] if END in row else row for row in after]
+
+    padded_widths = [ids.size(1)] * len(ids)
+    expected = written([row[0] for row in alone], mask.sum(1).tolist())
+    assert written(ours, padded_widths) == expected
+    assert written(stock, padded_widths) != expected, "the test sees the fault"
+    assert min(map(len, expected)) < 40

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from grpo_lab.engines.generate import generate_by_groups, not_by_groups
+from grpo_lab.engines.generate import generate_by_groups, not_by_groups, say_left_to_stock
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
 from grpo_lab.engines.weights.proof import forward_logprobs
@@ -34,9 +34,10 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
         return nullcontext()
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
-    if drops and how == "auto":
-        return nullcontext()
     reason = "dropout is active, which a prompt that is read once would share" if drops else None
+    if reason is not None and how == "auto":
+        say_left_to_stock(reason)
+        return nullcontext()
     if how == "groups" and (reason := reason or not_by_groups(model, trainer.generation_config)):
         raise ValueError(
             f"`rollout.generate` is 'groups', and {reason}: leave it out, and transformers makes every row"
