@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -13,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.io import NO_ROOM
 from grpo_lab.registry import working_folder_on_path
 from grpo_lab.visible import VisibleFormatter, visible
 
 EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 SUBMIT = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"
 VERBOSE = (

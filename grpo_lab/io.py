@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,18 +20,56 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: what a disk says that takes nothing more: full, over a quota or a limit, read-only, broken
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> None:
     """``path`` as ``write(partial)`` makes it, or as it was; ``partial`` lies beside ``path`` as ``<name>.part``.
-    OSError: the file, or its folder, cannot be written. What ``write`` raises comes through."""
+    OSError: the file, or its folder, cannot be written (``saving``). What else ``write`` raises comes through."""
     place = Path(path)
     partial = place.with_name(f"{place.name}.part")
     partial.unlink(missing_ok=True)
     os.close(no_link(str(partial), os.O_WRONLY | os.O_CREAT))
-    write(partial)
-    _to_disk(partial)
+    with saving(place):
+        write(partial)
+        _to_disk(partial)
     os.replace(partial, place)
     _to_disk(place.parent)
+
+
+@contextmanager
+def saving(place: str | os.PathLike[str]) -> Iterator[None]:
+    """What the disk refuses of the block's writing into ``place`` is an OSError with its number and the place.
+
+    safetensors, tokenizers, torch and ``copytree`` have errors of their own for it, and ``json.dump`` names no file.
+    """
+    try:
+        yield
+    except Exception as error:
+        fault = _of_disk(error)
+        if fault is None:
+            raise
+        number, why = fault
+        raise OSError(number, why, str(place)) from error
+
+
+def _of_disk(error: Exception) -> tuple[int, str] | None:
+    """Number and words of a write that the disk refused; None for any other error, and for one that names its file."""
+    kind = type(error)
+    said = str(error)
+    if isinstance(error, OSError) and error.errno is not None:
+        known = error.errno in NO_ROOM and error.filename is None
+        return (error.errno, os.strerror(error.errno)) if known else None
+    if kind is RuntimeError and ("inline_container" in said or "PytorchStreamWriter" in said):
+        return errno.EIO, "torch could not write a file to its end"  # it does not know why
+    tells = kind is Exception or kind.__name__ == "SafetensorError" or isinstance(error, shutil.Error)
+    found = _NUMBER.search(said) if tells else None
+    if found is None:
+        return None
+    number = int(found[1] or found[2])
+    return number, os.strerror(number)
 
 
 def write_whole_text(path: str | os.PathLike[str], text: str) -> None:
@@ -72,8 +111,9 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     partial = place.with_name(f"{place.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    move_whole(partial, place)
+    with saving(place):
+        yield partial
+        move_whole(partial, place)
 
 
 def move_whole(partial: Path, place: Path) -> None:

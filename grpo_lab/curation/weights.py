@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 
+from grpo_lab.io import saving
+
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OF_A_MODEL = (
@@ -58,7 +60,7 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not empty; choose a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+    with saving(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         unfinished = Path(folder) / "checkpoint"
         unfinished.mkdir()
         for shard in sorted(set(files_a.values())):

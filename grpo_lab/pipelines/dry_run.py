@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.io import saving
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.run_folder import is_begun
@@ -125,8 +126,9 @@ def _checked(recipe: Recipe, job: Job) -> str:
         given = {**given, "peft_config": None}  # its target modules are the real model's
     model, tokenizer = load_model(section, seed=0)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)  # the reference model is loaded from a folder
-        tokenizer.save_pretrained(folder)
+        with saving(folder):
+            model.save_pretrained(folder)  # the reference model is loaded from a folder
+            tokenizer.save_pretrained(folder)
         job.trainer(
             model=folder,
             reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in job.rewards] or None,

@@ -22,7 +22,7 @@ from typing import Any
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
 from grpo_lab.evaluation.terminal import plain_table
-from grpo_lab.io import check_place, write_json_lines
+from grpo_lab.io import check_place, saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import Questions, check_model, questions
@@ -81,10 +81,11 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> lis
         if not recipe.keep_models and done.number > 1:
             shutil.rmtree(round_folder(folder, done.number - 1) / MODEL, ignore_errors=True)
     last = round_folder(folder, recipe.rounds.count)
-    shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)  # where every other command looks for them
-    for name, at in (("before", start.folder), ("after", last)):
-        if (at / EVALUATION).is_dir():
-            shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
+    with saving(folder):
+        shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)  # where every other command looks for them
+        for name, at in (("before", start.folder), ("after", last)):
+            if (at / EVALUATION).is_dir():
+                shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
     run.write(finished=True)
     found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
     console.print(plain_table(f"{recipe.name}: {recipe.method}", found.head, found.rows))

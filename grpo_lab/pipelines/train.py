@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.measure import Blocks
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
+from grpo_lab.io import saving
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
@@ -150,8 +151,9 @@ def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path
 
     loaded, tokenizer = load_model(model, seed)
     rows = load_rows(cold.data, "cold_start.data")
-    cold_start(loaded, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments})
-    tokenizer.save_pretrained(start)
+    with saving(start):
+        cold_start(loaded, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments})
+        tokenizer.save_pretrained(start)
     return start
 
 
@@ -164,11 +166,14 @@ def _make_start(job: Job, start: Path) -> None:
 
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}
-        cold_start(model, tokenizer, job.cold_rows, start, arguments)
+        with saving(start):
+            cold_start(model, tokenizer, job.cold_rows, start, arguments)
     elif config.should_save:
-        model.save_pretrained(start)
+        with saving(start):
+            model.save_pretrained(start)
     if config.should_save:
-        tokenizer.save_pretrained(start)
+        with saving(start):
+            tokenizer.save_pretrained(start)
     PartialState().wait_for_everyone()  # the others read what the main process has written
 
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from grpo_lab import io as atomic
 from grpo_lab.io import whole_folder, write_whole, write_whole_text
@@ -91,3 +100,63 @@ def test_a_folder_is_whole_or_as_it_was(tmp_path: Path) -> None:
         (folder / "b").write_text("2")
     assert [path.name for path in place.rglob("*")] == ["b"]
     assert not partial.exists()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file grows beyond 4 KiB inside: what a full disk does, wherever tests run."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def weights(place: Path) -> None:
+    save_file({"weight": torch.zeros(4096)}, place)
+
+
+def moments(place: Path) -> None:
+    torch.save({"weight": torch.zeros(4096)}, place)
+
+
+def words(place: Path) -> None:
+    Tokenizer(WordLevel({f"word {number}": number for number in range(1000)}, unk_token="word 0")).save(str(place))
+
+
+def text(place: Path) -> None:
+    place.write_text("x" * 4096 * 4)
+
+
+def copy(place: Path) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "unit", place.with_name("folder"), dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("write", [weights, moments, words, text, copy])
+def test_a_disk_that_is_full_has_one_error_whoever_writes(
+    small_disk: None, tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    """safetensors, torch, tokenizers and a copy of a folder have errors of their own, which no caller would know."""
+    place = tmp_path / "a file"
+    with pytest.raises(OSError, match=re.escape(str(place))) as caught:
+        write_whole(place, write)
+    assert caught.value.errno in (errno.EFBIG, errno.EIO)
+    assert caught.value.errno in atomic.NO_ROOM
+    with pytest.raises(OSError, match="a model") as caught, whole_folder(tmp_path / "a model") as folder:
+        write(folder / "a file")
+    assert caught.value.errno in atomic.NO_ROOM
+    assert not (tmp_path / "a model").exists()
+
+
+def test_what_is_not_the_disk_s_comes_through(tmp_path: Path) -> None:
+    for error in (ValueError("x"), RuntimeError("[Errno 28]"), ConnectionError("(os error 28)"), KeyError("a")):
+        with pytest.raises(type(error)) as caught, atomic.saving(tmp_path):
+            raise error
+        assert caught.value is error
+    named = OSError(errno.ENOSPC, "No space left on device", "the file")
+    with pytest.raises(OSError, match="the file") as caught, atomic.saving(tmp_path):
+        raise named
+    assert caught.value is named

@@ -25,6 +25,7 @@ import torch
 
 from grpo_lab.engines.vllm.token import own_folder
 from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError, clear_cache, load_into_runner
+from grpo_lab.io import saving
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX = "grpo-lab-weights-"
@@ -39,15 +40,25 @@ def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SH
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
-    size, shards, tensors = 0, 0, 0
+    size = 0
+    shards = 0
+    tensors = 0
+
+    def write() -> None:
+        with saving(folder):
+            save_file(shard, folder / f"shard-{shards:05d}.safetensors")
+
     for name, tensor in named_params:
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, tensors = size + shard[name].nbytes, tensors + 1
+        size += shard[name].nbytes
+        tensors += 1
         if size >= shard_bytes:
-            save_file(shard, folder / f"shard-{shards:05d}.safetensors")
-            shard, size, shards = {}, 0, shards + 1
+            write()
+            shard = {}
+            size = 0
+            shards += 1
     if shard:
-        save_file(shard, folder / f"shard-{shards:05d}.safetensors")
+        write()
     return tensors
 
 

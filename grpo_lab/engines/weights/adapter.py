@@ -29,6 +29,7 @@ from grpo_lab.engines.vllm.engine import LORA_RANKS, LORA_VERSIONS
 from grpo_lab.engines.vllm.token import own_folder
 from grpo_lab.engines.vllm.worker import FOLDER_PREFIX, SHARED_MEMORY
 from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError
+from grpo_lab.io import saving
 
 #: fields of `peft.LoraConfig` that an engine reads, or that only the trainer needs; any other must be at its default
 _SERVED = {
@@ -150,9 +151,10 @@ class AdapterFiles:
         self.number += 1
         version = AdapterVersion(self.number, f"{self.name}-v{self.number}", self.folder / f"v{self.number}")
         aside = self.folder / f".v{self.number}"
-        model.save_pretrained(
-            str(aside), selected_adapters=[self.adapter], state_dict=dict(tensors), save_embedding_layers=False
-        )
+        with saving(self.folder):
+            model.save_pretrained(
+                str(aside), selected_adapters=[self.adapter], state_dict=dict(tensors), save_embedding_layers=False
+            )
         (aside if self.adapter == "default" else aside / self.adapter).rename(version.folder)
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(self.folder / f"v{self.number - LORA_VERSIONS}", ignore_errors=True)

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from grpo_lab.finite import NumbersError, not_finite
+from grpo_lab.io import saving
 from grpo_lab.registry import address
 from grpo_lab.trainer.ranks import TRAINED, at, is_of_lost_rank, refuse_bad_weights
 from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
@@ -74,9 +74,10 @@ def save_final(trainer: Any, folder: Path) -> None:
     try:
         if trainer.args.should_save:
             _must_be_there(folder)
-        trainer.save_model(str(folder))
-        trainer.parts.preference.save(folder)
-    except (OSError, SafetensorError) as error:
+        with saving(folder):
+            trainer.save_model(str(folder))
+            trainer.parts.preference.save(folder)
+    except OSError as error:
         newest, _ = newest_whole(folder)
         again = f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
         raise CheckpointNotWritten(

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -51,7 +50,7 @@ def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> s
             ranks = [of_rank for _, of_rank in told]
             whole = {"format": 1, **facts, "ranks": len(ranks), "rewards": list(faults.names), "of_rank": ranks}
             write_whole_text(place / FACTS, json.dumps(whole, indent=1, default=str))
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         problem = f"its batch could not be kept in {place}: {type(error).__name__}: {error}"
     problem = next((words for words in gather_object([problem]) if words is not None), None)
     return problem or f"its batch is kept in {place}"

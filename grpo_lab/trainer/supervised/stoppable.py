@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from grpo_lab.finite import NumbersError, not_finite
+from grpo_lab.io import saving
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 from grpo_lab.trainer.resume.state import plain_metrics, read_state, write_state
 from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
@@ -70,9 +70,9 @@ class StoppableTraining:
         trainer.add_callback(answer)
         given = None if self.checkpoint is None else str(self.checkpoint)
         try:
-            with plain_cpu(trainer.args):
+            with plain_cpu(trainer.args), saving(self.place):
                 trainer.train(resume_from_checkpoint=given)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError) as error:
             if not answer.saving or isinstance(error, CheckpointNotWritten):
                 raise
             shutil.rmtree(self.place / SAVING, ignore_errors=True)
