@@ -3,6 +3,9 @@
 Written beside its place, brought to the disk, moved into place, and the move brought to the disk, too. Without the
 first ``fsync`` a file system may carry out the move before the content; without the second the move itself may be lost.
 
+What grows while it is written, JSON lines, grows by batches: each is there whole or not at all, too, since what is left
+of a torn one is cut off before the next is appended (``append_json_line``, ``append_rows``).
+
 Also whether a name is a folder here or one on the hub; how many cores this process may use. What is read of a file
 stands in ``grpo_lab.reading``.
 """
@@ -15,10 +18,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+LEFT = "left"
+"""Field of a line of JSON that so many further lines of its batch follow; the last one, or a line alone, has none."""
 
 #: what a disk says that takes nothing more: full, over a quota or a limit, read-only, broken
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -84,6 +90,73 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """One object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
     write_whole_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+
+
+def append_json_line(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
+    """Append a line to a file of JSON lines, behind its last whole one; what JSON does not know is written as its text.
+    OSError: it cannot be written, and is as it was. ValueError: ``path`` is no plain file."""
+    with open(path, "a+b", opener=no_link) as file:
+        cut_to_whole_batches(file)
+        append_batch(file, [json.dumps(row, default=str)])
+
+
+def append_rows(file: IO[bytes], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append a batch of rows, each marked with how many follow (``LEFT``), and bring it to the disk."""
+    last = len(rows) - 1
+    marked = [row if place == last else {**row, LEFT: last - place} for place, row in enumerate(rows)]
+    append_batch(file, [json.dumps(row) for row in marked])
+    os.fsync(file.fileno())
+
+
+def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
+    """Append lines to an open file that ends with a whole batch; where that fails, it ends so again. A kill in the
+    midst is seen by whoever opens the file next (``cut_to_whole_batches``)."""
+    end = file.seek(0, os.SEEK_END)
+    content = memoryview("".join(f"{line}\n" for line in lines).encode())
+    try:
+        while content:  # past Python's buffer, which would try a failed write again
+            content = content[os.write(file.fileno(), content) :]
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), end)
+        raise
+
+
+def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
+    """Cut what a kill or a lost write has left behind the last whole batch of an open file: half a line, one that is no
+    object or not ``is_whole``, the first lines of a batch."""
+    end = file.seek(0, os.SEEK_END)
+    size = end
+    while end:
+        start = _start_of_line(file, end)
+        file.seek(start)
+        if _ends_batch(file.read(end - start), is_whole):
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    file.seek(0, os.SEEK_END)
+
+
+def _start_of_line(file: IO[bytes], end: int) -> int:
+    """Where the line begins that ends at ``end``."""
+    place = end - 1
+    while place > 0:
+        piece = max(0, place - 65536)
+        file.seek(piece)
+        newline = file.read(place - piece).rfind(b"\n")
+        if newline >= 0:
+            return piece + newline + 1
+        place = piece
+    return 0
+
+
+def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and LEFT not in row and is_whole(row)
 
 
 def no_link(path: str, flags: int) -> int:

@@ -5,9 +5,10 @@ p̂_i = (right completions of problem i) / (scored completions of problem i)
 Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
 difficulty of the problem. A completion that could not be scored (`None`) is counted apart and never as wrong.
 
-The file has a header with the settings, then one line a problem, on the disk before the next batch begins: a run that
-was killed goes on with the problems that have no line yet. Problems are recognised by their content and by what the
-model is given for them (`rendered`): their order may change, and equal ones are sampled once.
+The file has a header with the settings, then one line a problem, on the disk before the next batch begins, batch by
+batch whole or not at all: a run that was killed goes on with the problems that have no line yet. Problems are
+recognised by their content and by what the model is given for them (`rendered`): their order may change, and equal ones
+are sampled once.
 
 Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
 The wording of the request is ours.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_lab.io import append_rows, cut_to_whole_batches, no_link
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
@@ -162,7 +163,7 @@ def _opened(
         yield {}, lambda results: None
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with open(path, "a+b", opener=no_link) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -175,28 +176,27 @@ def _opened(
                 | {"completions": one.completions}
                 for key, one in results.items()
             ]
-            _append(file, *rows)
+            append_rows(file, rows)
 
         yield _read(file, path, header), save
 
 
 def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
+    """The results in whole batches, by key; the rest is cut off. A batch shares one stream of random numbers: what a
+    torn one lacks would be drawn from another."""
     file.seek(0)
-    lines = file.read().split(b"\n")
-    parsed = [_parsed(line) for line in lines[:-1]]  # the piece after the last newline is torn, or empty
-    good = len(parsed)
-    while good and parsed[good - 1] is None:
-        good -= 1
-    if None in parsed[:good]:
-        raise ValueError(f"{path} is damaged in line {parsed.index(None) + 1}; remove that line or the file")
-    if not good and not _line(header).startswith(lines[0]):
+    first = file.readline()
+    if not _is_ours(_parsed(first)) and not json.dumps(header).encode().startswith(first):
         raise ValueError(f"{path} holds something else than samples, and is left as it is; use another path")
-    file.truncate(sum(len(line) + 1 for line in lines[:good]))
-    file.seek(0, os.SEEK_END)
-    if not good:
-        _append(file, header)
+    cut_to_whole_batches(file, _is_ours)
+    file.seek(0)
+    found, *rows = [_parsed(line) for line in file] or [None]
+    if found is None:
+        append_rows(file, [header])
         return {}
-    found, *rows = [row or {} for row in parsed[:good]]
+    for number, row in enumerate(rows, start=2):
+        if not _is_ours(row):
+            raise ValueError(f"{path} is damaged in line {number}; remove that line or the file")
     seen, asked = _differing({name: found.get(name) for name in header}, header)
     if asked:
         raise ValueError(
@@ -215,24 +215,16 @@ def _differing(found: Any, asked: Any) -> tuple[Any, Any]:
     return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A header or a row with samples; None for anything else."""
+def _is_ours(row: Any) -> bool:
+    """Whether it is a header, or a row with samples."""
+    return isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
+
+
+def _parsed(line: bytes) -> Any:
     try:
-        row = json.loads(line)
-    except ValueError:
+        return json.loads(line)
+    except (ValueError, RecursionError):
         return None
-    known = isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
-    return row if known else None
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=True).encode() + b"\n"
-
-
-def _append(file: IO[bytes], *rows: Mapping[str, Any]) -> None:
-    file.write(b"".join(map(_line, rows)))
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextmanager

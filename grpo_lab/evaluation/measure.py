@@ -32,7 +32,7 @@ from grpo_lab.engines.sampler import (
 )
 from grpo_lab.engines.thinking_budget import tokens_of_thinking
 from grpo_lab.evaluation.result import EvaluationResult, Kind, Outcome, ReadAnswer, answer_reader, as_text, read_outcome
-from grpo_lab.io import no_link
+from grpo_lab.io import append_json_line
 from grpo_lab.reading import json_lines
 from grpo_lab.verifiers.verdict import checked_scores
 from grpo_lab.visible import encodable
@@ -326,8 +326,7 @@ class Blocks:
         if name and whole and self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             row = {"of": self.digest, "block": name, "outcomes": [encodable(asdict(one)) for one in found]}
-            with open(self.folder / KEPT.format(self.rank), "a", encoding="utf-8", opener=no_link) as file:
-                file.write(f"\n{json.dumps(row, ensure_ascii=False)}\n")  # a kill may have left half a line before it
+            append_json_line(self.folder / KEPT.format(self.rank), row)
 
     def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
         """Those that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from grpo_lab.io import no_link, write_json, write_whole_text
+from grpo_lab.io import append_json_line, no_link, write_json, write_whole_text
 from grpo_lab.reading import Fields, read_record
 
 log = logging.getLogger(__name__)
@@ -160,8 +160,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
-            with open(self.path, "a", encoding="utf-8", opener=no_link) as file:
-                file.write(json.dumps({"step": state.global_step, **self.beside(), **logs}, default=str) + "\n")
+            append_json_line(self.path, {"step": state.global_step, **self.beside(), **logs})
 
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from grpo_lab.engines.sampler import (
     render_prompt,
     stop_token_ids,
 )
-from grpo_lab.io import check_place, no_link, write_json_lines
+from grpo_lab.io import check_place, write_json_lines
 from grpo_lab.recipe.checks import no_room
 from grpo_lab.recipe.job import check_model, questions
 from grpo_lab.recipe.models import load_saved_model, load_tokenizer, loading, model_files
@@ -210,7 +209,6 @@ def sample(
     if not file.is_file():
         sampler = ModelSampler(model, settings)
         fitting = with_room(problems, sampler)
-        trim_to_whole_batches(progress, settings.problems_per_save)
         rates = sampler.judged([*fitting.values()], reward, progress, at.stop, said, label)
         lines = [
             {
@@ -290,16 +288,3 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
         return  # torn or of somebody else: said where the samples are read
     if there != n:
         raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")
-
-
-def trim_to_whole_batches(file: Path, size: int) -> None:
-    """Keep the header and the first whole batches of ``size`` problems. A batch shares one stream of random numbers: of
-    one that a kill has torn the rest would be drawn from another."""
-    if not file.is_file():
-        return
-    lines = file.read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith(b"\n")]
-    kept = whole[: 1 + (len(whole) - 1) // size * size] if whole else []
-    with open(file, "r+b", opener=no_link) as opened:
-        opened.truncate(sum(len(line) for line in kept))
-        os.fsync(opened.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.curation import PassRate, Selection, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
+from grpo_lab.io import LEFT, append_json_line
 from grpo_lab.recipe.sections import SamplingSettings
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
@@ -87,8 +89,8 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str)
     notes, link = tmp_path / "notes.txt", tmp_path / "pass_rates.jsonl"
     notes.write_text(content)
     link.symlink_to(notes)
-    for path in (notes, link):
-        with pytest.raises(ValueError, match="something else than samples"):
+    for path, said in ((notes, "something else than samples"), (link, "is a link")):
+        with pytest.raises(ValueError, match=said):
             pass_rates(PROBLEMS, Scripted(), exact, path=path, progress=False)
     assert notes.read_text() == content
 
@@ -98,14 +100,63 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, content: str)
 )
 def test_a_torn_end_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     file = tmp_path / "rates.jsonl"
-    whole = pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
+    whole = pass_rates(PROBLEMS, Scripted(), exact, path=file, batch_size=3, progress=False)
     content = file.read_bytes()
     lines = content.splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:-1]) + tail)  # the last problem is lost
+    file.write_bytes(b"".join(lines[:-1]) + tail)  # the last problem is lost, which is a batch
     again = Scripted()
-    assert pass_rates(PROBLEMS, again, exact, path=file, progress=False) == whole
+    assert pass_rates(PROBLEMS, again, exact, path=file, batch_size=3, progress=False) == whole
     assert len(again.asked) == 1
     assert file.read_bytes() == content
+
+
+def by_the_batch(prompts: list[str], n: int) -> list[list[str]]:
+    """Like a sampler: what is drawn follows from the batch as a whole."""
+    return [[f"{prompt} {len(prompts)} {prompts[0]} {j}" for j in range(n)] for prompt in prompts]
+
+
+def test_a_torn_batch_is_drawn_again_as_a_whole(tmp_path: Path) -> None:
+    """Wherever the write was broken off, the same command ends with the bytes of the run that was not; so it does
+    where guesses are made."""
+    for rates in (pass_rates, guess_rates):
+        file = tmp_path / f"{rates.__name__}.jsonl"
+        whole = rates(PROBLEMS, by_the_batch, exact, 2, path=file, batch_size=4, progress=False)
+        content = file.read_bytes()
+        for end in (*range(0, len(content), 97), *(at + 1 for at, byte in enumerate(content) if byte == 10)):
+            file.write_bytes(content[:end])
+            assert rates(PROBLEMS, by_the_batch, exact, 2, path=file, batch_size=4, progress=False) == whole
+            assert file.read_bytes() == content
+
+
+def test_a_full_disk_leaves_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, write = tmp_path / "rates.jsonl", os.write
+    room = [1200]
+
+    def full(opened: int, content: Any) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = write(opened, content[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        pass_rates(PROBLEMS, by_the_batch, exact, 2, path=file, batch_size=4, progress=False)
+    assert [LEFT in json.loads(line) for line in file.read_bytes().splitlines()] == [False, True, True, True, False]
+    monkeypatch.setattr(os, "write", write)
+    whole = pass_rates(PROBLEMS, by_the_batch, exact, 2, batch_size=4, progress=False)
+    assert pass_rates(PROBLEMS, by_the_batch, exact, 2, path=file, batch_size=4, progress=False) == whole
+
+
+def test_half_a_line_is_cut_off_before_the_next_is_appended(tmp_path: Path) -> None:
+    """Every file that grows by lines: a log, token weights, the blocks of an evaluation."""
+    file = tmp_path / "metrics.jsonl"
+    append_json_line(file, {"step": 1})
+    for torn in (b'{"step": 2, "lo', bytes(100), b"[2]\n", b'{"step": 2, "left": 1}\n', b"x" * 200_000):
+        before = file.read_bytes()
+        file.write_bytes(before + torn)
+        append_json_line(file, {"step": file, "loss": 0.5})
+        assert file.read_bytes() == before + json.dumps({"step": str(file), "loss": 0.5}).encode() + b"\n"
 
 
 def test_damage_in_the_middle_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.curation import pass_rates
 from grpo_lab.pipelines import curate, long2short, rounds, train
 from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
@@ -23,7 +24,6 @@ from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import refuse_folder
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.runs.folder import LOCK, FolderGone, MetricsFile, is_empty, one_writer, write_run
-from grpo_lab.stages.sample import trim_to_whole_batches
 
 HOLDS = """
 import sys
@@ -96,7 +96,7 @@ def log_a_step(folder: Path) -> None:
 
 
 def cut(folder: Path) -> None:
-    trim_to_whole_batches(folder / "samples.jsonl", 4)
+    pass_rates([{"prompt": "?"}], lambda *_: [["x"]], lambda **_: [1.0], 1, path=folder / "samples.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import Stage, carry_out, read_facts
 from grpo_lab.runs.stop import StopRequests
-from grpo_lab.stages.sample import SAMPLES, trim_to_whole_batches
+from grpo_lab.stages.sample import SAMPLES
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROUNDS = sorted(
@@ -86,21 +86,6 @@ def test_every_round_asks_other_questions_until_all_were_asked() -> None:
     assert questions_of(2, 10, 3, seed=1) != lap[1]
     assert questions_of(7, 4, None, seed=0) == [0, 1, 2, 3]
     assert len({seed_of(s, n, what) for s in range(3) for n in range(9) for what in ("sample", "train")}) == 54
-
-
-@pytest.mark.parametrize(
-    ("there", "left"),
-    [
-        ("", ""), ("h", ""), ("h\n", "h\n"), ("h\na\n", "h\n"), ("h\na\nb\n", "h\na\nb\n"), ("h\na\nb", "h\n"),
-        ("h\na\nb\nc\n", "h\na\nb\n"), ("h\na\nb\nc\nd", "h\na\nb\n"), ("h\na\nb\nc\nd\n", "h\na\nb\nc\nd\n"),
-    ],
-)  # fmt: skip
-def test_a_batch_of_which_a_part_is_there_is_drawn_again(tmp_path: Path, there: str, left: str) -> None:
-    file = tmp_path / "sampling.jsonl"
-    trim_to_whole_batches(file, 2)
-    file.write_text(there)
-    trim_to_whole_batches(file, 2)
-    assert file.read_text() == left
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ or left out (their weight is exactly 0 then); weights are as ranks average them.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import TrainerCallback
 
 from grpo_lab.diagnostics.token_weights import BUCKETS, COLUMNS, FILE, as_line, sums_of_rows, sums_of_weights
 from grpo_lab.diagnostics.token_weights import token_weights as weights_in
-from grpo_lab.io import no_link
+from grpo_lab.io import append_json_line
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -63,8 +62,7 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         finite = bool(sums.isfinite().all())  # without a guard a step with NaN in it is taken
         if state.is_world_process_zero and self._taken and finite:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            with open(Path(args.output_dir) / FILE, "a", encoding="utf-8", opener=no_link) as file:
-                file.write(json.dumps(as_line(state.global_step, sums)) + "\n")
+            append_json_line(Path(args.output_dir) / FILE, as_line(state.global_step, sums))
 
     def _places(self, fields: Any) -> tuple[Tensor, Tensor] | None:
         """Quarter and pass rate of each row; None where nobody asks, or a checkpoint's batch was not marked."""
