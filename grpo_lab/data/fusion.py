@@ -29,6 +29,8 @@ from grpo_lab.data.prompts import MODES, FlagPlace, Message, with_flag
 from grpo_lab.settings import Share, Whole, must_be, settings
 
 Row = dict[str, Any]
+CONTINUES = "continues"
+"""Column of rows for `sft`: true where the completion goes on in the assistant's message that the prompt ends with."""
 EMPTY_BLOCK = "<think>\n\n</think>\n\n"
 _THINK, _END = "<think>", "</think>"
 
@@ -67,11 +69,18 @@ def thought_through(text: str) -> bool:
     return bool(single and not before.strip() and reasoning.strip() and answer.strip())
 
 
+def goes_on(row: Mapping[str, Any]) -> bool:
+    """Whether a row's completion goes on in the assistant's message that its prompt ends with: rows of an earlier
+    release have the flag alone."""
+    return bool(row.get(CONTINUES, row.get("flag") == "cut"))
+
+
 def fusion_rows(
     thinking: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], shares: FusionShares, seed: int = 0
 ) -> tuple[list[Row], dict[str, int]]:
-    """``prompt, completion, mode, flag, …columns`` of every answer, thinking ones first, and how many of each ``flag``:
-    where it stands (`user`, `system`, `both`), `none`, or `dialogue`; and `cut`, rows that are there once more.
+    """``prompt, completion, mode, flag, continues, …columns`` of every answer, thinking ones first, and how many there
+    are of each ``flag``: where it stands (`user`, `system`, `both`), `none`, or `dialogue`; and `cut`, rows that are
+    there once more.
 
     Args:
         thinking: rows with a ``prompt`` of messages and the ``answer``'s text, its reasoning in a block
@@ -93,7 +102,9 @@ def fusion_rows(
         content = row["answer"] if mode == "think" else EMPTY_BLOCK + row["answer"].strip()
         columns = {name: value for name, value in row.items() if name != "answer"}
         completion = [{"role": "assistant", "content": content}]
-        built.append({**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag})
+        built.append(
+            {**columns, "prompt": prompt, "completion": completion, "mode": mode, "flag": flag, CONTINUES: False}
+        )
         flags[flag] += 1
     rng = random.Random(f"{seed}/cut")
     built += [_cut(row, rng) for row in built[: len(thinking)] for _ in range(shares.cut)]
@@ -101,12 +112,13 @@ def fusion_rows(
 
 
 def _cut(row: Row, rng: random.Random) -> Row:
-    """The row with its reasoning closed in its prompt, behind a random word of it."""
+    """The row with its reasoning closed in its prompt, behind a random word of it; its completion goes on there."""
     reasoning, _, answer = row["completion"][0]["content"].partition(_END)
     words = re.findall(r"\s*(?:[^\W\d]+|\S)", reasoning.partition(_THINK)[2].strip())
     head = f"{_THINK}\n{''.join(words[: rng.randint(1, len(words))])}\n{_END}\n\n"
     prompt = [*row["prompt"], {"role": "assistant", "content": head}]
-    return {**row, "prompt": prompt, "completion": [{"role": "assistant", "content": answer.strip()}], "flag": "cut"}
+    completion = [{"role": "assistant", "content": answer.strip()}]
+    return {**row, "prompt": prompt, "completion": completion, "flag": "cut", CONTINUES: True}
 
 
 def _misfit(mode: str, prompt: Any, answer: str) -> str | None:

@@ -80,21 +80,52 @@ class RenderedPrompt:
 
 
 def render_prompt(
-    prompt: str | Messages, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+    prompt: str | Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continues: bool = False,
 ) -> RenderedPrompt:
-    """The text the model continues, and its tokens, as TRL makes them for training.
+    """The text the model continues, and its tokens, as TRL makes them for training: the one place for it beside TRL.
 
     A plain string is tokenized with the tokenizer's own special tokens. A message list goes through the chat template,
-    which writes its own, with the generation prompt added; one that ends with an assistant's message is continued
-    where that ends. ValueError where the template fails, leaves its sandbox, or takes more than any prompt needs.
+    which writes its own, with the generation prompt added: an assistant's message at the end is closed, and another
+    begun. ``continues``: it is left open in its place. ValueError where nothing is left to continue, and where the
+    template fails, leaves its sandbox, or takes more than any prompt needs.
     """
     if isinstance(prompt, str):
-        return RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
-    continued = prompt[-1]["role"] == "assistant"
-    how = {"add_generation_prompt": not continued, "continue_final_message": continued, **(chat_template_kwargs or {})}
+        rendered = RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
+    else:
+        open_end = continues and prompt[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not open_end, "continue_final_message": open_end}
+        rendered = _of_template(prompt, tokenizer, chat_template_kwargs, how)
+    if not rendered.ids:
+        raise ValueError(f"the prompt {rendered.text!r} has no tokens: nothing to continue")
+    return rendered
+
+
+def render_pair(
+    prompt: Messages,
+    completion: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continues: bool = False,
+) -> tuple[RenderedPrompt, RenderedPrompt]:
+    """A row of messages to train on: what the model continues, and with the completion behind it. ``continues``: the
+    completion goes on in the assistant's message that the prompt ends with, if it does."""
+    turns = [*prompt, *completion]
+    if continues and prompt[-1]["role"] == "assistant":
+        turns = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}]
+    asked = render_prompt(prompt, tokenizer, chat_template_kwargs, continues)
+    return asked, _of_template(turns, tokenizer, chat_template_kwargs, {})
+
+
+def _of_template(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None, how: Mapping[str, bool]
+) -> RenderedPrompt:
+    asked: dict[str, Any] = {**how, **(kwargs or {})}
     try:
         with _bounded():
-            text = str(tokenizer.apply_chat_template([dict(one) for one in prompt], tokenize=False, **how))
+            text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
     except Exception as error:  # of jinja2, of its sandbox, or of the template's own arithmetic
         memory = f"it needs more than {TEMPLATE_BYTES >> 30} GiB" if isinstance(error, MemoryError) else None
         said = memory or " ".join(str(error).split())[:500]
@@ -104,17 +135,6 @@ def render_prompt(
             f"the chat template makes {len(text):,} characters of one prompt; at most {TEMPLATE_CHARACTERS:,} are taken"
         )
     return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
-
-
-def render_pair(
-    prompt: Messages, completion: Messages, tokenizer: PreTrainedTokenizerBase
-) -> tuple[RenderedPrompt, RenderedPrompt]:
-    """A row of messages to train on: what the model continues, and with the completion behind it, which goes on in the
-    assistant's message that the prompt ends with, if it does."""
-    turns = [*prompt, *completion]
-    if prompt[-1]["role"] == "assistant":
-        turns = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}]
-    return render_prompt(prompt, tokenizer), render_prompt(turns, tokenizer, {"continue_final_message": False})
 
 
 @contextlib.contextmanager
@@ -257,9 +277,11 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 
 
 def context_of_config(config: PretrainedConfig) -> int | None:
-    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if limit is None else int(limit)
+    """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit
+    (XLNet's is -1)."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return None if limit is None or limit <= 0 else int(limit)
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:

@@ -135,11 +135,13 @@ def _asked(
     problems: Sequence[Row], tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, by: str | None
 ) -> list[_Asked]:
     _check_rows(problems, by)
-    prompts = [render_prompt(row["prompt"], tokenizer, chat_template_kwargs) for row in problems]
-    for index, prompt in enumerate(prompts):
-        if not prompt.ids:
-            raise ValueError(f"row {index}: the prompt {prompt.text!r} has no tokens: nothing to continue")
-    return [_Asked(index, row, prompt) for index, (row, prompt) in enumerate(zip(problems, prompts))]
+    found = []
+    for index, row in enumerate(problems):
+        try:
+            found.append(_Asked(index, row, render_prompt(row["prompt"], tokenizer, chat_template_kwargs)))
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
+    return found
 
 
 def _written(

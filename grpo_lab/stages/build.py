@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from grpo_lab.curation.rejection import in_form_of, text_of
-from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, thought_through
+from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, goes_on, thought_through
 from grpo_lab.engines.sampler import render_pair
 from grpo_lab.io import write_json_lines
 from grpo_lab.recipe.models import load_tokenizer
@@ -169,7 +169,7 @@ def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
     """Of every row the number of tokens that are trained on. ValueError where the model's chat template does not leave
     the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's block."""
     for number, row in enumerate(rows, start=1):
-        asked, whole = render_pair(row["prompt"], row["completion"], tokenizer)
+        asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
         block = ("" if row["flag"] == "cut" else "<think>") if row["mode"] == "think" else EMPTY_BLOCK
         if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:
             said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from grpo_lab.curation import average_weights
+from grpo_lab.data.fusion import CONTINUES, goes_on
 from grpo_lab.io import whole_folder
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
@@ -49,7 +50,11 @@ class Train:
         return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
-        return [{name: row[name] for name in COLUMNS[self.method]} for row in read_lines(Path(self.rows))]
+        lines = read_lines(Path(self.rows))
+        rows = [{name: row[name] for name in COLUMNS[self.method]} for row in lines]
+        if self.method == "sft" and any(map(goes_on, lines)):
+            return [{**row, CONTINUES: goes_on(line)} for row, line in zip(rows, lines, strict=True)]
+        return rows
 
 
 @settings(rest="training")

@@ -3,6 +3,7 @@ training is TRL's."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trl import SFTTrainer
 from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
+from grpo_lab.engines.sampler import render_prompt
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.supervised import methods
 from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
@@ -97,18 +99,47 @@ def test_only_inside_the_block_and_only_on_a_cpu() -> None:
     assert (trl_utils._use_triton, distillation_trainer._use_triton) == before
 
 
-def test_a_prompt_that_ends_in_the_assistants_turn_is_gone_on_with(tmp_path: Path) -> None:
-    """In stock TRL's SFT the answer would begin another turn."""
+USER, BEGUN = {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "2+3="}
+FIVE = [{"role": "assistant", "content": "5"}]
+HEAD = "<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_prompt_that_ends_in_the_assistants_turn(tmp_path: Path, continues: bool) -> None:
+    """Where its row says so it is gone on with; else it is closed and another begun, as the model is asked for it."""
     model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
-    turns = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "2+3="}]
-    rows = [{"prompt": turns, "completion": [{"role": "assistant", "content": "5"}]}]
-    rows += [{"prompt": turns[:1], "completion": [{"role": "assistant", "content": "5"}]}]
+    rows: list[dict[str, Any]] = [{"prompt": [USER, BEGUN], "completion": FIVE}, {"prompt": [USER], "completion": FIVE}]
+    rows = [{**row, "continues": number == 0} for number, row in enumerate(rows)] if continues else rows
     found: list[Any] = []
     arguments, data = {**ARGUMENTS, "per_device_train_batch_size": 2}, Dataset.from_list(rows)
     with pytest.raises(ValueError, match="no step was trained"):  # it is only looked at
         train_by("sft", model, tokenizer, data, tmp_path, arguments, train=lambda one: found.extend(one.train_dataset))
-    read = [tokenizer.decode(row["input_ids"]) for row in found]
-    head = "<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
-    assert read == [f"{head}2+3=5<|im_end|>\n", f"{head}5<|im_end|>\n"]
+    first = f"{HEAD}2+3=5<|im_end|>\n" if continues else f"{HEAD}2+3=<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    assert [tokenizer.decode(row["input_ids"]) for row in found] == [first, f"{HEAD}5<|im_end|>\n"]
     taught = [[t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100] for row in found]
     assert [tokenizer.decode(ids) for ids in taught] == ["5<|im_end|>\n"] * 2
+    if not continues:
+        asked = render_prompt([USER, BEGUN], tokenizer).ids
+        assert found[0]["input_ids"][: len(asked)] == asked
+
+
+@pytest.mark.parametrize("method", ["dpo", "simpo"])
+def test_pairs_after_an_assistants_message_have_the_prompt_that_is_sampled_from(tmp_path: Path, method: str) -> None:
+    """SimPO's trainer would leave the message open, and learn its end with each answer."""
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
+    pair = {"prompt": [USER, BEGUN], "chosen": FIVE, "rejected": [{"role": "assistant", "content": "6"}]}
+    found: list[Any] = []
+    arguments = {"per_device_train_batch_size": 1, "use_cpu": True, "bf16": False}
+    parts = {"ref_model": deepcopy(model)} if method == "dpo" else {}
+    with pytest.raises(ValueError, match="no step was trained"):
+        train_by(
+            method, model, tokenizer, Dataset.from_list([pair]), tmp_path, arguments,
+            train=lambda one: found.extend(one.train_dataset), **parts,
+        )  # fmt: skip
+    asked = render_prompt([USER, BEGUN], tokenizer)
+    name = {"dpo": "prompt_ids", "simpo": "prompt_input_ids"}[method]
+    assert found[0][name] == asked.ids
+    if method == "dpo":
+        assert tokenizer.decode(found[0]["chosen_ids"]) == "5<|im_end|>\n"
+    else:
+        assert tokenizer.decode([t for t in found[0]["chosen_labels"] if t != -100]).startswith("5<|im_end|>")

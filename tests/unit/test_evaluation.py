@@ -205,10 +205,12 @@ def test_message_prompts_go_through_the_chat_template(model_and_tokenizer):
     assert rendered.text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-def test_an_assistants_beginning_is_continued(model_and_tokenizer):
+def test_an_assistants_message_at_the_end_is_closed_as_in_training(model_and_tokenizer):
     _, tokenizer = model_and_tokenizer
     messages = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "It is"}]
-    assert render_prompt(messages, tokenizer).text.endswith("It is")
+    trls = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert render_prompt(messages, tokenizer).ids == trls["input_ids"]
+    assert render_prompt(messages, tokenizer, continues=True).text.endswith("It is")
 
 
 def test_rewards_get_messages_for_messages_and_every_column(model_and_tokenizer):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.data import apply_template, word_problems
-from grpo_lab.data.fusion import FusionShares, fusion_rows
+from grpo_lab.data.fusion import FusionShares, fusion_rows, goes_on
 from grpo_lab.rewards import ModeFollowingReward, ThinkFormatReward
 from grpo_lab.rewards.completion import asks_to_think
 from grpo_lab.stages.build import check_rendering
@@ -210,6 +210,8 @@ def test_a_row_that_is_there_once_more_with_its_reasoning_cut() -> None:
         assert thought
         assert f"{number}+0={number}".startswith(thought)
         assert (row["completion"], row["mode"], row["flag"]) == ([answer(f"#### {number}")], "think", "cut")
+    assert [goes_on(row) for row in built] == [False] * 800 + [True] * 800
+    assert goes_on({"flag": "cut"}), "of an earlier release"
     lengths = {len(row["prompt"][-1]["content"]) for row in built[800:]}
     assert len(lengths) >= 8  # of "<think>\n" + 1 to 9 characters, digits and signs one by one
 

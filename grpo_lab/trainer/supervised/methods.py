@@ -30,6 +30,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+from grpo_lab.data.fusion import CONTINUES
 from grpo_lab.engines.sampler import in_form_of, render_pair
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
@@ -65,8 +66,9 @@ def train_by(
     Args:
         method: one of `COLUMNS`; the loss of ``sft`` is on the completion only.
         model: a language model; of ``reward`` the folder or hub name, to which TRL adds the head, drawn by the seed.
-        rows: with the method's columns, all text or all messages; others are not read. A prompt of ``sft`` may end with
-            an assistant's message, in which the completion goes on (TRL's SFT begins another turn).
+        rows: with the method's columns, all text or all messages; others are not read, but ``continues`` of ``sft``:
+            true where the completion goes on in the assistant's message that the prompt ends with. Without it that
+            message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
         arguments: fields of TRL's configuration, named in messages as of ``where``.
         train: what trains the trainer; None: its ``train()``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
@@ -80,10 +82,13 @@ def train_by(
         raise ValueError(f"rows have no column {missing[0]!r}; they have {rows.column_names}")
     settings = {**FIXED.get(method, {}), **check_training(method, arguments, where)}
     args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
-    rows = rows.select_columns(columns)
-    if method == "sft" and any(not isinstance(row, str) and row[-1]["role"] == "assistant" for row in rows["prompt"]):
-        rows = rows.map(_tokens, fn_kwargs={"tokenizer": tokenizer}, remove_columns=columns)
+    if method == "sft" and CONTINUES in rows.column_names and any(rows[CONTINUES]):
+        rows = rows.map(_tokens, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
         args.completion_only_loss = True
+    elif method == "simpo" and any(_is_assistants(prompt) for prompt in rows["prompt"]):
+        rows = rows.map(_pair_as_text, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
+    else:
+        rows = rows.select_columns(columns)
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
     with scored_alone():
@@ -92,10 +97,27 @@ def train_by(
     trainer.save_model(str(output_dir))
 
 
+def _is_assistants(prompt: Any) -> bool:
+    """Whether a prompt of messages ends with the assistant's."""
+    return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+
+
 def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
-    """A row of messages as TRL would tokenize it, its completion in the turn that the prompt ends with."""
-    asked, whole = (one.ids for one in render_pair(row["prompt"], row["completion"], tokenizer))
+    """A row of messages as TRL would tokenize it, its completion in the turn that the prompt ends with where it says
+    so."""
+    pair = render_pair(row["prompt"], row["completion"], tokenizer, continues=bool(row[CONTINUES]))
+    asked, whole = (one.ids for one in pair)
     return {"input_ids": whole, "completion_mask": [0] * len(asked) + [1] * (len(whole) - len(asked))}
+
+
+def _pair_as_text(row: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+    """A pair as the text of the chat template: TRL's CPO alone would leave an assistant's message at the end of a
+    prompt open, and count its end to the answers."""
+    found: dict[str, str] = {}
+    for name in ("chosen", "rejected"):
+        asked, whole = render_pair(row["prompt"], row[name], tokenizer)
+        found |= {"prompt": asked.text, name: whole.text.removeprefix(asked.text)}
+    return found
 
 
 def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any) -> None:
