@@ -65,6 +65,14 @@ def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
         raise ValueError(_sentence(path, error, advice)) from None
 
 
+def parse_json(text: str, where: str) -> Any:
+    """The value in JSON ``text`` that stands at ``where``. ValueError: it is damaged."""
+    try:
+        return _value_of(text)
+    except _Damaged as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
 def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "") -> dict[str, Any]:
     """The object in a JSON file, which has the fields that it ``needs``. ValueError, which ends with ``advice``: it is
     damaged, no object, or lacks a field. OSError: it cannot be opened."""

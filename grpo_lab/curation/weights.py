@@ -6,7 +6,6 @@ Merging": a long-CoT and a short-CoT model averaged with equal weights, no train
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from grpo_lab.io import saving
+from grpo_lab.reading import read_record
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -93,7 +93,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder here; merging reads saved checkpoints: load a hub's model down first")
     if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text())
+        index = read_record(folder / _INDEX, {"weight_map": dict})
         files = {str(name): str(file) for name, file in index["weight_map"].items()}
         if outside := [file for file in files.values() if Path(file).name != file]:
             raise ValueError(f"{folder / _INDEX} points outside of its folder: {outside[0]!r}")

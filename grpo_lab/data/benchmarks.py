@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import PromptTemplate, find_template, with_shots
-from grpo_lab.data.rows import Row, first_present, read_rows, required_column, text_of, to_dataset
+from grpo_lab.data.rows import Row, first_present, place_of, read_rows, required_column, text_of, to_dataset
 from grpo_lab.verifiers.canonical import group_end
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _answered(
             answer = final(written) if answer is None else answer
         if not (answer or "").strip():
             raise ValueError(
-                f"source {str(source)!r}, row {number}: no {wanted} in column {worked!r}, which ends "
+                f"{place_of(source, number)}: no {wanted} in column {worked!r}, which ends "
                 f"{(written or '')[-60:]!r}; a bare answer is read from a column {' or '.join(golds)}"
             )
         examples.append(example | {"solution": str(answer).strip()})
@@ -264,10 +264,10 @@ def _beside(head: str, name: str, number: int, source: str | Path) -> str:
     try:
         parts = ast.parse(head).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"source {str(source)!r}, row {number}: column 'prompt' is no Python: {error}") from None
+        raise ValueError(f"{place_of(source, number)}: column 'prompt' is no Python: {error}") from None
     beside = [part for part in parts if getattr(part, "name", None) != name]
     if len(beside) == len(parts):
-        raise ValueError(f"{str(source)!r}, row {number}: column 'prompt' does not define its entry_point {name!r}")
+        raise ValueError(f"{place_of(source, number)}: column 'prompt' does not define its entry_point {name!r}")
     return "\n\n".join(map(ast.unparse, beside))
 
 
@@ -286,5 +286,5 @@ def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
     value: Any = row.get(column)
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"{str(source)!r}, row {number}: column {column!r} is {value!r}; a list of lines is needed")
+        raise ValueError(f"{place_of(source, number)}: column {column!r} is {value!r}; a list of lines is needed")
     return list(lines)

@@ -7,11 +7,12 @@ they are: what `grpo-lab curate` writes, with every score as a column.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.data.prompts import ChatTemplate, PromptTemplate, find_template
-from grpo_lab.reading import read_json_lines
+from grpo_lab.reading import json_lines, read_json_lines
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,7 +66,11 @@ def _read_file(path: Path) -> list[Row]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return list(pyarrow.parquet.read_table(path).to_pylist())
+        try:
+            return list(pyarrow.parquet.read_table(path).to_pylist())
+        except pyarrow.ArrowException as error:
+            said = " ".join(str(error).split())
+            raise ValueError(f"{path} is no parquet file, or damaged: {said} (setting: source)") from error
     return [row for _, row in read_json_lines(path, advice="one object a line (setting: source)", halves=False)]
 
 
@@ -105,8 +110,17 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
     """A non-empty cell as text (numbers are written out)."""
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise ValueError(f"source {str(source)!r}, row {number}: column {column!r} is {value!r}; text is needed")
+        raise ValueError(f"{place_of(source, number)}: column {column!r} is {value!r}; text is needed")
     return str(value)
+
+
+def place_of(source: str | Path, number: int) -> str:
+    """Where row ``number`` (from 1) stands, for messages: the line of a file of JSON lines."""
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        lines = (line for line, _ in json_lines(path))
+        return f"{path}, line {next(islice(lines, number - 1, None), number)}"
+    return f"source {str(source)!r}, row {number}"
 
 
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
@@ -169,7 +183,7 @@ def load_file(
     forms = [_form_of(row.get("prompt"), number, source) for number, row in enumerate(rows, start=1)]
     if other := [number for number, found in enumerate(forms, start=1) if found != forms[0]]:
         raise ValueError(
-            f"source {str(source)!r}, row {other[0]}: `prompt` is of another form than in the rows before; it must be "
+            f"{place_of(source, other[0])}: `prompt` is of another form than in the rows before; it must be "
             "text in all rows or messages in all rows"
         )
     made_with = sorted({str(row["template"]) for row in rows if row.get("template") is not None})
@@ -193,7 +207,7 @@ def _form_of(prompt: Any, number: int, source: str | Path) -> str:
         if all(text.strip() if isinstance(text, str) else text for text in asked):
             return "messages"
     raise ValueError(
-        f"source {str(source)!r}, row {number}: column `prompt` is {prompt!r}; a text or a list of messages is "
+        f"{place_of(source, number)}: column `prompt` is {prompt!r}; a text or a list of messages is "
         "needed in every row, or the column in none (then prompts are made from `question`)"
     )
 
@@ -210,7 +224,7 @@ def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str |
         kind = "text" if isinstance(prompt, str) else "messages"
         asked = f"template {form.name!r}" + (" with its system_prompt" if getattr(form, "system", None) else "")
         raise ValueError(
-            f"source {str(source)!r}, row {number}: column `prompt` is {kind} that {asked} does not make, and prompts "
+            f"{place_of(source, number)}: column `prompt` is {kind} that {asked} does not make, and prompts "
             "that are there stay as they are. Set template to 'none' for text, to 'chat' (without system_prompt) for "
             "messages, or leave the column `prompt` out to have prompts made from `question`"
         )

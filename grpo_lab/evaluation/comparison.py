@@ -22,6 +22,7 @@ from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, plain_table, points
+from grpo_lab.reading import parse_json
 
 MOST_RUNS = 8
 """As many as a chart can tell apart."""
@@ -198,7 +199,10 @@ def rewrite_comparison(path: Path) -> Path:
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")
-    runs = [os.path.normpath(path.parent / folder) for folder in json.loads(html.unescape(marked[1]))]
+    folders = parse_json(html.unescape(marked[1]), f"{path}, the list of its runs")
+    if not (isinstance(folders, list) and all(isinstance(one, str) for one in folders)):
+        raise ValueError(f"{path}: the list of its runs is damaged; make the page anew by `grpo-lab compare`")
+    runs = [os.path.normpath(path.parent / folder) for folder in folders]
     return write_comparison(compare(runs), path)
 
 

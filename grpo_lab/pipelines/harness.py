@@ -122,7 +122,7 @@ def task_rows(beside: str) -> dict[str, Any]:
     """The harness's data set: the rows beside a task's file."""
     from datasets import Dataset
 
-    return {"test": Dataset.from_list(read_lines(Path(beside).parent / ROWS))}
+    return {"test": Dataset.from_list(read_lines(Path(beside).parent / ROWS, {"prompt": str, "row": str}))}
 
 
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:

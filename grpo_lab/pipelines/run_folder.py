@@ -21,6 +21,7 @@ from rich.console import Console
 
 from grpo_lab.diagnostics.token_weights import FILE as TOKEN_WEIGHTS
 from grpo_lab.io import write_whole_text
+from grpo_lab.reading import read_text
 from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import parsed, written
 from grpo_lab.runs.differences import (
@@ -124,7 +125,7 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     if not found:
         return []
     try:
-        then: Any = parsed((folder / "recipe.yaml").read_text(encoding="utf-8"), "recipe.yaml")
+        then: Any = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
     except (OSError, ValueError):
         then = None
     if not isinstance(then, dict) and found.get("fingerprint") != fingerprint(recipe):

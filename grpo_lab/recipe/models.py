@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.io import check_place, is_local
+from grpo_lab.reading import read_record
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 
@@ -89,10 +90,9 @@ def _digest(file: Path) -> str:
 def _said_in(file: Path) -> dict[str, Any]:
     """The settings in a JSON file; none where it is broken: what loads it says so, with the model's name."""
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        return read_record(file)
     except ValueError:
         return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def holds_tokenizer(folder: str) -> bool:
@@ -223,9 +223,9 @@ def _base_of_adapter(model: str) -> str | None:
     if not file.is_file():
         return None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} does not name the adapter's `base_model_name_or_path` ({error!r})") from error
+        return str(read_record(file, {"base_model_name_or_path": str})["base_model_name_or_path"])
+    except ValueError as error:
+        raise ValueError(f"the adapter in {model!r} does not name its base: {error}") from error
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:

@@ -22,7 +22,7 @@ from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Count, Number, Positive, Whole, settings
-from grpo_lab.stages.sample import read_lines
+from grpo_lab.stages.sample import SAMPLED, read_lines
 from grpo_lab.stages.select import GOLD, ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -134,7 +134,7 @@ class Fusion:
         return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
 
     def run(self, at: At) -> Facts:
-        lines, thinking, unclosed = read_lines(Path(self.samples)), [], 0
+        lines, thinking, unclosed = read_lines(Path(self.samples), SAMPLED | {"problem": dict}), [], 0
         for line in lines:
             pairs = zip(line["completions"], line["scores"], strict=True)
             right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]

@@ -23,6 +23,7 @@ from grpo_lab.engines.sampler import (
     stop_token_ids,
 )
 from grpo_lab.io import check_place, write_json_lines
+from grpo_lab.reading import Fields, json_lines, read_json_lines
 from grpo_lab.recipe.checks import no_room
 from grpo_lab.recipe.job import check_model, questions
 from grpo_lab.recipe.models import load_saved_model, load_tokenizer, loading, model_files
@@ -38,6 +39,8 @@ from grpo_lab.visible import encodable
 Problem = Mapping[str, Any]
 SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
 """All samples; those made so far (gone when the former is there)."""
+SAMPLED: dict[str, Any] = {"row": int, **dict.fromkeys(("completions", "scores", "lengths"), list)}
+"""What a line of samples has; in the stage's own file the `problem` as well."""
 
 
 @settings(rest="sampling")
@@ -222,7 +225,7 @@ def sample(
         ]
         write_json_lines(file, lines)
     progress.unlink(missing_ok=True)
-    return read_lines(file)
+    return read_lines(file, SAMPLED)
 
 
 def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
@@ -247,15 +250,14 @@ def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> l
     """What `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
     return [
         Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
-        for line in read_lines(file)
+        for line in read_lines(file, SAMPLED | ({"problem": dict} if rows is None else {}))
         for row in [line["problem"] if rows is None else rows[line["row"]]]
     ]
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """A file of JSON, an object a line."""
-    with file.open(encoding="utf-8", newline="\n") as lines:
-        return [json.loads(line) for line in lines]
+def read_lines(file: Path, needs: Fields | None = None) -> list[dict[str, Any]]:
+    """A file of JSON, an object a line with the fields that it ``needs``."""
+    return [row for _, row in read_json_lines(file, needs)]
 
 
 def plan_of_samples(
@@ -280,11 +282,7 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
     for."""
     if not file.is_file():
         return
-    with file.open("rb") as lines:
-        first = lines.readline()
-    try:
-        there = json.loads(first)["n"]
-    except (ValueError, KeyError, TypeError):
-        return  # torn or of somebody else: said where the samples are read
+    _, first = next(json_lines(file), (1, ""))
+    there = n if isinstance(first, str) else first.get("n", n)  # torn or of somebody else: said where they are read
     if there != n:
         raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")

@@ -27,7 +27,7 @@ from grpo_lab.rewards.math.extraction import extract_answer
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Number, Positive, Switch, settings
-from grpo_lab.stages.sample import read_lines
+from grpo_lab.stages.sample import SAMPLED, read_lines
 from grpo_lab.stages.select import ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
@@ -138,7 +138,7 @@ class FilterTraces:
         left = traces = [
             {"text": text_of(completion), "score": score, "length": length, "row": line["row"]}
             | {"problem": line["problem"]}
-            for line in read_lines(Path(self.samples))
+            for line in read_lines(Path(self.samples), SAMPLED | {"problem": dict})
             for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
         ]
         dropped = dict[str, int]()

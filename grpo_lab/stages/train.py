@@ -50,8 +50,9 @@ class Train:
         return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
-        lines = read_lines(Path(self.rows))
-        rows = [{name: row[name] for name in COLUMNS[self.method]} for row in lines]
+        columns = COLUMNS[self.method]
+        lines = read_lines(Path(self.rows), dict.fromkeys(columns, str | list))
+        rows = [{name: row[name] for name in columns} for row in lines]
         if self.method == "sft" and any(map(goes_on, lines)):
             return [{**row, CONTINUES: goes_on(line)} for row, line in zip(rows, lines, strict=True)]
         return rows

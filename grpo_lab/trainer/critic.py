@@ -24,6 +24,7 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModel, TrainerCallback
 from trl.trainer.utils import disable_dropout_in_model
 
 from grpo_lab.io import write_whole, write_whole_text
+from grpo_lab.reading import read_record
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.settings.inputs import check_model
@@ -209,7 +210,7 @@ def load_critic(folder: str | Path) -> Critic:
     """A critic that ``save_critic`` wrote. ValueError: a file is missing or damaged, or of another format."""
     place = Path(folder)
     try:
-        told = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+        told = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
         if told["format"] != FORMAT:
             raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
         tensors, trunk = load_file(place / TENSORS), None

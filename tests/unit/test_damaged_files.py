@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.data.rows import load_file
 from grpo_lab.evaluation.result import EvaluationResult
 from grpo_lab.evaluation.run_record import read_run
@@ -18,6 +19,11 @@ from grpo_lab.pipelines.stage_record import StageRecord
 from grpo_lab.reading import DEEPEST, json_lines, read_json, read_json_lines, read_record, read_text
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.folder import read_marker
+from grpo_lab.stages.sample import samples_in
+from grpo_lab.stages.train import Dpo
+from grpo_lab.trainer.critic import load_critic
+from grpo_lab.trainer.resume.state import read_state
+from grpo_lab.trainer.step.bad_step import read_bad_step
 
 DAMAGED: dict[str, tuple[bytes, str, str]] = {
     "empty": (b"", "", "it is empty"),
@@ -136,6 +142,37 @@ def test_every_file_is_read_by_the_one_reader(reader: str, name: str, tmp_path: 
     said = str(raised.value)
     assert "\n" not in said
     assert len(said) < len(str(file)) + 400
+
+
+LESS_OFTEN: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "samples": ("samples.jsonl", lambda folder: samples_in(folder / "samples.jsonl")),
+    "rows to train on": ("rows.jsonl", lambda folder: Dpo(model="m", rows=f"{folder}/rows.jsonl").read()),
+    "shards": ("model.safetensors.index.json", lambda folder: check_mergeable(folder, folder)),
+    "bad step": ("facts.json", read_bad_step),
+    "critic": ("critic.json", load_critic),
+    "checkpoint": ("grpo_lab_state.json", read_state),
+}
+
+
+@pytest.mark.parametrize("reader", LESS_OFTEN)
+@pytest.mark.parametrize("content", [b'{"a": 1,', b"[1]", b"{}", b'{"a": "\xe9"}', b"[" * 5000])
+def test_what_is_read_less_often_is_named_as_well(reader: str, content: bytes, tmp_path: Path) -> None:
+    place, read = LESS_OFTEN[reader]
+    (tmp_path / place).write_bytes(content)
+    with pytest.raises(ValueError, match=place.replace(".", r"\.")):
+        read(tmp_path)
+
+
+def test_a_bad_row_has_its_line_and_not_its_number(tmp_path: Path) -> None:
+    """Blank lines between rows moved the one against the other."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "solution": "1"}\n\n\n{"prompt": 5, "solution": "1"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 4: column `prompt` is 5; a text or a list of messages"):
+        load_file(file)
+    table = tmp_path / "rows.parquet"
+    table.write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"rows\.parquet is no parquet file, or damaged"):
+        load_file(table)
 
 
 @pytest.mark.parametrize("field", ["digests", "settings", "inputs", "results"])

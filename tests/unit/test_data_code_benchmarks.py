@@ -101,7 +101,7 @@ def test_a_function_that_is_named_as_one_of_pythons_is_the_programs(tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({**HUMANEVAL, "prompt": "def back(n:\n"}, "row 1: column 'prompt' is no Python"),
+        ({**HUMANEVAL, "prompt": "def back(n:\n"}, "line 1: column 'prompt' is no Python"),
         ({**HUMANEVAL, "entry_point": "forth"}, "does not define its entry_point 'forth'"),
         ({name: HUMANEVAL[name] for name in ("prompt", "test", "entry_point")}, "missing column: one of canonical"),
     ],

@@ -27,11 +27,14 @@ def test_prompts_that_are_there_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("second", "words"),
     [
-        ({"solution": "4"}, ["row 2", "`prompt`", "None"]),
-        ({"prompt": "", "solution": "4"}, ["row 2", "`prompt`", "''"]),
-        ({"prompt": [], "solution": "4"}, ["row 2", "`prompt`", "[]"]),
-        ({"prompt": 7, "solution": "4"}, ["row 2", "`prompt`", "7"]),
-        ({"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"}, ["row 2", "`prompt`", "messages", "text"]),
+        ({"solution": "4"}, ["line 2", "`prompt`", "None"]),
+        ({"prompt": "", "solution": "4"}, ["line 2", "`prompt`", "''"]),
+        ({"prompt": [], "solution": "4"}, ["line 2", "`prompt`", "[]"]),
+        ({"prompt": 7, "solution": "4"}, ["line 2", "`prompt`", "7"]),
+        (
+            {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
+            ["line 2", "`prompt`", "messages"],
+        ),
     ],
 )
 def test_a_row_without_a_prompt_like_the_others_is_named(
@@ -48,7 +51,7 @@ def test_prompts_in_some_rows_only_are_not_mixed_with_made_ones(tmp_path: Path) 
     file = written(
         tmp_path, {"question": "1+1?", "solution": "2"}, {"question": "x", "prompt": "2+2?", "solution": "4"}
     )
-    with pytest.raises(ValueError, match=r"row 1.*`prompt`"):
+    with pytest.raises(ValueError, match=r"line 1.*`prompt`"):
         load_file(file)
 
 
@@ -73,13 +76,13 @@ def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("question", [None, "", "  "])
 def test_a_row_without_a_question_is_named(question: str | None, tmp_path: Path) -> None:
     file = written(tmp_path, {"question": "1+1?", "solution": "2"}, {"question": question, "solution": "4"})
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 2.*'question'"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*line 2.*'question'"):
         load_file(file)
 
 
 @pytest.mark.parametrize("prompt", ["  ", [{"role": "user", "content": " "}], [{"content": "1+1?"}]])
 def test_a_prompt_that_says_nothing_is_named(prompt: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 1.*`prompt`"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*line 1.*`prompt`"):
         load_file(written(tmp_path, {"prompt": prompt, "solution": "4"}), template="none")
 
 
@@ -119,7 +122,7 @@ def test_a_column_template_does_not_name_prompts_that_another_made(tmp_path: Pat
 def test_prompts_of_another_form_than_the_template_asked_for_are_refused(
     prompt: Any, asked: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*row 1.*template"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl.*line 1.*template"):
         load_file(written(tmp_path, {"prompt": prompt, "solution": "2"}), **asked)
 
 

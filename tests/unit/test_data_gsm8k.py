@@ -79,13 +79,13 @@ BAD_FILES = [
         r"missing column: one of answer.* is needed.*columns are question, reply",
     ),
     ([{"text": "Q?", "answer": "#### 1"}], r"missing column: one of question, problem is needed.*text, answer"),
-    ([ROW, ROW | {"answer": "so it is 5"}], r"row 2: no answer after '####'.*'so it is 5'"),
-    ([ROW | {"answer": "so it is\n#### "}], r"row 1: no answer after '####'"),
-    ([ROW, ROW | {"question": None}], r"row 2: column 'question' is None"),
-    ([ROW, ROW | {"question": "  "}], r"row 2: column 'question' is '  '"),
-    ([ROW | {"answer": ["#### 5"]}], r"row 1: column 'answer' is \['#### 5'\]"),
+    ([ROW, ROW | {"answer": "so it is 5"}], r"line 2: no answer after '####'.*'so it is 5'"),
+    ([ROW | {"answer": "so it is\n#### "}], r"line 1: no answer after '####'"),
+    ([ROW, ROW | {"question": None}], r"line 2: column 'question' is None"),
+    ([ROW, ROW | {"question": "  "}], r"line 2: column 'question' is '  '"),
+    ([ROW | {"answer": ["#### 5"]}], r"line 1: column 'answer' is \['#### 5'\]"),
     ([], r"no rows"),
-    ([[1, 2]], r"line 1: a JSON list, not an object"),
+    ([[1, 2]], r"line 1: it holds \[1, 2\]; a mapping"),
 ]
 
 

@@ -68,9 +68,9 @@ def test_field_names_of_public_variants(tmp_path: Path, row: dict[str, Any], gol
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"problem": "Q?", "solution": "it is 2"}], r"row 1: no complete \\boxed.*in column 'solution'"),
+        ([{"problem": "Q?", "solution": "it is 2"}], r"line 1: no complete \\boxed.*in column 'solution'"),
         ([{"problem": "Q?", "level": 3}], r"missing column.*its columns are problem, level"),
-        ([{"problem": "Q?", "answer": ""}], r"row 1: column 'answer' is ''"),
+        ([{"problem": "Q?", "answer": ""}], r"line 1: column 'answer' is ''"),
         ([], r"no rows"),
     ],
 )

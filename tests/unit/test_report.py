@@ -288,13 +288,13 @@ def test_any_one_piece_may_be_missing(tmp_path, missing):
     ("line", "reason"),
     [
         ('{"step": 61, "rew', "not JSON"),
-        ("[1, 2]", "a JSON list, not an object"),
+        ("[1, 2]", "it holds [1, 2]; a mapping"),
         ('{"reward": 1.0}', "no usable `step`"),
         ('{"step": "<b>x</b>"}', "no usable `step`"),
         ('{"step": NaN}', "no usable `step`"),
         ('{"step": 1' + "0" * 400 + "}", "no usable `step`"),
-        ("[" * 100_000, "not JSON"),
-        ("\x00\x00\x00", "not JSON"),
+        ("[" * 100_000, "it is nested more than 100 deep"),
+        ("\x00\x00\x00", "zero bytes"),
     ],
     ids=["cut", "list", "stepless", "markup", "nan", "huge", "deep", "zeros"],
 )
@@ -312,7 +312,7 @@ def test_bytes_that_are_no_utf8_do_not_stop_the_report(tmp_path):
     folder = whole_run(tmp_path)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 61, "reward": \xff\xfe}\n')
-    assert "metrics.jsonl, line 61: not UTF-8" in page_of(folder).text
+    assert "metrics.jsonl, line 61: the byte" in page_of(folder).text
 
 
 def test_numbers_that_are_none_or_logged_twice_are_named(tmp_path):
@@ -332,7 +332,7 @@ def test_numbers_that_are_none_or_logged_twice_are_named(tmp_path):
 
 def test_a_run_json_of_another_kind_is_named(tmp_path):
     (tmp_path / "run.json").write_text("[1]")
-    assert "run.json holds a list, not a mapping" in page_of(tmp_path).text
+    assert "run.json: it holds [1]; a mapping" in page_of(tmp_path).text
     (tmp_path / "run.json").write_text("{")
     assert "run.json could not be read" in page_of(tmp_path).text
 

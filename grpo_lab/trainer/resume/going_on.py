@@ -16,7 +16,6 @@ by the model's own names, finds none, warns, and would go on from the weights th
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 from trl.trainer.utils import RepeatSampler
 
+from grpo_lab.reading import read_record
 from grpo_lab.trainer.ranks import RankAwareTrainer
 from grpo_lab.trainer.resume.whole import MARK, broken_pickles, damaged, lacking, newest_whole, step_of
 from grpo_lab.trainer.trl_bridge import is_critics
@@ -170,7 +170,7 @@ def load_other_names(trainer: Any, checkpoint: str) -> None:
         return  # adapters; formats of their own
     state, names, index = model.state_dict(), set[str](), Path(checkpoint) / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        names = set(read_record(index, {"weight_map": dict})["weight_map"])
     elif (Path(checkpoint) / "model.safetensors").is_file():
         names = _names_in(Path(checkpoint) / "model.safetensors")
     there = {state[name].data_ptr() for name in names & state.keys()}  # a tied one is saved once

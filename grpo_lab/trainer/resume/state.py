@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_lab.io import write_whole, write_whole_text
+from grpo_lab.reading import read_record
 
 STATE = "grpo_lab_state.json"
 VERSION = 1
@@ -110,8 +111,8 @@ def load_state(checkpoint: str | os.PathLike[str]) -> SavedState:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_record(file)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 

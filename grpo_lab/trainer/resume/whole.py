@@ -24,6 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from grpo_lab.finite import ROWS, not_finite
 from grpo_lab.io import move_whole, own_cores, write_whole_text
+from grpo_lab.reading import read_record
 from grpo_lab.trainer.resume.state import read_state
 
 #: Beside the checkpoints: where the next one is written. The underscore keeps it out of pushes to the hub.
@@ -75,12 +76,12 @@ def what_is_broken(checkpoint: Path) -> str | None:
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        state = read_record(checkpoint / "trainer_state.json")
     except FileNotFoundError:
         return "no trainer_state.json, which is written last: saving was not finished"
     except ValueError as error:
         return f"trainer_state.json is damaged: {error}"
-    if not isinstance(state, dict) or state.get("global_step") != step_of(checkpoint):
+    if state.get("global_step") != step_of(checkpoint):
         return "trainer_state.json is of another step"
     try:
         read_state(checkpoint)
@@ -99,8 +100,8 @@ def broken_weights(folder: Path) -> str | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            places: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+            places: dict[str, str] = read_record(index, {"weight_map": dict})["weight_map"]
+        except ValueError as error:
             return f"{index.name} is damaged: {error}"
     else:
         places = {path.name: path.name for path in folder.glob("*.safetensors")}  # no list: a file for itself
@@ -209,13 +210,11 @@ def damaged(checkpoint: Path) -> str | None:
 def _mark(checkpoint: Path) -> dict[str, Any] | None:
     """What ``MARK`` says; None without one, ``ValueError`` where it cannot be read."""
     try:
-        found = json.loads((checkpoint / MARK).read_text(encoding="utf-8"))
-        found["files"].items()
+        return read_record(checkpoint / MARK, {"files": dict})
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{MARK} is damaged: {error}") from error
-    return dict(found)
 
 
 def _against_mark(checkpoint: Path) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_lab.io import write_whole, write_whole_text
+from grpo_lab.reading import read_record
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.rows import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
@@ -64,7 +65,7 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
     ``facts["rewards"]``; None where they are not known).
     """
     place = Path(folder)
-    facts = dict(json.loads((place / FACTS).read_text(encoding="utf-8")))
+    facts = read_record(place / FACTS, {"ranks": int, "of_rank": list})
     return facts, [load_file(place / f"rank-{rank}.safetensors") for rank in range(facts["ranks"])]
 
 
