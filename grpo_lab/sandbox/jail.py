@@ -184,7 +184,6 @@ def _inside(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, job: 
         os.dup2(here, there)
     _close_all_but(set(high))
     walls.put_up(cell, job)
-    kernel.die_with_parent(signal.SIGKILL)
     if select.select([_ALIVE], [], [], 0)[0]:
         return  # the watcher had ended before that
     os.close(_ALIVE)

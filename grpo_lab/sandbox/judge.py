@@ -111,15 +111,11 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
-    def test() -> None:
-        kernel.hide_memory()
-        tester.run(job, 3, 4)
-
     with asks, answers, empty_folder(up, deadline) as folder, empty_folder(up, deadline) as apart:
         cell = Cell(up, folder, job["cpu_seconds"], job["memory_bytes"])
         program = spawn(lambda: _program("calls"), {3: answers.fileno()}, cell)
         for_tests = Cell(up, apart, job["wall_seconds"], job["memory_bytes"] + (1 << 28))
-        testing = spawn(test, {3: asks.fileno(), 4: writes}, for_tests)
+        testing = spawn(lambda: tester.run(job, 3, 4), {3: asks.fileno(), 4: writes}, for_tests)
         try:
             asks.close()
             answers.close()

@@ -4,7 +4,7 @@
                 read-only, and an empty ``/tmp``. The kernel ends all of it with its first process. As root directly;
                 else in a user namespace, where the machine allows one.
 ``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
-``seccomp``     refused system calls: sockets, new processes, tracing, mounts, io_uring, …
+``seccomp``     the system calls that Python needs, no other: no sockets, new processes, tracing, signals to others, ….
 ``landlock``    the file system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by
                 kernel version).
 ``limits``      processor time, address space, file size, open files, core dumps, processes. Everywhere.
@@ -23,6 +23,7 @@ import tempfile
 from dataclasses import dataclass
 
 from grpo_lab.sandbox import kernel
+from grpo_lab.sandbox.system_calls import seccomp_filter
 
 WALLS = ("namespaces", "user", "seccomp", "landlock", "limits")
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -81,7 +82,8 @@ def _set_ids(number: int) -> None:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for. ``OSError``: a wall that cannot be put up."""
+    """In the jailed process, as the last thing before what it is for; it dies with its parent from here on.
+    ``OSError``: a wall that cannot be put up."""
     walls, folder = cell.walls, cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
@@ -99,8 +101,9 @@ def put_up(cell: Cell, job: int) -> None:
         kernel.give_up_rights()
     if "landlock" in walls:
         kernel.give_up_files_but([one for one in _readable() if os.path.exists(one)], [folder, "/dev/null"])
+    kernel.die_with_parent(signal.SIGKILL)  # a change of user takes it back, and the filter allows no more of it
     if "seccomp" in walls:
-        kernel.install_filter(kernel.seccomp_filter(None if "namespaces" in walls else os.getpid()))
+        kernel.install_filter(seccomp_filter(os.getpid(), view="namespaces" in walls))
 
 
 def _limit(cell: Cell, processes: int | None) -> None:

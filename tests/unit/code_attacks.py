@@ -2,8 +2,9 @@
 knows how to add.
 
 Filled in by the test: CANARY (a file outside, which says "untouched"), HOME (a folder), TRAINER (its process id), PORT
-(where it listens). Signals to the trainer and to all are harmless ones (SIGUSR1, SIGWINCH) that the test would notice:
-were a wall down, so would be the machine.
+(where it listens), MAILBOX and ABSTRACT (where it takes datagrams), SEGMENT (shared memory of its own). Signals to the
+trainer and to all are harmless ones (SIGUSR1, SIGWINCH) that the test would notice: were a wall down, so would be the
+machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def _each(*lines: str, before: str = "import os, sys, ctypes") -> str:
     """Every line tried by itself, whatever the one before it raised; then an honest wrong ``add``."""
     tried = "".join(f"try:\n    {line}\nexcept BaseException:\n    pass\n" for line in lines)
     return f"{before}\n{tried}{_TRIES}"
+
+
+def _signals_by(*owned: str) -> str:
+    """Makes the trainer the owner of a pair's ends and of a pipe's, then has the kernel tell it that there is input."""
+    tried = "".join(f"        try: {line}\n        except (OSError, ValueError): pass\n" for line in owned)
+    return (
+        "import array, fcntl, os, socket, struct\na, b = socket.socketpair()\npipe = os.pipe()\n"
+        "for r, w in ((a.fileno(), b.fileno()), pipe):\n    for signal in (10, 28):\n"
+        f"{tried}        try: fcntl.fcntl(r, 10, signal)\n        except OSError: pass\n"
+        "        for line in (lambda: fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK),\n"
+        "                     lambda: fcntl.ioctl(r, 0x5452, array.array('i', [1]))):\n"
+        "            try: line(); os.write(w, b'x')\n            except OSError: pass\n" + _TRIES
+    )
 
 
 FORGED = {
@@ -308,5 +322,31 @@ HARMFUL = {
     "the system log and the host's "
     "name": _each("ctypes.CDLL(None).syslog(1, b'x')", "socket.sethostname('touched')", before="import ctypes, socket"),
     "a module planted beside it": _each("open('json.py', 'w').write('raise SystemExit(0)')"),
+    "a signal by the owner of a pipe": _signals_by("fcntl.fcntl(r, fcntl.F_SETOWN, TRAINER)"),
+    "a signal by the owner of a pipe, named in a structure": _signals_by("fcntl.fcntl(r, 15, struct.pack('ii', 1, "
+        "TRAINER))"),
+    "a signal by the owner of a socket": _signals_by("fcntl.ioctl(r, 0x8901, struct.pack('i', TRAINER))",
+        "fcntl.ioctl(r, 0x8902, struct.pack('i', TRAINER))"),
+    "datagrams of a pair": "import socket\nfor kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):\n    for to in "
+        "('MAILBOX', '\\0ABSTRACT'):\n        try: socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b'touched', "
+        "to)\n        except OSError: pass\n" + _TRIES,
+    "datagrams of a pair, connected anew": _each("a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+        "a.connect('MAILBOX'); a.send(b'touched')", "b.connect('\\0ABSTRACT'); b.sendmsg([b'touched'])",
+        before="import socket"),
+    "the trainer's shared memory": "import ctypes\nc = ctypes.CDLL(None)\nc.shmat.restype = ctypes.c_void_p\nat = "
+        "c.shmat(SEGMENT, None, 0)\nif at not in (None, 2 ** 64 - 1): ctypes.memmove(at, b'touched', "
+        "7)\nc.shmctl(SEGMENT, 0, None)\n" + _TRIES,
+    "calls of another architecture": _each("ctypes.CDLL(None).syscall(0x40000000 + 62, TRAINER, 10)") + (
+        "import ctypes, mmap, platform\ndef add(a, b):\n    if platform.machine() != 'x86_64': return 0\n    code = "
+        "mmap.mmap(-1, 4096, prot=7)\n    code.write(b'\\x53\\xbb' + (TRAINER).to_bytes(4, 'little') + "
+        "b'\\xb9\\x0a\\0\\0\\0\\xb8\\x25\\0\\0\\0\\xcd\\x80\\x5b\\xc3')\n    "
+        "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()\n    return 0\n"),
 }  # fmt: skip
 """They try to do harm outside."""
+
+ON_FILES = (
+    "writes outside", "writes home", "removes all it can", "a symbolic link out", "a hard link out", "moves the canary",
+    "becomes root", "a user namespace of its own", "leaves by chroot", "LD_PRELOAD for others", "writes into Python",
+    "devices",
+)  # fmt: skip
+"""Of these, what only a wall around the files stops: without one they are this user's to write, as is documented."""

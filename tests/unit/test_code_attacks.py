@@ -7,6 +7,7 @@ namespaces, the same holds behind what it gives; attacks whose only wall is miss
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from code_attacks import FORGED, GREEDY, HARMFUL, ON_FORMS, TESTS
+from code_attacks import FORGED, GREEDY, HARMFUL, ON_FILES, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
 from grpo_lab.sandbox import jail
+from grpo_lab.sandbox.pool import WorkerPool
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 30.0
@@ -39,29 +41,33 @@ WALLS = {
         "limits",
     ],  # new processes are allowed: the kernel ends them with their namespace
 }
-
-
-@pytest.fixture(scope="module")
-def in_force() -> list[str]:
-    reward = CodeReward(workers=1)
-    standing = reward.in_force
-    reward.close()
-    return standing
+NAMED_WALLS = {
+    **WALLS,
+    "namespaces and filter": ["namespaces", "seccomp", "limits"],
+    "another user and filter": ["user", "seccomp", "limits"],
+    "filter alone": ["seccomp", "limits"],
+    **{f"Landlock {version}": ["seccomp", "landlock", "limits"] for version in (1, 3, 5)},
+}
+"""Every set that the docs name, and the same on kernels whose Landlock holds back neither truncation (before 3) nor
+signals and abstract sockets (before 6)."""
 
 
 @pytest.fixture(params=WALLS)
-def settings(request: pytest.FixtureRequest, in_force: list[str]) -> dict[str, Any]:
-    walls = WALLS[request.param]
-    missing = [wall for wall in walls or () if wall not in in_force]
-    if missing:
-        pytest.skip(f"this machine gives no {missing}")
-    limits = {"timeout_s": CPU_S, "wall_s": WALL_S, "memory_bytes": MEMORY, "workers": WORKERS}
-    return {**limits, "walls": walls}
+def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+    walls = NAMED_WALLS[request.param]
+    try:
+        assert CodeReward(walls=walls, workers=1).in_force
+    except ValueError as error:
+        pytest.skip(str(error))
+    return {"timeout_s": CPU_S, "wall_s": WALL_S, "memory_bytes": MEMORY, "workers": WORKERS, "walls": walls}
 
 
 @pytest.fixture
-def reward(settings: dict[str, Any]) -> Iterator[CodeReward]:
+def reward(settings: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[CodeReward]:
     made = CodeReward(**settings)
+    if "Landlock" in (name := request.node.callspec.params["settings"]):
+        older = f"older_landlock:version_{name.split()[1]}"
+        made._judge.pool = WorkerPool(older, limits=made._judge.pool.limits, size=WORKERS)
     yield made
     made.close()
 
@@ -146,6 +152,7 @@ def test_nothing_is_taken_beyond_the_limits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", NAMED_WALLS, indirect=True)
 def test_nothing_outside_is_touched(
     reward: CodeReward,
     no_process_left: None,
@@ -158,14 +165,17 @@ def test_nothing_outside_is_touched(
     home.mkdir()
     before = [as_it_is(path) for path in (canary, home)]
     received: list[int] = []
-    for name in ("SIGUSR1", "SIGWINCH"):
+    for name in ("SIGUSR1", "SIGWINCH", "SIGIO"):
         noticed(name, received, request)
     monkeypatch.setenv("CANARY_TOKEN", "secret")
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server, mailboxes() as (path, name), shared_memory() as segment:
         server.settimeout(0.0)
         filled = {"CANARY_TOKEN": "CANARY_TOKEN", "CANARY": str(canary), "HOME": str(home)}
         filled |= {"TRAINER": str(os.getpid()), "PORT": str(server.getsockname()[1])}
-        nothing_paid(scores(reward, {name: fill(program, filled) for name, program in HARMFUL.items()}))
+        filled |= {"MAILBOX": path, "ABSTRACT": name, "SEGMENT": str(segment)}
+        around = {"namespaces", "user", "landlock"} & set(reward.in_force)
+        tried = {name: program for name, program in HARMFUL.items() if around or name not in ON_FILES}
+        nothing_paid(scores(reward, {name: fill(program, filled) for name, program in tried.items()}))
         with pytest.raises(BlockingIOError):
             server.accept()
     assert (canary.read_text(), sorted(tmp_path.iterdir()), list(home.iterdir())) == ("untouched", [canary, home], [])
@@ -175,6 +185,42 @@ def test_nothing_outside_is_touched(
     assert [path for path in touched if path.exists()] == []
     assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
     reward.close()
+
+
+@contextlib.contextmanager
+def mailboxes() -> Iterator[tuple[str, str]]:
+    """A path and an abstract name where datagrams are taken, from anybody; none may come."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as both:
+        Path(folder).chmod(0o755)
+        path, name = f"{folder}/mailbox", f"grpo_lab_{os.getpid()}"
+        open_ones = [both.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) for _ in "ab"]
+        for one, address in zip(open_ones, (path, f"\0{name}"), strict=True):
+            one.bind(address)
+            one.settimeout(0.0)
+        Path(path).chmod(0o777)
+        yield path, name
+        for one in open_ones:
+            with pytest.raises(BlockingIOError):
+                one.recv(100)
+
+
+@contextlib.contextmanager
+def shared_memory() -> Iterator[int]:
+    """System V's, open to everybody; it stays, and what it says."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.shmat.restype = ctypes.c_void_p
+    segment = libc.shmget(0, 4096, 0o1666)  # IPC_PRIVATE, IPC_CREAT
+    at = libc.shmat(segment, None, 0)
+    ctypes.memmove(at, b"untouched", 9)
+    try:
+        yield segment
+        assert ctypes.string_at(at, 9) == b"untouched"
+        again = libc.shmat(segment, None, 0)
+        assert again not in (None, 2**64 - 1)
+        libc.shmdt(ctypes.c_void_p(again))
+    finally:
+        libc.shmdt(ctypes.c_void_p(at))
+        libc.shmctl(segment, 0, None)
 
 
 def noticed(name: str, received: list[int], request: pytest.FixtureRequest) -> None:
