@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_lab.sandbox.pool import Limits, WorkerPool
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
+from grpo_lab.verifiers.closeness import relative_closeness
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
@@ -166,7 +167,8 @@ def _parse(expression: str) -> list[Any]:
 def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
     from math_verify import verify
 
-    return bool(verify(gold, answer, float_rounding=decimals, timeout_seconds=None))
+    with relative_closeness():
+        return bool(verify(gold, answer, float_rounding=decimals, timeout_seconds=None))
 
 
 @lru_cache(maxsize=256)

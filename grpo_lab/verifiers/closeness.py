@@ -1,0 +1,112 @@
+r"""Closeness in math-verify's judgement made relative, so that a tiny gold is not equal to everything tiny.
+
+math-verify rounds to so many decimals, and takes a difference below 1e-15 for none: beside `10^{-9}` every small number
+is right. What it calls equal is looked at again here, and stays equal where
+
+    both sides are exact (`2^{-99}`)       the values agree in `_EXACT` digits
+    one holds a decimal (`1.6e-19`)        they agree to six decimals; below 0.1, six from the first significant digit
+    they have variables                    they agree so at points of several magnitudes
+
+Nothing becomes equal here. Decimals are the fractions they write; what has no value (`f(x)`) is left as judged. Runs
+in a worker: it imports sympy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_DIGITS, _EXACT, _NEARLY = 60, 40, 12
+"""Digits that are computed; in which exact sides agree; in which sides with variables and decimals do."""
+_ZEROS_AT_MOST = 400
+_MAGNITUDES = (0, -25)
+_OF_POLYNOMIALS = 25
+
+
+@contextmanager
+def relative_closeness() -> Iterator[None]:
+    """In the block, math-verify's numeric equality holds where `agree` holds, too: in lists and matrices as well."""
+    from math_verify import grader
+
+    absolute = grader.sympy_numeric_eq
+
+    def relative(gold: Any, answer: Any, float_rounding: int, numeric_precision: int) -> bool:
+        return bool(absolute(gold, answer, float_rounding, numeric_precision)) and agree(gold, answer)
+
+    grader.sympy_numeric_eq = relative
+    try:
+        yield
+    finally:
+        grader.sympy_numeric_eq = absolute
+
+
+def agree(gold: Any, answer: Any) -> bool:
+    """Whether two sides that math-verify calls equal have the same value; True where they have none."""
+    from math_verify.grader import get_pct_val
+    from sympy import Expr, Float
+
+    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
+        return True  # a matrix is judged by its entries
+    decimals = gold.has(Float) or answer.has(Float)
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if symbols:
+        return _agree_at_points(_exact(gold), _exact(answer), symbols, decimals)
+    readings = [(_value(_exact(one)), _value(_exact(other))) for one, other in _readings(gold, answer, get_pct_val)]
+    return any(one is None or other is None or _same(one, other, decimals) for one, other in readings)
+
+
+def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, Any]]:
+    """Both as they are, and without their percent signs: beside 9, `9%` is 9."""
+    bare = (without_percent(gold, gold), without_percent(answer, answer))
+    return [(gold, answer)] if bare == (gold, answer) else [(gold, answer), bare]
+
+
+def _exact(side: Any) -> Any:
+    """With every decimal as the fraction that it writes."""
+    from sympy import Float, Rational
+
+    return side.xreplace({one: Rational(str(one)) for one in side.atoms(Float) if one.is_finite})
+
+
+def _value(side: Any) -> Any:
+    """The number in `_DIGITS` digits, zero where none of them is sure; None where it is no number."""
+    from sympy import Integer
+
+    value = side.evalf(_DIGITS)
+    if not value.is_number or not value.is_finite:
+        return None
+    parts = [part for part in value.as_real_imag() if getattr(part, "_prec", _DIGITS) > 2]
+    sure = sum(part.is_Float or part.is_Rational for part in parts)
+    if not parts:
+        return Integer(0)
+    return value if sure == len(parts) else None
+
+
+def _same(gold: Any, answer: Any, decimals: bool) -> bool:
+    apart = abs(gold - answer)
+    size = abs(gold)
+    if not decimals or size == 0:
+        return bool(apart <= max(size, abs(answer)) / 10**_EXACT)
+    zeros = 0
+    while size * 10**zeros < 0.1 and zeros < _ZEROS_AT_MOST:
+        zeros += 1
+    return bool(apart * 10 ** (6 + zeros) <= 1)
+
+
+def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool) -> bool:
+    """At positive points of several magnitudes: a tiny term shows where the others are tiny (`x + 10^{-20}`)."""
+    from sympy import Rational
+
+    polynomial = gold.is_polynomial(*symbols) and answer.is_polynomial(*symbols)
+    digits = _NEARLY if decimals else _EXACT
+    for magnitude in (*_MAGNITUDES, _OF_POLYNOMIALS) if polynomial else _MAGNITUDES:
+        scale = Rational(10) ** magnitude
+        point = {symbol: scale * Rational(137 + 61 * place, 101) for place, symbol in enumerate(symbols)}
+        one = _value(gold.xreplace(point))
+        other = _value(answer.xreplace(point))
+        if one is None or other is None:
+            continue
+        if abs(one - other) > max(abs(one), abs(other)) / 10**digits:
+            return False
+    return True
