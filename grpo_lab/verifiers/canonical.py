@@ -11,7 +11,8 @@ import re
 import unicodedata
 from functools import lru_cache
 
-from grpo_lab.verifiers.quantity import is_value_word, value_of_sign
+from grpo_lab.verifiers.quantity import value_of_sign
+from grpo_lab.verifiers.units import FUNCTIONS, UNITS, is_unit_word, says_how_much, without_upright
 
 _COMMAND_SIGNS, _COMMAND_NAMES = (
     "×⋅·∙π∞≤≥≠≈±∪∩∈∅Ωθαβ",
@@ -64,18 +65,6 @@ _TIME_OF_DAY = re.compile(r"(?<=\d)\s*[ap]\.\s?m\.?$", re.IGNORECASE)
 _NUMBER_THEN_WORDS = re.compile(
     rf"({_NUMBER}(?<=\d)(?:/\d+)?) ([^\W\d_]{{1,20}}\.?(?: [^\W\d_]{{1,20}}\.?){{0,5}})(?:\^\{{?\d\}}?)?"
 )
-UNITS_WORDS = (
-    "m cm mm km g kg mg s h hr hrs min mins sec secs L l ml mL ft in lb lbs oz mph kmh kph usd eur dollars dollar "
-    "cents cent euros pounds degrees degree deg circ units unit hours hour minutes minute seconds second days day "
-    "weeks week months month years year meters meter metres miles mile feet foot inches inch"
-)
-UNITS = frozenset(UNITS_WORDS.split())
-# Abbreviations that could be a product of variables where they touch the number: units only after a space.
-_SPACED_UNITS_WORDS = (
-    "mi yd yds gal qt pt sq cu kB MB GB TB kW kWh MW Wh hp kcal cal mol kPa Pa kN Hz kHz MHz GHz atm bar psi ha am "
-    "pm rpm bpm mpg dB ppm cc µm μm nm US USD dl dL cl cL cts pc pcs"
-)
-SPACED_UNITS = frozenset(_SPACED_UNITS_WORDS.split())
 # math-verify reads `\cos 2t` as cos(2) and `\sin t` not at all: give it the parentheses.
 _FUNCTION_OF = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc|log|ln))\s*(?:\^\s*(?:\{(\d+)\}|(\d)))?\s*(\d*\s?(?:\\theta|\\alpha|\\beta|\\pi|[a-zA-Z]))(?![a-zA-Z({_^])"
@@ -86,11 +75,6 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]+")
 _NAME_WITH_AND = re.compile(r"[A-Za-z]\\?&[A-Za-z]")  # M&Ms, A&W; in a matrix a mark
-_FUNCTIONS_WORDS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp max min gcd lcm mod det dim ker deg arg "
-    "inf sup lim sqrt frac infty and or pi circ pmatrix bmatrix vmatrix matrix array cases begin end"
-)
-_FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
 _SMALL_WORDS_WORDS = (
     "is of to it the for he she by at per all not are was has his her its they be as we so if an on my no yes you "
     "am pm km kg cm mm mph one two six ten day men cup"
@@ -152,7 +136,7 @@ def _without_unit(text: str) -> str:
             number, unit, _ = match.groups()
             if _PERCENT_WORD.fullmatch(unit):
                 return number + r"\%"
-            if pattern is _NUMBER_THEN_TEXT and not any(_says_how_much(word) for word in _WORD.findall(unit)):
+            if pattern is _NUMBER_THEN_TEXT and not any(says_how_much(word) for word in _WORD.findall(unit)):
                 return number
             if pattern is _NUMBER_THEN_UNIT and (unit in UNITS or (len(unit) > 1 and unit.lower() in UNITS)):
                 return number
@@ -161,17 +145,6 @@ def _without_unit(text: str) -> str:
     counted = _NUMBER_THEN_WORDS.fullmatch(text)
     named = counted and all(is_unit_word(word.rstrip(".")) for word in counted[2].split())
     return counted[1] if counted and named else text
-
-
-def is_unit_word(word: str) -> bool:
-    """True for a word that may follow a number as what it counts: no function, no `million`, not one or two letters."""
-    if word in UNITS or word in SPACED_UNITS:
-        return True
-    return len(word) >= 3 and word.lower() not in _FUNCTIONS and not _says_how_much(word)
-
-
-def _says_how_much(word: str) -> bool:
-    return is_value_word(word) and word.lower() not in ("quarter", "quarters")  # of figures: coins
 
 
 @lru_cache(maxsize=4096)
@@ -189,7 +162,7 @@ def canonical(text: str) -> str:
     text = " ".join(text.split())
     text = _NEGATIVE_SPACE.sub("", text.replace("{,}", ","))
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
-    text = _FUNCTION_OF.sub(_with_parentheses, text)
+    text = _FUNCTION_OF.sub(_with_parentheses, without_upright(text))
     text = re.sub(r"(?<!\\)%", r"\\%", text)
     text = _SIGNED_CURRENCY.sub(r"\1", text) if _SIGNED_CURRENCY.match(text) else text
     text = text.rstrip(CURRENCY.replace("$", "")).rstrip() if text[-1:] in CURRENCY[1:] else text
@@ -209,7 +182,7 @@ def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
     bare = _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text))
     names = [] if r"\begin" in text else _NAME_WITH_AND.findall(bare)
-    words = [word for word in _WORD.findall(bare) if word.lower() not in _FUNCTIONS]
+    words = [word for word in _WORD.findall(bare) if word.lower() not in FUNCTIONS]
     return names + [word for word in words if len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_wor
 from grpo_lab.verifiers.closeness import relative_closeness
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
+from grpo_lab.verifiers.units import without_unit_at_end
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 
 _HANDLER = "grpo_lab.verifiers.math_equality:compare_in_worker"
@@ -156,12 +158,15 @@ class MathVerifier:
         return self._known.get((gold, answer))
 
 
-def _parse(expression: str) -> list[Any]:
-    """A canonical spelling as one piece of LaTeX: math-verify's own search for an answer in prose is not used."""
+def _parse(expression: str, letter_units: bool = False) -> list[Any]:
+    """A canonical spelling as one piece of LaTeX: math-verify's own search for an answer in prose is not used, nor its
+    list of units, which has the single letters t, d, c, …"""
     from math_verify import LatexExtractionConfig, parse
 
-    one_line = expression.replace("\n", " ")
-    return list(parse(f"${one_line}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
+    config = LatexExtractionConfig()
+    config = replace(config, normalization_config=replace(config.normalization_config, units=False))
+    one_line = without_unit_at_end(expression.replace("\n", " "), letter_units)
+    return list(parse(f"${one_line}$", [config], fallback_mode="no_fallback", parsing_timeout=None))
 
 
 def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
@@ -169,6 +174,14 @@ def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
 
     with relative_closeness():
         return bool(verify(gold, answer, float_rounding=decimals, timeout_seconds=None))
+
+
+def _named_alike(answer: Any, gold: list[Any]) -> Any:
+    """The answer with the gold's symbols for those of the same name: in `2 i` and `2i`, i is assumed to be different."""
+    symbols = {symbol.name: symbol for one in gold for symbol in getattr(one, "free_symbols", ())}
+    own = getattr(answer, "free_symbols", ())
+    other = {symbol: symbols[symbol.name] for symbol in own if symbols.get(symbol.name, symbol) != symbol}
+    return answer.xreplace(other) if other else answer
 
 
 @lru_cache(maxsize=256)
@@ -185,7 +198,8 @@ def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
         return {"verdict": "unparseable_gold", "reason": "math-verify cannot read the gold answer"}
     if job["answer"] == job["gold"]:
         return {"verdict": "equal", "reason": "same spelling"}
-    answer = _parse(job["answer"])
+    variables = any(getattr(one, "free_symbols", ()) for one in gold)
+    answer = [_named_alike(one, gold) for one in _parse(job["answer"], letter_units=not variables)]
     if not answer:
         return {"verdict": "unparseable_answer", "reason": "math-verify cannot read the answer"}
     same = _verify(gold, answer, decimals_compared(job["gold"]))

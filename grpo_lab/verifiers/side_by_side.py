@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from grpo_lab.verifiers.canonical import SPACED_UNITS, TEXT_GROUP, UNITS, canonical, is_unit_word, prose_words
+from grpo_lab.verifiers.canonical import TEXT_GROUP, canonical, prose_words
 from grpo_lab.verifiers.exact_numbers import is_plain_number
 from grpo_lab.verifiers.quantity import exact_value, in_digits, is_value_word, read_quantity
+from grpo_lab.verifiers.units import LETTER_UNITS, SPACED_UNITS, UNITS, is_unit_word
 
 _SPACE = re.compile(r"(?<!\\)\\[ ,;:!]|~")
 _TEXT_GROUP = re.compile(TEXT_GROUP)
@@ -31,7 +32,7 @@ _OF_WHAT = re.compile(r" of(?: [^\W\d_]+){1,6}")
 _UNIT = r"(?:[A-Za-zµμ]+|\\(?:Omega|mu [A-Za-z]+))(?:\^\{?-?\d\}?)?"
 _UNITS_AFTER = re.compile(rf"((?:\s*[*/]\s*|\s*\\cdot\s*|\s+per\s+|\s+){_UNIT})+")
 _UNIT_NAME = re.compile(r"\\Omega|[A-Za-zµμ]+")
-_LETTER_UNITS = frozenset(["N", "V", "J", "W", "K", "C", "F", "A", "T", "L", "m", "s", "h", "g", "Hz", "Pa", "per"])
+_LETTER_UNITS = LETTER_UNITS | {"Hz", "Pa", "per"}
 _RIGHT_SIDE = re.compile(r"(?<![<>!=\\])=(?!=)")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
