@@ -173,6 +173,8 @@ def _code_of(error: Exception) -> tuple[int, str]:
     """The exit code and the line for what ended a command; 0 for a fault of ours, which shows its traceback."""
     if isinstance(error, ValueError):
         return 2, f"error: {' '.join(str(error).split())}"  # libraries write paragraphs
+    from grpo_lab.engines.grouping import EngineFault
+    from grpo_lab.engines.weights.sync import WeightSyncError
     from grpo_lab.runs.folder import FolderGone
     from grpo_lab.runs.stop import Interrupted
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
@@ -182,6 +184,8 @@ def _code_of(error: Exception) -> tuple[int, str]:
     for kind, code in ((CheckpointNotWritten, 74), (FolderGone, 74), (ConnectionError, 3), (FloatingPointError, 4)):
         if isinstance(error, kind):
             return code, f"error: {error}"
+    if isinstance(error, (EngineFault, WeightSyncError)):
+        return 1, f"error: {' '.join(str(error).split())}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return 74, f"error: {error}. Mend that; what was written before stays, and can be gone on with"
     return 0, ""

@@ -54,6 +54,7 @@ SILENT = 4
 
 TO_START_FROM = "that the training starts from hold"
 TRAINED = "that the training has left hold"
+TO_SEND = "that the vLLM engine is to sample with hold"
 
 _places: list[str] = []
 _changed = time.monotonic()
@@ -295,9 +296,11 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
     """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
     NumbersError: on every rank, naming tensors. ValueError: ``which`` is TRAINED, and no step was."""
     if bad := names_of_bad(trainer):
-        blame = {TO_START_FROM: "how the model or the checkpoint was made, saved or converted (bf16, fp16)"}.get(
-            which, "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`); nothing is saved"
-        )
+        optimizer = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`)"
+        blame = {
+            TO_START_FROM: "how the model or the checkpoint was made, saved or converted (bf16, fp16)",
+            TO_SEND: f"{optimizer}; nothing was sent",
+        }.get(which, f"{optimizer}; nothing is saved")
         raise NumbersError(f"the weights {which} NaN or infinities, {bad}: look at {blame}")
     if which == TRAINED and not trainer.state.global_step:
         each = "`per_device_train_batch_size` × `gradient_accumulation_steps` × processes"

@@ -8,7 +8,6 @@ start at the dead address and its run, and what it logged.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -72,15 +71,15 @@ def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[
 
 
 def poison(owner: Any, name: str, bad: int) -> None:
-    """NaN in one layer of the engine's weights, in the ``bad``-th sync alone. ``owner.name(…, named_params)`` sends
-    them."""
+    """Weights of one layer that float32 just holds, and whose products are NaN, in the ``bad``-th sync alone.
+    ``owner.name(…, named_params)`` sends them."""
     push, pushes = getattr(owner, name), [0]
 
     def pushed(*args: Any) -> Any:
         pushes[0] += 1
         if pushes[0] == bad:
             *args, named = args
-            args = [*args, ((n, t * math.nan if "layers.0.mlp.up" in n else t) for n, t in named)]
+            args = [*args, ((n, t * (3e38 / t.abs().max()) if "layers.0.mlp.up" in n else t) for n, t in named)]
         return push(*args)
 
     setattr(owner, name, pushed)

@@ -90,9 +90,16 @@ def test_planted_faults_are_caught(start_engine: Callable[..., Any]) -> None:
     push_weights(engine, model.named_parameters())
     proven(engine, model)
 
-    # NaN weights give NaN log-probs: an error, not an importance ratio of one.
+    # Weights that no engine should hold are refused.
+    for value, told in ((torch.ones(1, dtype=torch.int64), "is of torch.int64"), (torch.tensor(math.nan), "NaN")):
+        with pytest.raises(WeightSyncError, match=rf"model\.norm\.weight .*{told}"):
+            push_weights(engine, [(n, value if n == "model.norm.weight" else p) for n, p in model.named_parameters()])
+    push_weights(engine, model.named_parameters())
+
+    # Weights whose products are NaN give NaN log-probs: an error, not an importance ratio of one.
     broken = {n: p.detach().clone() for n, p in model.named_parameters()}
-    broken["model.norm.weight"][0] = math.nan
+    up = broken["model.layers.0.mlp.up_proj.weight"]
+    up.mul_(3e38 / up.abs().max())
     push_weights(engine, broken.items())
     with pytest.raises(EngineFault, match="NaN"):
         draw_probe(engine, PROMPTS)

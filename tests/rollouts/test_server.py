@@ -6,7 +6,9 @@ import contextlib
 import functools
 import http.server
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +17,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import nn
 
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, bound_session, post_json, wait_until_ready
@@ -26,12 +31,15 @@ from grpo_lab.engines.vllm.token import Bearer, of_trainer, own_folder
 from grpo_lab.engines.vllm.worker import (
     SHARED_MEMORY,
     WeightCourier,
+    WeightLoading,
     read_shards,
     trusted_folder,
     write_shards,
 )
 from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance_for
-from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.engines.weights.sync import WeightSyncError, fit
+from grpo_lab.finite import NumbersError
+from grpo_lab.trainer.generation.engine import send
 from ports import free_port
 
 REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
@@ -69,6 +77,56 @@ def test_weights_are_taken_from_our_own_folders_only(name: str) -> None:
         trusted_folder(name)
 
 
+NOT_FIT = {
+    "is of torch.int64": torch.ones(2, dtype=torch.int64),
+    "holds NaN or infinity": torch.tensor([1.0, math.nan]),
+    "holds 1e\\+20, and the engine's torch.float16 ends at 6.55e\\+04": torch.tensor([1.0, -1e20]),
+}
+
+
+@pytest.mark.parametrize("told", NOT_FIT)
+def test_a_server_refuses_what_no_engine_should_hold_before_it_loads_anything(told: str) -> None:
+    """Whole numbers were cut to, NaN was taken; of the shards before it nothing is loaded either."""
+
+    class Worker(WeightLoading):
+        model_runner = SimpleNamespace(get_model=lambda: nn.Linear(1, 1).half())  # cannot load
+        grpo_lab_version = "before"
+
+    worker = Worker()
+    tensors = [("a", torch.ones(2)), ("b", NOT_FIT[told]), ("c", torch.ones(2))]
+    with own_folder("grpo-lab-weights-", SHARED_MEMORY) as folder:
+        write_shards(tensors, folder, shard_bytes=1)
+        answer = worker.grpo_lab_load_weights(str(folder), "after")
+    assert re.match(f"b {told}; weights must be floating-point numbers", answer["refused"])
+    assert worker.grpo_lab_version == "before"
+    workers = Workers(lambda method, arguments: answer)
+    with pytest.raises(WeightSyncError, match=f"refused the weights, and loaded none of them: b {told}"):
+        WeightCourier(workers).push(tensors)
+
+
+def test_what_an_engine_may_hold_is_not_refused() -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    tensors = [
+        ("empty", torch.zeros(0)),
+        ("eight bits", torch.ones(2).to(torch.float8_e4m3fn)),
+        ("largest", torch.tensor([-largest, largest], dtype=torch.float64)),
+    ]
+    assert [name for name, _ in fit(tensors, torch.bfloat16)] == ["empty", "eight bits", "largest"]
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_a_trainer_says_what_of_its_weights_is_not_finite_and_sends_nothing(mode: str) -> None:
+    """Whichever way they would go, adapters and NCCL too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].bias[0] = math.inf
+    generation = SimpleNamespace(model=model, accelerator=Accelerator(cpu=True), mode=mode, adapters=None)
+    with pytest.raises(
+        NumbersError, match=r"is to sample with hold NaN or infinities, in 1 of 4 tensors \(1.bias"
+    ):
+        send(generation, lambda: pytest.fail("they were sent"))
+
+
 class Workers:
     """Stands for a server of two workers; each answers an RPC with `answer(method, arguments)`."""
 
@@ -92,6 +150,23 @@ def loaded(method: str, arguments: Mapping[str, str]) -> dict[str, Any]:
         return {"version": latest["version"]}
     latest.update(version=arguments["version"])
     return {"tensors": len(dict(read_shards(Path(arguments["folder"])))), "version": arguments["version"]}
+
+
+def test_an_adapter_is_not_sent_to_a_server_whose_base_a_run_has_replaced() -> None:
+    """It was found by the proof of the first sync, after the server had completed a batch."""
+
+    class Worker(WeightLoading):
+        model_runner = None
+
+    def courier(worker: Worker) -> WeightCourier:
+        return WeightCourier(Workers(lambda method, arguments: getattr(worker, method)(**arguments)))
+
+    fresh = courier(Worker())
+    fresh.note(moved=False)  # an adapter
+    assert not fresh.base_is_moved()
+    fresh.note(moved=True)  # weights, over NCCL
+    fresh.note(moved=False)
+    assert fresh.base_is_moved()
 
 
 def test_push_leaves_nothing_behind_and_knows_its_version() -> None:

@@ -6,19 +6,22 @@ import asyncio
 import hmac
 import inspect
 import json
+import math
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("uvicorn", reason="uvicorn and starlette come with vLLM, which is not installed")
 
 from grpo_lab.engines.vllm import access as server_access
 from grpo_lab.engines.vllm import token as server_token
 from grpo_lab.engines.vllm.access import BODIES, METHODS, ROUTES, Guard
-from grpo_lab.engines.vllm.token import VARIABLE, default_file, of_server, of_trainer, read, write
+from grpo_lab.engines.vllm.token import VARIABLE, default_file, of_server, of_trainer, own_folder, read, write
 
 TOKEN = "t" * 43
 GOOD = {"host": "127.0.0.1:8000", "authorization": f"Bearer {TOKEN}"}
@@ -241,6 +244,9 @@ def test_what_a_trainer_calls_passes(path: str, body: Any) -> None:
         ("/init_weight_transfer_engine", {}),
         ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}),
         ("/update_weights", {"update_info": {**ANNOUNCED, "shapes": [["2"]]}}),
+        ("/update_weights", {"update_info": {**ANNOUNCED, "dtype_names": ["int64"]}}),
+        ("/update_weights", {"update_info": {**ANNOUNCED, "dtype_names": ["complex64"]}}),
+        ("/collective_rpc", {"method": "grpo_lab_note_version", "kwargs": {"version": "v", "moved": "no"}}),
         ("/finish_weight_update", {"weight_version": "x"}),
     ],
 )
@@ -248,6 +254,19 @@ def test_any_other_call_is_refused(path: str, body: Any) -> None:
     application = Application()
     assert asked("POST", path, JSON, (json.dumps(body).encode(),), application=application, limit=10_000)[0] == 403
     assert application.bodies == []
+
+
+@pytest.mark.parametrize(("value", "status"), [(1.0, 200), (math.nan, 403), (math.inf, 403), (1, 403)])
+def test_an_adapter_that_no_engine_should_hold_is_refused(value: float, status: int) -> None:
+    """vLLM loads it as it is."""
+    with own_folder("grpo-lab-weights-", "/dev/shm") as folder:
+        version = folder / "v1"
+        version.mkdir()
+        save_file({"base.lora_A.weight": torch.full((2, 2), value)}, version / "adapter_model.safetensors")
+        body = {"lora_name": f"grpo-lab-{'0' * 32}-v1", "lora_path": str(version)}
+        answered, said, _ = asked("POST", "/v1/load_lora_adapter", JSON, (json.dumps(body).encode(),))
+    assert answered == status
+    assert ("base.lora_A.weight" in said) == (status == 403)
 
 
 def test_what_is_checked_is_what_is_called() -> None:

@@ -187,7 +187,7 @@ def test_a_server_that_was_started_again_as_another_is_noticed_at_the_sync(
     class Again(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2:  # weights from the disk have no version; and the two no longer agree
-                worker_reports(post, "grpo_lab_note_version", version="")
+                worker_reports(post, "grpo_lab_note_version", version="", moved=False)
                 trainer.model.generation_config.eos_token_id = [7, 9]
 
     trainer.add_callback(Again())

@@ -16,7 +16,7 @@ limit (4 MiB) is in force with h11 only. And uvicorn waits for ever for the head
 take every descriptor. Here a head has `HEAD_WITHIN` seconds, and beyond `most_waiting()` the oldest goes.
 
 Imported in the server's process alone: uvicorn chooses its reader after vLLM has imported this module. Nothing here
-knows vLLM, torch or the trainer.
+knows vLLM or the trainer, and torch is asked only what an adapter's file holds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import platform
 import resource
 from asyncio import TimerHandle, Transport
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -64,6 +65,8 @@ ROUTES: dict[str, str] = {
 }
 
 Text = Annotated[str, Field(max_length=4096)]
+#: no whole numbers: weights would be cut to them
+FloatingPoint = Annotated[str, Field(pattern=r"^b?float[0-9a-z_]{1,20}$")]
 Whole = Annotated[int, Field(ge=0, lt=2**32)]
 #: one that a trainer makes; `trusted_folder` looks at it once more in the worker
 Folder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-z0-9_]{1,64}$")]
@@ -88,6 +91,10 @@ class Version(Nothing):
     version: Text
 
 
+class NoteVersion(Version):
+    moved: bool
+
+
 class Load(InFolder, Version): ...
 
 
@@ -96,7 +103,7 @@ METHODS: dict[str, type[Nothing]] = {
     "grpo_lab_load_weights": Load,
     "grpo_lab_sees": InFolder,
     "grpo_lab_describe": Nothing,
-    "grpo_lab_note_version": Version,
+    "grpo_lab_note_version": NoteVersion,
     "grpo_lab_weights_version": Nothing,
     "grpo_lab_differing_tensors": InFolder,
     "grpo_lab_clear_cache": Nothing,
@@ -125,7 +132,7 @@ class Rendezvous(Nothing):  # where the trainer waits with NCCL
 
 class Announced(Nothing):  # the tensors that come over NCCL
     names: list[Text]
-    dtype_names: list[Text]
+    dtype_names: list[FloatingPoint]
     shapes: list[list[Whole]]
     packed: bool | None = None
 
@@ -144,6 +151,25 @@ class Unload(Nothing):
 
 class LoadAdapter(Unload):  # never in place: cached prompts would stay
     lora_path: VersionFolder
+
+    @model_validator(mode="after")
+    def _is_fit(self) -> LoadAdapter:
+        file = Path(self.lora_path) / "adapter_model.safetensors"
+        if file.is_file():  # else vLLM says so
+            refuse_unfit(file)
+        return self
+
+
+def refuse_unfit(file: Path) -> None:
+    """ValueError where a file of tensors holds what no engine should: vLLM loads it as it is."""
+    from grpo_lab.engines.vllm.worker import tensors_of  # with torch, which this process has by then
+    from grpo_lab.engines.weights.sync import WeightSyncError, fit
+
+    try:
+        for _ in fit(tensors_of(file)):
+            pass
+    except WeightSyncError as unfit:
+        raise ValueError(str(unfit)) from unfit
 
 
 BODIES: dict[str, type[Nothing]] = {

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from grpo_lab.engines.vllm.token import own_folder
-from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError, clear_cache, load_into_runner
+from grpo_lab.engines.weights.sync import NamedTensors, WeightSyncError, clear_cache, dtype_of, fit, load_into_runner
 from grpo_lab.io import saving
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -64,12 +64,17 @@ def write_shards(named_params: NamedTensors, folder: Path, shard_bytes: int = SH
 
 def read_shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a folder written by `write_shards`, one at a time."""
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        yield from tensors_of(path)
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, one at a time."""
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("shard-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                yield name, file.get_tensor(name)
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name)
 
 
 def trusted_folder(name: str) -> Path:
@@ -92,6 +97,8 @@ def worker_reports(post: Post, method: str, **arguments: Any) -> list[dict[str, 
     for report in results:
         if "error" in report:
             raise WeightSyncError(f"the server's worker failed at {method}: {report['error']}")
+        if "refused" in report:
+            raise WeightSyncError(f"the server refused the weights, and loaded none of them: {report['refused']}")
     return list(results)
 
 
@@ -130,10 +137,11 @@ class WeightCourier:
         self._version = version
         return reports
 
-    def note(self) -> None:
-        """Name the weights that came another way (NCCL), for `is_current`."""
+    def note(self, moved: bool) -> None:
+        """Name the weights that came another way, for `is_current`: NCCL's (`moved`: they replaced the base), or an
+        adapter's beside the base."""
         version = self._next_version()
-        self._call("grpo_lab_note_version", version=version)
+        self._call("grpo_lab_note_version", version=version, moved=moved)
         self._version = version
 
     def _next_version(self) -> str:
@@ -151,6 +159,10 @@ class WeightCourier:
         return self._version != "" and all(
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")
         )
+
+    def base_is_moved(self) -> bool:
+        """Whether the server holds weights that a run sent, instead of those on the disk."""
+        return any(report.get("moved", False) for report in self._call("grpo_lab_weights_version"))
 
     def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:
         """Tensors in which the server differs from the trainer, as `proof.TensorDifference` fields, largest first."""
@@ -180,13 +192,21 @@ class WeightLoading:
     model_runner: Any  # the worker's own
     vllm_config: Any
     grpo_lab_version = ""  # of the last complete load; "" for weights from the disk
+    grpo_lab_moved = False  # a run has sent weights in the place of those from the disk
 
     @_answered
     def grpo_lab_load_weights(self, folder: str, version: str) -> dict[str, Any]:
-        """Load the shards of a folder into this worker -> {tensors, version}."""
+        """Load the shards of a folder into this worker -> {tensors, version}; {refused} where a tensor is none that an
+        engine should hold: then nothing is loaded."""
         from vllm.config import set_current_vllm_config
 
+        try:
+            for _ in fit(read_shards(trusted_folder(folder)), dtype_of(self.model_runner)):
+                pass
+        except WeightSyncError as unfit:
+            return {"refused": str(unfit)}
         self.grpo_lab_version = ""  # until it is done, what this worker holds is nobody's version
+        self.grpo_lab_moved = True
         with set_current_vllm_config(self.vllm_config):
             tensors = load_into_runner(self.model_runner, read_shards(trusted_folder(folder)))
         self.grpo_lab_version = version
@@ -209,14 +229,15 @@ class WeightLoading:
         return {**describe_tokenizer(tokenizer), "end_ids": end_ids(declared, tokenizer.eos_token_id), "config": plain}
 
     @_answered
-    def grpo_lab_note_version(self, version: str) -> dict[str, Any]:
-        """Name the weights that came another way (NCCL): a server that is started later does not know the name."""
+    def grpo_lab_note_version(self, version: str, moved: bool) -> dict[str, Any]:
+        """Name what came another way (`WeightCourier.note`): a server that is started later does not know the name."""
         self.grpo_lab_version = version
+        self.grpo_lab_moved = self.grpo_lab_moved or moved
         return {"version": version}
 
     @_answered
     def grpo_lab_weights_version(self) -> dict[str, Any]:
-        return {"version": self.grpo_lab_version}
+        return {"version": self.grpo_lab_version, "moved": self.grpo_lab_moved}
 
     @_answered
     def grpo_lab_clear_cache(self) -> dict[str, Any]:

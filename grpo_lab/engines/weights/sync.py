@@ -20,6 +20,7 @@ with zero are exact, so the answer equals the weight to the last bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -85,6 +86,32 @@ class WeightSyncError(RuntimeError):
     """The engine does not hold the trainer's weights."""
 
 
+def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedTensors:
+    """The same stream for an engine with weights of this dtype (None: not known). WeightSyncError at the first tensor
+    that no engine should hold: whole numbers (weights are cut to them, or were), NaN, what its dtype cannot hold."""
+    for name, tensor in named_params:
+        if wrong := _unfit(tensor, engine):
+            raise WeightSyncError(
+                f"{name} {wrong}; weights must be floating-point numbers, finite in the engine's dtype. Look at what "
+                "the trainer sends, and at how its model was made"
+            )
+        yield name, tensor
+
+
+def _unfit(tensor: torch.Tensor, engine: torch.dtype | None) -> str | None:
+    if not tensor.is_floating_point():
+        return f"is of {tensor.dtype}"
+    if not tensor.numel() or tensor.element_size() < 2:  # of a quantized model: torch compares no eight bits
+        return None
+    smallest, largest = torch.aminmax(tensor.detach())
+    furthest = max(float(largest), -float(smallest)) if bool(smallest <= largest) else math.nan
+    if not math.isfinite(furthest):
+        return "holds NaN or infinity"
+    if engine is not None and furthest > torch.finfo(engine).max:
+        return f"holds {furthest:.3g}, and the engine's {engine} ends at {torch.finfo(engine).max:.3g}"
+    return None
+
+
 def worker_runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
@@ -100,11 +127,18 @@ def needs_repair(llm: Any) -> bool:
 
 def push_weights(llm: Any, named_params: NamedTensors) -> int:
     """Load the trainer's parameters into a packed engine in this process -> number of tensors. WeightSyncError for a
-    tensor that the stream did not bring, or where cached prompts of the old weights are kept."""
-    tensors = load_into_runner(worker_runner(llm), named_params)
+    tensor that the stream did not bring or that no engine should hold (`fit`), or where cached prompts of the old
+    weights are kept."""
+    runner = worker_runner(llm)
+    tensors = load_into_runner(runner, fit(named_params, dtype_of(runner)))
     if not llm.reset_prefix_cache():
         raise WeightSyncError("the engine would not drop its cached prompts after a weight sync: requests are running")
     return tensors
+
+
+def dtype_of(runner: Any) -> torch.dtype:
+    """That of the engine's weights."""
+    return next(one.dtype for one in runner.get_model().parameters() if one.numel())
 
 
 def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
@@ -115,7 +149,7 @@ def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
         runner.reload_weights(weights_iterator=copied(named_params, brought))
     except BaseException as error:
         put_back(model, runner)
-        if not isinstance(error, (AssertionError, RuntimeError)):
+        if isinstance(error, WeightSyncError) or not isinstance(error, (AssertionError, RuntimeError)):
             raise
         last = " of shape ".join(list(brought.items())[-1]) if brought else "anything"
         raise WeightSyncError(  # vLLM's own checks of shapes say little or nothing

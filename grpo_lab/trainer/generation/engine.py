@@ -27,6 +27,7 @@ from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, t
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
+from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
@@ -116,7 +117,9 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
 
 
 def send(generation: Any, stock: Callable[[], None]) -> None:
-    """Weights (``stock``: TRL's way) or adapter to the engine, once; a server that is lost is an error."""
+    """Weights (``stock``: TRL's way) or adapter to the engine, once; a server that is lost is an error. NumbersError:
+    they are not finite, so nothing is sent, whichever way it would go. Every rank calls."""
+    refuse_bad_weights(generation, TO_SEND)
     if generation.adapters is not None:
         generation.moved = send_adapter(generation, generation.adapters)
     elif generation.mode != "server" and needs_repair(generation.llm):

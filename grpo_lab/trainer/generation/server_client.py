@@ -195,6 +195,11 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.init_communicator(device=device)
         else:
             self.courier.try_shared_memory()
+        if self.sends_adapters and self.courier.base_is_moved():
+            raise ValueError(
+                f"`rollout.sync: adapter`: the vLLM server at {self.base_url} holds weights that another run sent, and "
+                "an adapter needs the base that the server reads from the disk: start it again (`grpo-lab serve`)"
+            )
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
         """All weights to the server, once it is idle."""
@@ -204,7 +209,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
                 if self.has_worker:
-                    self.courier.note()
+                    self.courier.note(moved=True)
             else:
                 self.courier.push(named_params)
             if self.faulty and self.has_worker:
@@ -221,7 +226,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         for old in self.adapters[: 1 - LORA_VERSIONS]:
             self._say("/v1/unload_lora_adapter", {"lora_name": old})
         self._say("/v1/load_lora_adapter", {"lora_name": version.name, "lora_path": str(version.folder)})
-        self.courier.note()
+        self.courier.note(moved=False)
         self.adapters = [*self.adapters[1 - LORA_VERSIONS :], version.name]
         self.model = version.name
         if self.faulty:
