@@ -79,7 +79,7 @@ def poison(owner: Any, name: str, bad: int) -> None:
         pushes[0] += 1
         if pushes[0] == bad:
             *args, named = args
-            args = [*args, ((n, t * (3e38 / t.abs().max()) if "layers.0.mlp.up" in n else t) for n, t in named)]
+            args = [*args, ((n, t / t.abs().max() * 3e38 if "layers.0.mlp.up" in n else t) for n, t in named)]
         return push(*args)
 
     setattr(owner, name, pushed)

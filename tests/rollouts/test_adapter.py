@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.engine import LORA_RANKS, lora_arguments
-from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors, lora_of, max_rank
+from grpo_lab.engines.weights.adapter import (
+    AdapterFiles,
+    adapter_tensors,
+    lora_of,
+    max_rank,
+    refuse_untied,
+    under_base_names,
+)
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, cached_prompt
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
@@ -43,6 +54,46 @@ def adapted(**changes: Any) -> Any:
 def test_what_an_engine_cannot_serve_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=rf"`rollout\.sync: adapter`.*{said}.*`rollout\.sync: merged`"):
         lora_of(adapted(**changes))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "right_where_tied"),
+    [
+        ({"trainable_token_indices": [1, 2, 3]}, True),
+        ({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}, True),
+        ({"modules_to_save": ["norm"]}, True),
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"target_modules": ["q_proj", "lm_head"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"trainable_token_indices": {"lm_head": [1, 2]}}, False),
+    ],
+)
+def test_merged_weights_are_those_of_the_model_or_refused(
+    tied: bool, changes: dict[str, Any], right_where_tied: bool
+) -> None:
+    """As an engine takes them, which ties head and embedding where the config says so: trained tokens were sent under
+    names that no engine knows, and an untied head was met after the first step."""
+    given = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = get_peft_model(tiny_model("qwen2", tie_embeddings=tied)[0], LoraConfig(**{**given, **changes})).eval()
+    engine = tiny_model("qwen2", tie_embeddings=tied)[0].eval()
+    table = dict(engine.named_parameters())
+    sent = SimpleNamespace(model=model)
+    sent._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: contextlib.nullcontext())
+    sent._fix_param_name_to_vllm = functools.partial(VLLMGeneration._fix_param_name_to_vllm, sent)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, tensor in under_base_names(VLLMGeneration._iter_named_params(sent)):
+            if name in table or not tied:
+                table[name].copy_(tensor)
+        alike = torch.allclose(engine(ids).logits, model(ids).logits, atol=1e-4)
+    assert alike == (right_where_tied or not tied)
+    with contextlib.nullcontext() if alike else pytest.raises(ValueError, match=r"ties .*`ensure_weight_tying: true`"):
+        refuse_untied(model)
 
 
 def test_several_adapters_none_and_no_lora_are_refused() -> None:

@@ -99,7 +99,7 @@ def test_planted_faults_are_caught(start_engine: Callable[..., Any]) -> None:
     # Weights whose products are NaN give NaN log-probs: an error, not an importance ratio of one.
     broken = {n: p.detach().clone() for n, p in model.named_parameters()}
     up = broken["model.layers.0.mlp.up_proj.weight"]
-    up.mul_(3e38 / up.abs().max())
+    up.div_(up.abs().max()).mul_(3e38)
     push_weights(engine, broken.items())
     with pytest.raises(EngineFault, match="NaN"):
         draw_probe(engine, PROMPTS)

@@ -121,9 +121,7 @@ def test_a_trainer_says_what_of_its_weights_is_not_finite_and_sends_nothing(mode
     with torch.no_grad():
         model[1].bias[0] = math.inf
     generation = SimpleNamespace(model=model, accelerator=Accelerator(cpu=True), mode=mode, adapters=None)
-    with pytest.raises(
-        NumbersError, match=r"is to sample with hold NaN or infinities, in 1 of 4 tensors \(1.bias"
-    ):
+    with pytest.raises(NumbersError, match=r"is to sample with hold NaN or infinities, in 1 of 4 tensors \(1.bias"):
         send(generation, lambda: pytest.fail("they were sent"))
 
 

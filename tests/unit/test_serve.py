@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Qwen2Config
 
 from grpo_lab.cli import main
 from grpo_lab.engines.vllm import server
 from grpo_lab.engines.vllm import token as server_token
+from grpo_lab.engines.vllm.engine import refuse_beyond_positions
 from grpo_lab.engines.vllm.server import Server, ServerOptions, server_command
 from ports import free_port
 
@@ -113,6 +115,22 @@ def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (tmp_path / name).write_text("{}")
         assert main(["serve", "--model", str(tmp_path)]) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_model_s_positions_is_one_line(a_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's own answer is pydantic's, after a traceback."""
+    config = {"model_type": "qwen2", "max_position_embeddings": 512}
+    (Path(a_model) / "config.json").write_text(json.dumps(config))
+    assert main(["serve", "--model", a_model, "--max-model-len", "513"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("grpo-lab: error: --max-model-len is 513, and the model has 512 positions ")
+    long = Qwen2Config(max_position_embeddings=512)
+    refuse_beyond_positions(512, long, "x")
+    refuse_beyond_positions(None, long, "x")
+    with pytest.raises(ValueError, match=r"^x is 513, "):
+        refuse_beyond_positions(513, long, "x")
+    stretched = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    refuse_beyond_positions(2048, Qwen2Config(max_position_embeddings=512, rope_parameters=stretched), "x")
 
 
 def test_a_hub_name_that_cannot_be_reached_is_one_line(

@@ -91,6 +91,32 @@ class EngineOptions:
         return {name: value for name, value in arguments.items() if value is not None}
 
 
+def config_of(model: str) -> Any:
+    """The model's configuration; None where transformers cannot read it, and vLLM may."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def refuse_beyond_positions(tokens: int | None, config: Any, setting: str) -> None:
+    """ValueError where an engine is to have a context of more tokens than the model has positions; vLLM says so at the
+    end of a long traceback. A model whose rotary positions are stretched is left to vLLM, which knows by how much."""
+    if config is None:
+        return
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    rotary = getattr(text, "rope_parameters", None) or {}
+    stretched = rotary.get("rope_type", "default") != "default" or any(isinstance(one, dict) for one in rotary.values())
+    if tokens is not None and isinstance(positions, int) and tokens > positions and not stretched:
+        raise ValueError(
+            f"{setting} is {tokens}, and the model has {positions} positions (`max_position_embeddings` in its "
+            f"config.json): give at most {positions}, or leave it out"
+        )
+
+
 def rank_seed(seed: int, rank: int) -> int:
     """Seed of one rank's sampler, so that no two ranks of runs with nearby seeds draw the same completions."""
     return seed + 100_003 * rank
@@ -147,6 +173,8 @@ def engine_factory(
             from vllm import LLM
 
             on_cpu = runs_on_cpu()
+            config = config_of(arguments["model"])
+            refuse_beyond_positions(options.max_model_len, config, "`rollout.engine.max_model_len`")
             ours = options.llm_arguments(on_cpu=on_cpu, trainer_dtype=trainer_dtype)
             seed = rank_seed(run_seed if options.seed is None else options.seed, int(arguments.get("seed") or 0))
             llm = LLM(**{**arguments, **ours, **lora_arguments(max_lora_rank), "seed": seed})

@@ -105,6 +105,35 @@ def _refuse_embeddings(model: Any, adapter: str) -> None:
             )
 
 
+def refuse_untied(model: Any) -> None:
+    """ValueError where an adapter gives embedding and head weights of their own and the model ties them: an engine,
+    which ties them too, would hold the one for both. It shows after the first step, when the two part."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import TrainableTokensWrapper
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    text = model.config.get_text_config()
+    if not getattr(text, "tie_word_embeddings", False) or None in ends:
+        return
+    with_tokens = [isinstance(end, TrainableTokensWrapper) for end in ends]
+    if all(with_tokens):  # PEFT ties them again
+        return
+    moved = any(isinstance(end, LoraLayer) for end in ends)
+    if moved or any(with_tokens) or ends[0].weight is not ends[1].weight:
+        raise ValueError(
+            "vLLM ties this model's head to its embedding (`tie_word_embeddings`), and the adapter gives one of them "
+            "weights of its own (`modules_to_save`, `target_modules` or `trainable_token_indices` of LoRA): leave both "
+            "out, or set `ensure_weight_tying: true` beside `modules_to_save`"
+        )
+
+
+def under_base_names(named_params: NamedTensors) -> NamedTensors:
+    """TRL's stream of a merged model, PEFT's trainable tokens (`trainable_token_indices`) as the table they are in."""
+    for name, tensor in named_params:
+        if ".trainable_tokens_" not in name:
+            yield name.replace(".token_adapter", ""), tensor
+
+
 def max_rank(rank: int) -> int:
     """The smallest `max_lora_rank` of vLLM that holds an adapter of this rank. ValueError above the largest."""
     fits = [one for one in LORA_RANKS if one >= rank]

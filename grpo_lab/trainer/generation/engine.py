@@ -22,7 +22,13 @@ from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
-from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors, load_adapter
+from grpo_lab.engines.weights.adapter import (
+    AdapterFiles,
+    adapter_tensors,
+    load_adapter,
+    refuse_untied,
+    under_base_names,
+)
 from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
@@ -58,6 +64,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         def _init_vllm(self) -> None:
             if settings.sync == "adapter":
                 self.adapters = AdapterFiles(self.model)
+            elif hasattr(self.model, "peft_config"):
+                refuse_untied(self.model)
             if self.mode == "server":
                 self.server_return = server.ServerReturn(self, settings.server, args.ddp_timeout)
                 server.connect(self, settings.server)
@@ -69,7 +77,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             reshard(self.model)
             moved = 0
             with contextlib.nullcontext() if self.adapters is None else unmerged(self.model):
-                for name, tensor in without_critic(super()._iter_named_params()):
+                for name, tensor in under_base_names(without_critic(super()._iter_named_params())):
                     moved += tensor.nbytes
                     yield name, tensor
             self.moved = moved  # bytes of the last whole walk
