@@ -7,13 +7,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from grpo_lab import LabConfig
 from grpo_lab.io import saving
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.pipelines.train import resolve
-from grpo_lab.recipe.job import Job, lab_config, numbers_read
+from grpo_lab.recipe.ahead import made_from, outlook
+from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
+from grpo_lab.recipe.parts import scoring_nothing
 from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.sections import ModelSection, Recipe
 from grpo_lab.rewards.schedules import weight_in_words
@@ -21,11 +24,6 @@ from grpo_lab.runs.console import count_of, settings_in_words, told
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
-OF_THE_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_config", "deepspeed")) | dict.fromkeys(
-    ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
-    False,
-)
-"""What only the machine of the run can have: number formats of a GPU, sharding, kernels."""
 NOT_BUILT: dict[str, Any] = {
     **dict.fromkeys(("use_vllm", "push_to_hub", "enable_jit_checkpoint"), False),
     **dict.fromkeys(("rollout", "model_init_kwargs", "max_hours", "stop_file")),
@@ -41,7 +39,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     """What `grpo-lab train` will do, in words. Loads rows and (local) configs, trains nothing. ValueError: whatever
     ``train`` would refuse, as far as it can be known here."""
     recipe = numbers_read(recipe)
-    config, resume = lab_config(recipe, **OF_THE_MACHINE), is_begun(recipe, overwrite, resume)
+    config = lab_config(recipe, **_of_this_machine(recipe))
+    resume = is_begun(recipe, overwrite, resume)
     job = resolve(recipe, config, overwrite, resume, here_only=True)
     config = with_class_parts(job.trainer, recipe.model.name, job.config)
     algorithm = config.algorithm.with_hooks(job.trainer)
@@ -64,7 +63,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "optimizer steps": str(config.max_steps) if config.max_steps > 0 else f"{config.num_train_epochs:g} epochs",
         "dropout": _dropout(recipe, config),
         "learning rate": f"{config.learning_rate:g} ({schedule}), {optimizer}",
-        "processes": str(config.world_size),
+        "processes": str(config.world_size * outlook().processes),
         "output folder": str(recipe.output_dir),
     }
     if recipe.cold_start is not None:
@@ -84,6 +83,17 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "context": job.room,
     }
     return {**facts, **{name: said for name, said in more.items() if said}, "checked": _checked(recipe, job)}
+
+
+def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
+    """What a plan puts in the place of the recipe's own: number formats and kernels; the batch of all processes of a
+    launched stage, on this one."""
+    processes = outlook().processes
+    if processes == 1:
+        return NOT_OF_THIS_MACHINE
+    batches = ("per_device_train_batch_size", "per_device_eval_batch_size")
+    defaults = {name: LabConfig.__dataclass_fields__[name].default for name in batches}
+    return NOT_OF_THIS_MACHINE | {name: recipe.arguments.get(name, defaults[name]) * processes for name in batches}
 
 
 def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
@@ -117,7 +127,7 @@ def _checked(recipe: Recipe, job: Job) -> str:
     """Build the trainer around a small stand-in model, with the own tokenizer where that is here: its checks speak."""
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
-    section, given = recipe.model, job.arguments
+    section, given = made_from(recipe.model) or recipe.model, job.arguments
     if section.tiny is None:
         tiny, own = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}, own_tokenizer(section)
         if own is None and (recipe.tools or recipe.environment_factory):
@@ -125,30 +135,21 @@ def _checked(recipe: Recipe, job: Job) -> str:
         section = dataclasses.replace(section, path=None, tokenizer=own, tiny=tiny)
         given = {**given, "peft_config": None}  # its target modules are the real model's
     model, tokenizer = load_model(section, seed=0)
+    rewards = [scoring_nothing(reward) if isinstance(reward, str) else reward for reward in job.rewards]
     with tempfile.TemporaryDirectory() as folder:
         with saving(folder):
             model.save_pretrained(folder)  # the reference model is loaded from a folder
             tokenizer.save_pretrained(folder)
         job.trainer(
             model=folder,
-            reward_funcs=[_scorer(reward) if isinstance(reward, str) else reward for reward in job.rewards] or None,
-            args=lab_config(recipe, **OF_THE_MACHINE, **NOT_BUILT, output_dir=folder),
+            reward_funcs=rewards or None,
+            args=lab_config(recipe, **_of_this_machine(recipe), **NOT_BUILT, output_dir=folder),
             train_dataset=job.rows,
             eval_dataset=job.eval_rows,
             processing_class=tokenizer,  # a vision model's would be looked for with its images' part
             **{name: value for name, value in given.items() if value is not None},
         )
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
-
-
-def _scorer(name: str) -> Any:
-    """In place of a reward model, under the name that TRL gives it."""
-
-    def score(completions: list[Any], **_: Any) -> list[float]:
-        return [0.0] * len(completions)
-
-    score.__name__ = name.split("/")[-1]
-    return score
 
 
 def first_prompt(recipe: Recipe, rows: Any) -> str:

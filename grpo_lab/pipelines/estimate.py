@@ -22,41 +22,19 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-from peft import get_peft_model
 
 from grpo_lab import LabConfig
-from grpo_lab.io import is_local, looks_local
+from grpo_lab.io import looks_local
 from grpo_lab.recipe.checks import longest_prompt
-from grpo_lab.recipe.models import load_model, loading, lora_config, model_class, tokenizer_and_config
-from grpo_lab.recipe.rows import not_asked_again, rows_here
+from grpo_lab.recipe.models import tokenizer_and_config
+from grpo_lab.recipe.policy import meta_model
+from grpo_lab.recipe.rows import rows_here
 from grpo_lab.recipe.sections import DataSection, EvaluationSection, ModelSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import typed
 from grpo_lab.stages.evaluate import conditions_in
 from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
-
-
-def meta_model(section: ModelSection) -> Any:
-    """Without weights; of a hub name where its config is in the cache or can be had. Text: why there is none."""
-    path = str(section.path)
-    if (Path(path) / "adapter_config.json").is_file() or (looks_local(path) and not is_local(path)):
-        return f"{path!r} is an adapter, or not here yet"
-    try:
-        with torch.device("meta"), loading(path):
-            if section.tiny is None:
-                kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
-            model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
-    except ValueError as error:
-        if section.tiny is not None or is_local(path):
-            raise
-        not_asked_again(error)
-        return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
-    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
-        return f"{path!r} is no transformer"
-    with torch.device("meta"):
-        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
 
 
 def sizes(model: Any, half: bool = False) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 from grpo_lab.curation.pass_rate import scores_of
 from grpo_lab.engines.sampler import context_of_config, in_form_of, render_prompt, too_long
 from grpo_lab.evaluation.result import as_text
-from grpo_lab.io import write_json_lines, write_whole_text
+from grpo_lab.io import whole_folder, write_json_lines, write_whole_text
 from grpo_lab.pipelines.evaluate import HeldOut, plan_of
 from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.parts import build_reward
@@ -30,7 +30,7 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 ROWS = "rows.jsonl"
-_SAID = {"model", "tokenizer", "data", "like", "source", "split", "template", "limit", "mode", "max_new_tokens"}
+_SAID = {"model", "tokenizer", "data", "like", "source", "split", "templates", "limit", "mode", "max_new_tokens"}
 _SAID |= {"output", "command", "traceback", "verbose"}
 _TASK = """\
 # {about}
@@ -76,6 +76,8 @@ def run(known: argparse.Namespace) -> int:
     for name, value in vars(known).items():
         if value not in (None, False) and name not in _SAID and not name.startswith("data."):
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a task of the harness; leave it out")
+    if len(getattr(known, "templates", ())) > 1:
+        raise ValueError(f"`--template` is {known.templates}; a task of the harness has one: write a task for each")
     if known.output is None:
         raise ValueError("--output is missing: name a new folder for the task")
     print(write_task(known.model, plan_of(known), known.output, known.tokenizer))
@@ -83,8 +85,8 @@ def run(known: argparse.Namespace) -> int:
 
 
 def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = None) -> str:
-    """The task folder; returns the command that runs it. ValueError: the folder is not empty, a prompt cannot be
-    rendered, none leaves room for a completion."""
+    """The task folder, whole or not there; returns the command that runs it. ValueError: the folder is not empty, a
+    prompt cannot be rendered, none leaves room for a completion."""
     name = re.sub(r"\W", "_", folder.name)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"--output {str(folder)!r} is not empty; name a new folder for the task")
@@ -110,11 +112,11 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
     command = f"lm_eval --model hf --model_args {arguments} --include_path {folder} --tasks {name} --log_samples"
     left_out = len(rows) - len(lines)
     about = f"{len(lines):,} rows of {plan.section.data.loader}; {left_out:,} more have prompts too long for the model"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json_lines(folder / ROWS, lines)
-    write_whole_text(folder / f"{name}.py", _FUNCTIONS.format(name=name, reward=reward))
     task = _TASK.format(about=about, command=command, name=name, tokens=plan.max_new_tokens)
-    write_whole_text(folder / f"{name}.yaml", task)  # the last: a task is whole, or none
+    with whole_folder(folder) as partial:
+        write_json_lines(partial / ROWS, lines)
+        write_whole_text(partial / f"{name}.py", _FUNCTIONS.format(name=name, reward=reward))
+        write_whole_text(partial / f"{name}.yaml", task)
     return f"{about}\n{command} --output_path {folder.parent / f'{name}-results'}"
 
 

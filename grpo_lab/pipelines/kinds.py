@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import read_run
-from grpo_lab.pipelines.curate import Curated, curate, curation_recipe_from
-from grpo_lab.pipelines.long2short import Shortened, long2short, long2short_recipe_from
-from grpo_lab.pipelines.rounds import run_rounds
+from grpo_lab.pipelines.curate import Curated, curate, curation_recipe_from, plan_of_curation
+from grpo_lab.pipelines.dry_run import plan_of_training
+from grpo_lab.pipelines.long2short import Shortened, long2short, long2short_recipe_from, plan_of_long2short
+from grpo_lab.pipelines.rounds import plan_of_rounds, run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.pipelines.train import TrainingOutcome, train
@@ -40,9 +42,9 @@ from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, S
 from grpo_lab.trainer.scoring.preference import FOLDER
 
 
-def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
+def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], Facts], **left: str) -> Any:
     """A kind that is a command: its recipe is the entry, and killed in the stage's folder it goes on by itself.
-    ``facts``: of what the command returns; ``left``: what it ``leaves``."""
+    ``plan``: its dry run; ``facts``: of what the command returns; ``left``: what it ``leaves``."""
 
     @settings(rest="recipe")
     class WholeCommand:
@@ -60,7 +62,8 @@ def whole_command(read_recipe: Any, do: Any, facts: Callable[[Any], Facts], **le
             return read_recipe({**self.recipe, "output_dir": "."})
 
         def plan(self) -> str:
-            self.as_read()
+            with TemporaryDirectory() as folder:  # a new one: what is in the stage's own, the stage is asked
+                plan(read_recipe({"name": "stage", **self.recipe, "output_dir": folder}))
             plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
             return ", ".join(f"{name} {value}" for name, value in plain.items())
 
@@ -110,11 +113,15 @@ KINDS: dict[str, Any] = {
     "build": Build,
     "reward_model": RewardModel,
     "evaluate": Evaluate,
-    "rl": whole_command(recipe_from, train, _of_training, model=".", preference=FOLDER),
-    "curate": whole_command(curation_recipe_from, curate, _of_curation, rows="curated.jsonl"),
-    "rounds": whole_command(rounds_recipe_from, run_rounds, _of_rounds, model="."),
+    "rl": whole_command(recipe_from, train, plan_of_training, _of_training, model=".", preference=FOLDER),
+    "curate": whole_command(curation_recipe_from, curate, plan_of_curation, _of_curation, rows="curated.jsonl"),
+    "rounds": whole_command(rounds_recipe_from, run_rounds, plan_of_rounds, _of_rounds, model="."),
     "long2short": whole_command(
-        long2short_recipe_from, long2short, lambda done: {"rows": done.rows, **_measured(done)}, model="."
+        long2short_recipe_from,
+        long2short,
+        plan_of_long2short,
+        lambda done: {"rows": done.rows, **_measured(done)},
+        model=".",
     ),
 }
 

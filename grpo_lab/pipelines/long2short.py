@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_lab.curation import sampled
-from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.io import write_json
+from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.models import model_files
@@ -43,7 +43,7 @@ from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
 from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
-from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train
+from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train, check_merged
 from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"
@@ -211,8 +211,9 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
     """What the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it, too."""
     before = check_folder(recipe, overwrite)
     if recipe.method == "merge":
-        check_mergeable(str(recipe.model.path), str(recipe.short_model))
+        check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
     else:
+        check_whole_model(recipe.model)
         check_trackers(check_training(recipe.method, recipe.training).get("report_to"), "training.report_to")
         file = recipe.samples_file
         check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")

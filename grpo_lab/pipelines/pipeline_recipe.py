@@ -17,13 +17,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from grpo_lab.recipe.sections import with_name
+from grpo_lab.recipe.sections import check_folder_name, with_name
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.differences import plain_settings
-from grpo_lab.settings import Hours, Whole, did_you_mean, read, settings
+from grpo_lab.settings import Hours, Whole, did_you_mean, must_be, read, settings
 
 RECIPE = "pipeline.yaml"
 """In the output folder: the pipeline as it was read, which `resume` reads."""
+OF_A_FOLDER = "a folder's name: 1 to 100 letters, digits, - and _"
 OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 """Keys of an entry that are not its kind's."""
 
@@ -34,7 +35,7 @@ class StageSection:
     accelerate file, options of `sbatch`; other keys are its kind's."""
 
     stage: str
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}$"), must_be(OF_A_FOLDER)]
     inputs: Mapping[str, str] = field(default_factory=dict)
     launch: str | None = None
     slurm: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +93,9 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
     stages = given.get("stages")
     if isinstance(stages, list):
         given = {**given, "stages": [_entry(one, beside) if isinstance(one, Mapping) else one for one in stages]}
-    return read(PipelineRecipe, with_name(given, default_name))
+    named = with_name(given, default_name)
+    check_folder_name(named["output_dir"])
+    return read(PipelineRecipe, named)
 
 
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from typing import Any
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
 from grpo_lab.evaluation.terminal import plain_table
-from grpo_lab.io import check_place, saving, write_json_lines
+from grpo_lab.io import saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
+from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.models import load_model
@@ -139,7 +140,9 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
             )
         refuse_other_rows(recipe.output_dir, found.get("rows"), asked.rows)
     if recipe.base is not None:
-        check_place(str(recipe.base.path), "base.path")
+        check_whole_model(recipe.base, "base.path")
+    if recipe.base is None or recipe.cold_start is not None:  # else it only samples
+        check_whole_model(recipe.model)
     model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     started = bool(found) and (round_folder(recipe.output_dir, 0) / "train.json").is_file()
     if recipe.cold_start is None or started:

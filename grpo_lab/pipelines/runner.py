@@ -28,6 +28,7 @@ from grpo_lab.evaluation.run_record import PIPELINE, STAGES
 from grpo_lab.io import write_json, write_whole_text
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.kinds import kind_of
+from grpo_lab.pipelines.outlook import Outlook, in_stage
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, StageSection, plain_recipe
 from grpo_lab.pipelines.stage_record import DONE, StageRecord, digests_of
 from grpo_lab.recipe.rows import asking_the_hub_once
@@ -90,7 +91,8 @@ def entries_of(recipe: PipelineRecipe) -> list[Entry]:
             set_at(given, setting, str(places[wanted]), f"stages.{section.name}.inputs.")
         if section.launch and not getattr(kinds[section.name], "ranks", False):
             raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
-        kind = read(kinds[section.name], given, f"stages.{section.name}")
+        with in_stage(section.name):
+            kind = read(kinds[section.name], given, f"stages.{section.name}")
         found.append(Entry(number, section, recipe.output_dir / section.name, places, kind))
     return found
 
@@ -143,7 +145,7 @@ def _carry_out(entry: Entry, recipe: PipelineRecipe, entries: Sequence[Entry], a
                 record.results = entry.record().results
             else:
                 locked = alone and not getattr(entry.kind, "locks", False)
-                with one_writer(entry.folder) if locked else nullcontext():
+                with one_writer(entry.folder) if locked else nullcontext(), in_stage(entry.name):
                     record.results = plain_facts(entry.kind.run(At(entry.folder, at.stop, at.facts)))
             record.status, record.seconds = DONE, done_before + time.perf_counter() - began
             record.write(entry.folder)
@@ -219,13 +221,15 @@ def plan_of_pipeline(
         if missing := [name for name in named[only].before if name not in done]:
             said = f"stage {missing[0]!r}, which it reads, is not done in {recipe.output_dir}"
             raise ValueError(f"`--only {only}`: {said}")
-    plan, estimates = {}, Estimates()
+    plan, estimates, outlook = {}, Estimates(), Outlook(here_only=not run)
     with asking_the_hub_once():
-        for one in entries:
+        for one in [] if launched else entries:  # who launched them has looked at it
+            if only in (None, one.name) and not (run and one.name in done):
+                words = outlook.words(one.name, one.kind, one.section.launch)
+                plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
+            outlook.leave(one.kind, one.folder)
             takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
-            if only not in (None, one.name):
-                continue
-            words = [one.kind.plan()] if hasattr(one.kind, "plan") else []
-            plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, *words])) + takes
+            if f"{one.number}. {one.name}" in plan:
+                plan[f"{one.number}. {one.name}"] += takes
     plan |= {} if run else {"in all": estimates.in_all()}
     return {**plan, "done already": ", ".join(done) or "nothing", "output folder": str(recipe.output_dir)}

@@ -57,8 +57,8 @@ class StageRecord(PipelineStage):
         write_json(folder / STAGE, asdict(self))
 
     def due(self, folder: Path, settings: Facts, digests: Mapping[str, str], left: Collection[str]) -> str:
-        """Why the stage in ``folder`` is to be done; empty where it is not. Nothing is written. ``left``: places of what
-        it leaves."""
+        """Why the stage in ``folder`` is to be done; empty where it is not. Nothing is written. ``left``: places of
+        what it leaves."""
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
         gone = [place for place in left if not (folder / place).exists()]

@@ -180,6 +180,23 @@ def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any
             raise ValueError(f"`rewards`: {section.name!r} needs {missing}, and the rows have {rows.column_names}")
 
 
+def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
+    """ValueError for rows that fill no generation batch: TRL drops what is left over, so no step would be trained. Not
+    with a team's own order of prompts, nor with our samplers, which say it themselves."""
+    from grpo_lab import LabTrainer
+
+    if trainer._get_train_sampler is not LabTrainer._get_train_sampler or config.lab_settings.sampler is not None:
+        return
+    needed = config.generation_batch_size // config.num_generations
+    if len(rows) < needed:
+        raise ValueError(
+            f"`data` has {len(rows)} rows, and a generation batch takes {needed} different ones "
+            f"(`generation_batch_size` {config.generation_batch_size} / `num_generations` {config.num_generations}): "
+            "no step would be trained. Bring more rows, or lower `per_device_train_batch_size`, "
+            "`gradient_accumulation_steps` or `steps_per_generation`"
+        )
+
+
 def check_trackers(names: Any, where: str = "report_to") -> None:
     """ValueError for a tracker that nobody knows or that is not installed, before the trainer is built."""
     from transformers.integrations import integration_utils
@@ -193,8 +210,11 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
             raise ValueError(f"`{where}` names {name!r}, which is not installed here; install it, or leave it out")
 
 
-def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool) -> Any:
-    """The rows of a cold start, its settings looked at as well. ``model``: its tokenizer and configuration, if known.
+def cold_start_rows(
+    section: ColdStartSection, model: tuple[Any, Any] | None, here_only: bool, where: str = "cold_start.data"
+) -> Any:
+    """The rows of a cold start, its settings looked at as well. ``model``: its tokenizer and configuration, if known;
+    ``where`` the rows are named.
 
     A dry run (``here_only``) makes few of them, where more would show nothing else.
     """
@@ -205,11 +225,11 @@ def cold_start_rows(section: ColdStartSection, model: tuple[Any, Any] | None, he
         alike = model is None or cut_to_fit(section, context_of_config(model[1]))
         if alike and data.loader in MADE and isinstance(count, int) and count > FEW:
             data = replace(data, arguments={**data.arguments, "n": FEW})
-        rows = rows_here(data, "cold_start.data")
+        rows = rows_here(data, where)
     else:
-        rows = load_rows(section.data, "cold_start.data")
+        rows = load_rows(section.data, where)
     if rows is not None:
-        check_rows(rows)
+        check_rows(rows, where)
     return rows
 
 

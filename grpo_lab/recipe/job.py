@@ -13,9 +13,9 @@ from typing import Any, get_args
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.io import check_place
 from grpo_lab.recipe import checks, parts
-from grpo_lab.recipe.models import tokenizer_and_config
+from grpo_lab.recipe.ahead import check_whole_model, known_model, made_from, model_here
+from grpo_lab.recipe.policy import check_policy
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
     ColdStartSection,
@@ -28,6 +28,13 @@ from grpo_lab.recipe.sections import (
 )
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 from grpo_lab.trainer.arguments import given
+
+NOT_OF_THIS_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_config", "deepspeed")) | dict.fromkeys(
+    ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
+    False,
+)
+"""What a plan leaves out of a configuration, since only the machine of the run can have it: number formats of a GPU,
+sharding, kernels."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +76,7 @@ class Job:
             cold_start: whether the cold start is still to be made.
         """
         checks.check_trackers(config.report_to)
-        if recipe.model.path is not None:
-            check_place(recipe.model.path)
+        check_whole_model(recipe.model)
         trainer = parts.trainer_class(recipe.trainer)
         rewards = [parts.build_reward(section) for section in recipe.rewards]
         arguments = parts.trainer_parts(recipe)
@@ -79,16 +85,19 @@ class Job:
         if rows is not None:
             parts.check_golds(rows, rewards)
             checks.check_columns(recipe, trainer, rows, rewards)
+            checks.check_enough_rows(trainer, config, rows)
         eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
             checks.check_by(evaluation, held_out)
             parts.judges_of(evaluation)
-        model = tokenizer_and_config(recipe.model, here_only)
+        model = model_here(recipe.model, here_only)
         made = recipe.cold_start if cold_start else None
         cold_rows = None if made is None else checks.cold_start_rows(made, model, here_only)
         room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
+        if (policy := made_from(recipe.model)) is not None:
+            check_policy(policy, config)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
@@ -110,16 +119,21 @@ class Job:
             cold_start=recipe.cold_start,
             cold_rows=cold_rows,
             room=room,
-            facts={
-                "name": recipe.name,
-                "model": recipe.model.name,
-                "expected": recipe.model.expected,
-                "template": recipe.data.template,
-                "settings": dict(recipe.arguments),
-                "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
-                "data": recipe.data.loader,
-            },
+            facts=facts_of(recipe),
         )
+
+
+def facts_of(recipe: Recipe) -> dict[str, Any]:
+    """What ``run.json`` says of it."""
+    return {
+        "name": recipe.name,
+        "model": recipe.model.name,
+        "expected": recipe.model.expected,
+        "template": recipe.data.template,
+        "settings": dict(recipe.arguments),
+        "cold_start": None if recipe.cold_start is None else asdict(recipe.cold_start),
+        "data": recipe.data.loader,
+    }
 
 
 def lab_config(recipe: Recipe, **more: Any) -> Any:
@@ -209,13 +223,12 @@ def check_model(
     sampling: SamplingSettings,
     evaluation: EvaluationSection | None = None,
     here_only: bool = False,
+    where: str = "model.path",
 ) -> tuple[Any, Any] | None:
     """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them. ValueError: no
     such model or engine, or not one prompt that leaves room for a completion in its context."""
-    if model.path is not None:
-        check_place(model.path)
     EngineOptions.from_mapping(sampling.engine)
-    known = tokenizer_and_config(model, here_only)
+    known = known_model(model, where, here_only)
     if known is None:
         return None
     words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length

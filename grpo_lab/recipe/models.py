@@ -228,6 +228,16 @@ def _base_of_adapter(model: str) -> str | None:
         raise ValueError(f"the adapter in {model!r} does not name its base: {error}") from error
 
 
+def refuse_adapter(model: str, where: str) -> None:
+    """ValueError for an adapter's folder where a whole model is needed."""
+    base = _base_of_adapter(model)
+    if base is not None:
+        raise ValueError(
+            f"`{where}` is {model!r}, which is an adapter of {base!r}: what trains, merges or teaches takes a whole "
+            "model. Merge it into its base first (PEFT's `merge_and_unload`, then `save_pretrained`)"
+        )
+
+
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
     """The model's tokenizer and its configuration; None for an adapter, and for a hub name, ``here_only``."""
     from transformers import AutoConfig

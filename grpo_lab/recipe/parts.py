@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.ahead import to_come
 from grpo_lab.recipe.models import loading, lora_config
 from grpo_lab.recipe.sections import EvaluationSection, PartSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
@@ -61,7 +62,7 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         return _built(trl_rewards.shaping(section.name), section, where)
     elif ":" in section.name:
         kind = load_named(section.name, where)
-    elif "/" in section.name or is_local(section.name):
+    elif "/" in section.name or is_local(section.name) or to_come(section.name):
         return _reward_model(section, where)
     else:
         raise ValueError(
@@ -72,6 +73,16 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
+
+
+def scoring_nothing(name: str) -> Any:
+    """In place of a reward that cannot be built yet, under the name that it will have in the log."""
+
+    def score(completions: list[Any], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    score.__name__ = name.split("/")[-1]
+    return score
 
 
 def _inside(section: RewardSection, where: str) -> Any:
@@ -87,6 +98,8 @@ def _reward_model(section: RewardSection, where: str) -> str:
     from transformers import AutoConfig
 
     name = section.name
+    if to_come(name):
+        return name
     if where != "rewards":
         raise ValueError(f"`{where}` is {name!r}: a reward model trains, it does not judge whether an answer is right")
     if section.arguments:
@@ -101,6 +114,8 @@ def _reward_model(section: RewardSection, where: str) -> str:
 
 def _built(kind: Any, section: RewardSection | PartSection, where: str, beside: tuple[str, ...] = ("weight",)) -> Any:
     refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", beside)
+    if to_come(section.arguments):
+        return scoring_nothing(vars(kind).get("__name__", kind.__name__))
     try:
         return kind(**typed(section.arguments, kind, where))
     except (TypeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.ahead import outlook, to_come
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, refuse_misfit, typed
@@ -28,20 +30,30 @@ BESIDE = ("loader", "template", "limit")
 
 def load_rows(section: DataSection, where: str = "data") -> Dataset:
     """The rows that ``section`` describes. Raises ``ValueError`` naming the setting."""
-    load = loader_of(section.loader, f"{where}.loader")
-    place = f"`{where}` (loader {section.loader!r})"
-    refuse_misfit(load, section.arguments, place, BESIDE)
+    load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
     takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     template = {"template": section.template} if takes else {}
     try:
         found = load(**typed(section.arguments, load, where), **template)
-    except (TypeError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{place}: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a mistake in a team's loader, or in what it was given
+        raise ValueError(f"{place}: {type(error).__name__}: {error} ({where_raised(error)})") from error
     rows = found if section.loader in LOADERS else _with_prompts(found, section, takes, place)
     if section.limit is not None:
         rows = rows.select(range(min(section.limit, len(rows))))
     return rows
+
+
+def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[..., Any], str]:
+    """What loads the rows, and the place in words. ValueError for arguments that it does not take, or lacks."""
+    load = loader_of(section.loader, f"{where}.loader")
+    place = f"`{where}` (loader {section.loader!r})"
+    refuse_misfit(load, section.arguments, place, BESIDE)
+    return load, place
 
 
 def loader_of(name: str, where: str) -> Callable[..., Any]:
@@ -53,6 +65,12 @@ def loader_of(name: str, where: str) -> Callable[..., Any]:
     else:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, sorted(LOADERS))}, or 'module:attribute'")
     return found
+
+
+def where_raised(error: BaseException) -> str:
+    """File and line in which ``error`` was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}, line {last.lineno}"
 
 
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
@@ -125,19 +143,24 @@ def not_asked_again(error: Exception) -> None:
 
 
 def rows_here(section: DataSection, where: str) -> Any:
-    """The rows, for a dry run; None where they are on the hub and cannot be had from here."""
+    """The rows, for a plan; None where an earlier stage will leave them, or (in a dry run) where they are on a hub that
+    cannot be reached from here."""
     from datasets.exceptions import DatasetsError
 
     read = _ASKED_ONCE.get()
     if read is not None and str(section) in read:
         return read[str(section)]
     found = None
+    if to_come(section.arguments):
+        _loader_with_arguments(section, where)
+        return None
     try:
         found = load_rows(section, where)
     except ValueError as error:
         source = section.arguments.get("source")
         local = source is not None and (is_local(source) or looks_local(str(source)))
-        if local or section.loader not in READ or not _caused_by(error, OSError, DatasetsError):
+        of_the_hub = section.loader in READ and not local and _caused_by(error, OSError, DatasetsError)
+        if not (of_the_hub and outlook().here_only):
             raise
         not_asked_again(error)
     if read is not None:

@@ -5,6 +5,7 @@ Our sections are the fields of ``Recipe``; every other key is a field of ``LabCo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import field
@@ -199,6 +200,8 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return recipe_from(read_yaml(path, overrides), default_name=Path(path).stem)
 
 
+LONGEST_NAME, LONGEST_PATH = 255, 3800
+"""Bytes of a file's name, and of a folder's path: Linux takes 4,095, of which the files inside need some."""
 TELLING = {
     "rewards": "train",
     "filters": "curate",
@@ -217,8 +220,22 @@ def check_command(written: Mapping[str, Any], command: str) -> None:
         if other != command:
             said = f"since it has `{'method: ' * (key == written.get('method'))}{key}`"
             raise ValueError(f"this is a recipe of `grpo-lab {other}`, {said}; `grpo-lab {command}` takes another")
-    if "output_dir" in written and written["output_dir"] in (None, ""):
+    check_folder_name(written.get("output_dir", f"runs/{written.get('name')}"))
+
+
+def check_folder_name(folder: Any) -> None:
+    """ValueError for an ``output_dir`` that is no text, or empty."""
+    if folder in (None, ""):
         raise ValueError("`output_dir` is empty; name a folder, or leave it out")
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"`output_dir` is {folder!r}; it must be the name of a folder (as text, in quotes)")
+    longest = max(len(os.fsencode(part)) for part in Path(folder).absolute().parts)
+    whole = len(os.fsencode(Path(folder).absolute()))
+    if "\0" in str(folder) or longest > LONGEST_NAME or whole > LONGEST_PATH:
+        raise ValueError(
+            f"`output_dir` is {str(folder)[:100]!r}, with a name of {longest} bytes in a path of {whole}; at most "
+            f"{LONGEST_NAME} and {LONGEST_PATH} bytes, and no zero byte, can be written"
+        )
 
 
 def with_name(written: Mapping[str, Any], default_name: str) -> dict[str, Any]:

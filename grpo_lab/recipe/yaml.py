@@ -18,6 +18,7 @@ from grpo_lab.reading import DEEPEST, HALF, read_text
 
 _AMBIGUOUS = "!ambiguous"
 _TWO_WAYS = re.compile(r"[-+]?(?:0[0-9_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)\Z")
+_NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 _OURS = (
     ("tag:yaml.org,2002:float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")),
     (_AMBIGUOUS, _TWO_WAYS),
@@ -25,6 +26,9 @@ _OURS = (
 #: Sections that are also written as a bare name: ``objective: dr_grpo`` is ``objective: {name: dr_grpo}``.
 NAMED = ("objective", "advantage", "sampler", "update", "reward", "environment_factory")
 LISTS_OF_NAMED = ("rewards", "callbacks", "tools")
+FOLDERS = ("output_dir", "path", "source")
+#: Settings that name a folder or a file: their text is taken as it is written, `123`, `1e3`, `off` and `a: b` included.
+OF_FILES = (*FOLDERS, "stop_file", "samples", "tokenizer", "short_model", "teacher", "against")
 PACKAGE = Path(__file__).resolve().parents[1]
 PLACES = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
 QUICKSTART = "quickstart/dr_grpo.yaml"
@@ -77,6 +81,9 @@ class _Loader(yaml.SafeLoader):
             if known is not None:
                 raise _refused(f"`{key.value}` stands there twice (first in line {known}); leave one out", key)
             first[key.tag, str(key.value)] = key.start_mark.line + 1
+        for key, value in node.value:
+            if key.value in OF_FILES and isinstance(value, yaml.ScalarNode) and value.tag in _NOT_TEXT:
+                value.tag = "tag:yaml.org,2002:str"
         return node
 
 
@@ -109,11 +116,14 @@ def written(settings: Any) -> str:
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False)
 
 
-def read_yaml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The mapping in a YAML file with ``--key value`` overrides. ValueError: no such file, no YAML, no mapping."""
+def read_yaml(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, where: str = "`--config`"
+) -> dict[str, Any]:
+    """The mapping in a YAML file with ``--key value`` overrides; ``where`` names what named the file. ValueError: no
+    such file, no YAML, no mapping."""
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"`--config` is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
+        raise ValueError(f"{where} is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
     written = parsed(read_text(file), f"recipe {str(path)!r}")
     if not isinstance(written, dict):
         seen = "is empty" if written is None else f"holds a {type(written).__name__}"
@@ -153,7 +163,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """``--key value --other.key=value`` → a mapping; values are read as YAML (``1e-5``, ``true``, ``{a: 1}``).
 
     A flat key without a value is ``true`` (``--use_cpu``; a setting that is no switch refuses that later). ValueError
-    for a dotted one, which is a number or a name far more often than a switch.
+    for a dotted one, which is a number or a name far more often than a switch, and for a folder's. The text of
+    ``OF_FILES`` is no YAML (but ``null`` where there may be none).
     """
     found: dict[str, Any] = {}
     rest = list(words)
@@ -165,11 +176,14 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif "." in key:
+            elif "." in key or key.replace("-", "_") in OF_FILES:
                 raise ValueError(f"`--{key}` has no value; give one, `--{key} VALUE` (a switch: true or false)")
             else:
                 value = "true"
-        found[key.replace("-", "_") if "." not in key else key] = parsed(value, f"`--{key}` {value!r}")
+        name = key if "." in key else key.replace("-", "_")
+        last = name.rpartition(".")[2]
+        verbatim = last in FOLDERS or (last in OF_FILES and value not in ("null", "~"))
+        found[name] = value if verbatim else parsed(value, f"`--{key}` {value!r}")
     return found
 
 

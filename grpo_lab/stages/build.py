@@ -16,13 +16,14 @@ from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, goes_on, thought_through
 from grpo_lab.engines.sampler import render_pair
 from grpo_lab.io import write_json_lines
+from grpo_lab.recipe.ahead import known_model, to_come
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Count, Number, Positive, Whole, settings
-from grpo_lab.stages.sample import SAMPLED, read_lines
+from grpo_lab.stages.sample import OF_A_LINE, TEXT, check_lines, lines_in, read_lines
 from grpo_lab.stages.select import GOLD, ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -48,6 +49,18 @@ class Source:
     def __post_init__(self) -> None:
         if (self.file is None) == (self.data is None) or None not in (self.weight, self.count):
             raise ValueError("a source of `rows` is a `file` or `data`, and has a `weight`, a `count` or neither")
+
+    def at_most(self, name: str) -> int | None:
+        """How many rows there are, the same ones counted twice; None where they are not here yet. ValueError: no such
+        file or loader, or rows without what is learned."""
+        if self.data is None:
+            place = str(self.file)
+            check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})
+            return None if to_come(place) else lines_in(Path(place))
+        loaded = rows_here(self.data, f"rows.{name}.data")
+        if loaded is not None and GOLD not in loaded.column_names:
+            raise ValueError(f"`rows.{name}`: {told(self.data)} has no column {GOLD!r}; it has {loaded.column_names}")
+        return None if loaded is None else len(loaded)
 
     def rows(self, name: str) -> Rows:
         if self.data is None:
@@ -79,6 +92,10 @@ class Build:
             raise ValueError(f"`rows.{weighed[0]}` has a `weight` and `rows.{others[0]}` has none; weigh all or none")
 
     def plan(self) -> str:
+        for name, source in self.rows.items():
+            there = source.at_most(name)
+            if source.count is not None and there is not None and source.count > there:
+                raise _too_few(name, source.count, there)
         return "; ".join(f"{name}: {told(source)}" for name, source in self.rows.items())
 
     def run(self, at: At) -> Facts:
@@ -101,12 +118,17 @@ class Build:
         unit = min((there[name] / weight for name, weight in weights.items()), default=0.0)
         wanted = {name: there[name] if one.count is None else one.count for name, one in self.rows.items()}
         wanted |= {name: int(unit * weight + 1e-9) for name, weight in weights.items()}
-        if short := [name for name in wanted if wanted[name] > there[name]]:
-            raise ValueError(
-                f"`rows.{short[0]}.count` asks for {wanted[short[0]]:,} rows of {short[0]!r}, which has "
-                f"{there[short[0]]:,} different ones; ask for fewer, or bring more"
-            )
+        for name, count in wanted.items():
+            if count > there[name]:
+                raise _too_few(name, count, there[name])
         return wanted
+
+
+def _too_few(name: str, wanted: int, there: int) -> ValueError:
+    return ValueError(
+        f"`rows.{name}.count` asks for {wanted:,} rows of {name!r}, which has {there:,} different ones; ask for fewer, "
+        "or bring more"
+    )
 
 
 @settings()
@@ -130,11 +152,13 @@ class Fusion:
     seed: Whole = 0
 
     def plan(self) -> str:
+        known_model(ModelSection(path=self.model), "model")
+        check_lines(self.samples, "samples", OF_A_LINE)
         self._answers(rows_here)
         return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
 
     def run(self, at: At) -> Facts:
-        lines, thinking, unclosed = read_lines(Path(self.samples), SAMPLED | {"problem": dict}), [], 0
+        lines, thinking, unclosed = read_lines(Path(self.samples), OF_A_LINE), [], 0
         for line in lines:
             pairs = zip(line["completions"], line["scores"], strict=True)
             right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.engines.sampler import context_of_config, render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
+from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts
-from grpo_lab.recipe.checks import check_by
-from grpo_lab.recipe.job import questions
+from grpo_lab.recipe.ahead import known_model
+from grpo_lab.recipe.checks import check_by, check_held_out
 from grpo_lab.recipe.models import model_files
-from grpo_lab.recipe.rows import every_argument, load_rows
-from grpo_lab.recipe.sections import EvaluationSection
+from grpo_lab.recipe.rows import every_argument, load_rows, rows_here
+from grpo_lab.recipe.sections import EvaluationSection, ModelSection
 from grpo_lab.runs.console import count_of, told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Positive, Switch, Whole, settings
@@ -53,13 +54,16 @@ class Evaluate:
     effort_by: str | None = None
 
     def plan(self) -> str:
-        parts.judges_of(self.section)
-        found = questions(self.section.data, self.section.reward, here_only=True)
-        if found.rows is not None:
-            check_by(self.section, found.rows)
-            self._difficulty(found.rows)
+        refuse_itself(self.model, self.against)
+        held_out = HeldOutRows(self.section, self.max_completion_length, self.seed, rows_here, "data")
+        rows = next(iter(held_out.rows.values()))
+        if rows is not None:
+            self._difficulty(rows)
+        held_out.check_model(self.model, "model")
+        if self.against is not None:
+            held_out.check_model(self.against, "against")
         names = ", ".join(filter(None, conditions_in(self.section)))
-        on = f"{self.model} on {count_of(found.rows, self.section.data)}, judged by {told(self.section.reward)}"
+        on = f"{self.model} on {count_of(rows, self.section.data)}, judged by {told(self.section.reward)}"
         return f"{on}; {names}" if names else on
 
     def run(self, at: At) -> Facts:
@@ -142,6 +146,12 @@ class Condition:
     budget: int | None = None
 
 
+def refuse_itself(model: str, against: str | None) -> None:
+    """ValueError where a model is to be held against itself."""
+    if against == model:
+        raise ValueError(f"`against` names the model itself, {model!r}; name another, or leave it out")
+
+
 def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
     """Name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing: asked
     once."""
@@ -161,13 +171,21 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
 
 
 class HeldOutRows:
-    """A recipe's ``evaluation``, loaded: its conditions, rows by template, rewards; how it is asked."""
+    """A recipe's ``evaluation``, loaded: its conditions, rows by template (in a plan None where they are not here),
+    rewards; how it is asked."""
 
-    def __init__(self, section: EvaluationSection, max_new_tokens: int | None, seed: int) -> None:
-        """ValueError: what cannot be loaded or built."""
+    def __init__(
+        self,
+        section: EvaluationSection,
+        max_new_tokens: int | None,
+        seed: int,
+        load: Callable[..., Any] = load_rows,
+        where: str = "evaluation.data",
+    ) -> None:
+        """``load``: what loads the rows, which messages call ``where``. ValueError: what cannot be loaded or built."""
         self.section, self.ways = section, conditions_in(section)
-        templates = {way.template for way in self.ways.values()}
-        self.rows = {name: load_rows(replace(section.data, template=name), "evaluation.data") for name in templates}
+        templates = dict.fromkeys(way.template for way in self.ways.values())
+        self.rows = {name: load(replace(section.data, template=name), where) for name in templates}
         for rows in self.rows.values():
             check_by(section, rows)
         self.asked: Any = {
@@ -183,22 +201,43 @@ class HeldOutRows:
         """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
         not know, a budget without room."""
         sampler, mode = writer.sampler, {} if way.thinking is None else {"enable_thinking": way.thinking}
-        if mode:
-            prompt = self.rows[way.template][0]["prompt"]
-            both = {render_prompt(prompt, writer.tokenizer, {"enable_thinking": on}).text for on in (True, False)}
+        limits = self._limits(way, writer.tokenizer, writer.stops)
+        if limits is not None:
+            sampler = BudgetedSampler(sampler, limits, in_step)
+        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": mode}
+        said = about(model, self.section, way)
+        return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
+
+    def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
+        """The budget of a condition. ValueError: a mode that the prompts do not know, a budget without room."""
+        rows = self.rows[way.template]
+        if way.thinking is not None and rows is not None:
+            prompt = rows[0]["prompt"]
+            both = {render_prompt(prompt, tokenizer, {"enable_thinking": on}).text for on in (True, False)}
             if len(both) == 1:
                 raise ValueError(
                     f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
                     "both modes. It takes messages, and a chat template that knows `enable_thinking`"
                 )
-        if way.budget is not None:
-            room: Any = {"max_completion_length": self.asked["max_new_tokens"], "eos_ids": writer.stops}
-            text = self.section.budget_text
-            limits = ThinkingBudget.for_tokenizer(writer.tokenizer, way.budget, text=text, **room)
-            sampler = BudgetedSampler(sampler, limits, in_step)
-        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": mode}
-        said = about(model, self.section, way)
-        return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
+        if way.budget is None:
+            return None
+        room: Any = {"max_completion_length": self.asked["max_new_tokens"], "eos_ids": stops}
+        return ThinkingBudget.for_tokenizer(tokenizer, way.budget, text=self.section.budget_text, **room)
+
+    def check_model(self, model: str, where: str, here_only: bool = True) -> None:
+        """ValueError for a model that is not there, cannot be asked in a condition, or has no room for an answer; of
+        one that is known here only as far as that is."""
+        if self.section.use_vllm:
+            EngineOptions.from_mapping(self.section.engine)
+        known = known_model(ModelSection(path=model), where, here_only)
+        if known is None:
+            return
+        tokenizer, context = known[0], context_of_config(known[1])
+        own, otherwise = self.section.max_new_tokens, self.asked["max_new_tokens"]
+        for way in self.ways.values():
+            self._limits(way, tokenizer)
+            if context is not None and self.rows[way.template] is not None:
+                check_held_out(own, otherwise, self.rows[way.template]["prompt"], tokenizer, context)
 
 
 def measure_conditions(
@@ -217,8 +256,7 @@ def measure_conditions(
 
     Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
     ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
-    if against == model:
-        raise ValueError(f"--against names the model itself, {model!r}; name another, or leave it out")
+    refuse_itself(model, against)
     found, main = list[Measured](), rank_and_ranks()[0] == 0
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:

@@ -24,6 +24,7 @@ from grpo_lab.engines.sampler import (
 )
 from grpo_lab.io import check_place, write_json_lines
 from grpo_lab.reading import Fields, json_lines, read_json_lines
+from grpo_lab.recipe.ahead import check_file
 from grpo_lab.recipe.checks import no_room
 from grpo_lab.recipe.job import check_model, questions
 from grpo_lab.recipe.models import load_saved_model, load_tokenizer, loading, model_files
@@ -41,6 +42,9 @@ SAMPLES, SAMPLING = "samples.jsonl", "sampling.jsonl"
 """All samples; those made so far (gone when the former is there)."""
 SAMPLED: dict[str, Any] = {"row": int, **dict.fromkeys(("completions", "scores", "lengths"), list)}
 """What a line of samples has; in the stage's own file the `problem` as well."""
+OF_A_LINE = {**SAMPLED, "problem": dict}
+TEXT = str | list
+"""A prompt or a completion: text, or messages."""
 
 
 @settings(rest="sampling")
@@ -56,11 +60,12 @@ class Sample:
 
     def plan(self) -> str:
         found = questions(self.data, self.reward, here_only=True)
+        check_model(found, ModelSection(path=self.model), self.sampling, here_only=True, where="model")
         return f"{self.sampling.n_samples} for each of {count_of(found.rows, self.data)}, by {self.model}"
 
     def run(self, at: At) -> Facts:
         asked = questions(self.data, self.reward)
-        check_model(asked, ModelSection(path=self.model), self.sampling)
+        check_model(asked, ModelSection(path=self.model), self.sampling, where="model")
         rows, said = {number: dict(row) for number, row in enumerate(asked.rows)}, {"reward": told(self.reward)}
         lines = sample(at, rows, self.model, self.sampling, asked.reward, said, at.folder.name)
         write_json_lines(at.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines])
@@ -250,9 +255,28 @@ def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> l
     """What `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
     return [
         Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
-        for line in read_lines(file, SAMPLED | ({"problem": dict} if rows is None else {}))
+        for line in read_lines(file, OF_A_LINE if rows is None else SAMPLED)
         for row in [line["problem"] if rows is None else rows[line["row"]]]
     ]
+
+
+def check_lines(place: str, where: str, needs: Fields) -> None:
+    """ValueError where a file that a stage reads is not there, or its first line lacks a field that it ``needs``.
+    Nothing of one that an earlier stage will leave."""
+    file = check_file(place, where)
+    if file is None:
+        return
+    try:
+        if next(read_json_lines(file, needs), None) is None:
+            raise ValueError(f"{place} has no line")
+    except ValueError as error:
+        raise ValueError(f"`{where}`: {error}") from error
+
+
+def lines_in(file: Path) -> int:
+    """How many lines it has; none of them is read."""
+    with file.open("rb") as opened:
+        return sum(block.count(b"\n") for block in iter(lambda: opened.read(1 << 20), b""))
 
 
 def read_lines(file: Path, needs: Fields | None = None) -> list[dict[str, Any]]:

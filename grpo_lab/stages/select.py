@@ -14,7 +14,7 @@ from grpo_lab.rewards.comparisons import Judge
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Number, Positive, Switch, Whole, settings
-from grpo_lab.stages.sample import samples_in
+from grpo_lab.stages.sample import OF_A_LINE, check_lines, samples_in
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
@@ -140,6 +140,7 @@ class Select:
         return [way for way in (self.keep, self.contrast, self.shortest, self.shorter, self.judged) if way is not None]
 
     def plan(self) -> str:
+        check_lines(self.samples, "samples", OF_A_LINE)
         return f"{type(self._ways()[0]).__name__.lower()} {told(self._ways()[0])}".strip()
 
     def run(self, at: At) -> Facts:

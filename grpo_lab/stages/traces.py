@@ -27,7 +27,7 @@ from grpo_lab.rewards.math.extraction import extract_answer
 from grpo_lab.runs.console import told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Number, Positive, Switch, settings
-from grpo_lab.stages.sample import SAMPLED, read_lines
+from grpo_lab.stages.sample import OF_A_LINE, check_lines, read_lines
 from grpo_lab.stages.select import ROWS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
@@ -41,6 +41,12 @@ class OneLanguage:
 
     target: str = "en"
     share: Number = 0.95
+
+    def __post_init__(self) -> None:
+        try:
+            LanguageConsistencyReward(self.target)
+        except ValueError as error:
+            raise ValueError(f"`one_language`: {error}") from error
 
     def keeps(self, trace: Trace) -> bool:
         judge = LanguageConsistencyReward(self.target)
@@ -132,13 +138,16 @@ class FilterTraces:
     per_problem: Positive | None = None
 
     def plan(self) -> str:
+        check_lines(self.samples, "samples", OF_A_LINE)
+        if self.refine is not None:
+            build_reward(self.reward, "reward")
         return told(self)
 
     def run(self, at: At) -> Facts:
         left = traces = [
             {"text": text_of(completion), "score": score, "length": length, "row": line["row"]}
             | {"problem": line["problem"]}
-            for line in read_lines(Path(self.samples), SAMPLED | {"problem": dict})
+            for line in read_lines(Path(self.samples), OF_A_LINE)
             for completion, score, length in zip(line["completions"], line["scores"], line["lengths"], strict=True)
         ]
         dropped = dict[str, int]()

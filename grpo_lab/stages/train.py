@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from grpo_lab.curation import average_weights
+from grpo_lab.curation.weights import check_mergeable
 from grpo_lab.data.fusion import CONTINUES, goes_on
 from grpo_lab.io import whole_folder
+from grpo_lab.recipe.ahead import check_whole_model, known_model, to_come
+from grpo_lab.recipe.checks import check_trackers, cold_start_rows
+from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.rows import load_rows
-from grpo_lab.recipe.sections import DataSection, ModelSection
+from grpo_lab.recipe.rows import load_rows, rows_here
+from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection
 from grpo_lab.runs.console import settings_in_words, told
 from grpo_lab.runs.folder import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
-from grpo_lab.stages.sample import read_lines
-from grpo_lab.trainer.supervised.methods import COLUMNS, WEIGHT, check_training, train_by, worked_pairs
+from grpo_lab.stages.sample import TEXT, check_lines, read_lines
+from grpo_lab.trainer.supervised.methods import (
+    COLUMNS,
+    FIXED,
+    WEIGHT,
+    check_training,
+    train_by,
+    trl_of,
+    worked_pairs,
+)
 
 MODEL, STOPPED = "model", "stopped"
 """Folders of the model that a training leaves, and of the checkpoint of one that was asked to stop."""
@@ -39,7 +52,9 @@ class Train:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        check_training(self.method, self.training)
+        check_supervised(self.method, self.training)
+        known_model(ModelSection(path=self.model), "model", whole=True)
+        check_lines(self.rows, "rows", dict.fromkeys(COLUMNS[self.method], TEXT))
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
@@ -51,7 +66,7 @@ class Train:
 
     def read(self) -> list[dict[str, Any]]:
         columns = COLUMNS[self.method]
-        lines = read_lines(Path(self.rows), dict.fromkeys(columns, str | list))
+        lines = read_lines(Path(self.rows), dict.fromkeys(columns, TEXT))
         rows = [{name: row[name] for name in columns} for row in lines]
         if self.method == "sft" and any(map(goes_on, lines)):
             return [{**row, CONTINUES: goes_on(line)} for row, line in zip(rows, lines, strict=True)]
@@ -107,7 +122,10 @@ class ColdStart:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        check_training("sft", self.training, "cold_start")
+        check_supervised("sft", self.training, "cold_start")
+        words = known_model(self.model, whole=True)
+        if self.data is not None:
+            cold_start_rows(ColdStartSection(self.data, self.training), words, here_only=True, where="data")
         rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
@@ -137,7 +155,12 @@ class Distill:
     training: Training = field(default_factory=dict)
 
     def plan(self) -> str:
-        check_training("distill", self.training)
+        check_supervised("distill", self.training)
+        student = known_model(ModelSection(path=self.model), "model", whole=True)
+        teacher = known_model(ModelSection(path=self.teacher), "teacher", whole=True)
+        if student is not None and teacher is not None:
+            self._check_words(student[0], teacher[0])
+        rows_here(self.data, "data")
         words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
         return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
 
@@ -146,15 +169,19 @@ class Distill:
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
+        self._check_words(tokenizer, words)
+        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]).to_list(), TokenBudget(self.tokens)
+        parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
+        facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
+        return {**facts, "tokens": budget.generated}
+
+    def _check_words(self, tokenizer: Any, words: Any) -> None:
+        """ValueError where the teacher's tokenizer, ``words``, has other tokens than the student's."""
         if words.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
                 "says of a token is about another one. Take a teacher of the same family, or `sft` on its samples"
             )
-        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]).to_list(), TokenBudget(self.tokens)
-        parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
-        facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
-        return {**facts, "tokens": budget.generated}
 
 
 @settings()
@@ -167,12 +194,31 @@ class Merge:
     alpha: Number = 0.5
 
     def plan(self) -> str:
+        check_merged(self.model, self.short_model, self.alpha)
         return f"{self.alpha:g} of {self.model}, the rest of {self.short_model}"
 
     def run(self, at: At) -> Facts:
         shutil.rmtree(at.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
         average_weights(self.model, self.short_model, at.folder / MODEL, self.alpha)
         return {}
+
+
+def check_merged(model: str, short_model: str, alpha: float, where: str = "model") -> None:
+    """ValueError for models that cannot be averaged, as far as they are there."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"`alpha` is {alpha:g}; it must be a share between 0 and 1")
+    for path, setting in ((model, where), (short_model, "short_model")):
+        check_whole_model(ModelSection(path=path), setting)
+    if not to_come([model, short_model]):
+        check_mergeable(model, short_model)
+
+
+def check_supervised(method: str, training: Mapping[str, Any], where: str = "training") -> None:
+    """ValueError for settings that TRL's configuration refuses, here or when it is made."""
+    settings = check_training(method, training, where)
+    check_trackers(settings.get("report_to"), f"{where}.report_to")
+    with tempfile.TemporaryDirectory() as folder:
+        trl_of(method)[0](**{"output_dir": folder, **FIXED.get(method, {}), **settings, **NOT_OF_THIS_MACHINE})
 
 
 def learn(

@@ -323,7 +323,7 @@ def test_budgets_modes_and_a_second_model_in_one_call(
         (["--thinking", "off", "--template", "none"], "the prompt is the same in both modes"),
         (["--thinking-budget", "39"], "leave no room for an answer in max_completion_length 40"),
         (["--thinking-budget", "-1"], "`thinking_budget.0` is '-1'; it must be a whole number of at least 0"),
-        (["--against", "THINKER"], "--against names the model itself"),
+        (["--against", "THINKER"], "`against` names the model itself"),
         (["--thinking-budget", "8", "--budget-text", "end"], "budget_text must contain '</think>'"),
         (["--budget-text", "</think>"], "has an effect only with `evaluation.thinking_budget`"),
         (["--measure", "format=thinkformat"], "did you mean 'think_format'?"),

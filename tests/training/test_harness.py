@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ import yaml
 from grpo_lab.cli import main
 from grpo_lab.engines.sampler import Completion
 from grpo_lab.evaluation import evaluate
+from grpo_lab.pipelines import harness as pipelines_harness
+from grpo_lab.pipelines.evaluate import add_arguments
 from grpo_lab.pipelines.harness import judged
 from grpo_lab.rewards import AccuracyReward
 
@@ -217,3 +220,39 @@ def test_a_model_writes_the_same_in_the_harness(model: Path, rows: Path, tmp_pat
     assert metrics["accuracy"] == ours.accuracy.value
     _, bent = harness(without("repetition_penalty", task, tmp_path / "bent"), there)
     assert bent != completions
+
+
+def test_a_template_and_solved_examples_before_the_question(model: Path, rows: Path, tmp_path: Path) -> None:
+    """`--template`, the docs' own example, was refused, and so no template was there that takes `--shots`."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    worked = [{**one, "answer": f"It is so. #### {one['gold_answer']}"} for one in lines]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in worked))
+    more = ["--source", str(file), "--template", "harness_gsm8k", "--shots", "2"]
+    prompt = lines_of(exported(model, rows, tmp_path, *more))[0]["prompt"]
+    assert prompt.count("Question:") == 3
+    words = ["harness", str(model), "--data", "gsm8k", "--source", str(file), "--output", str(tmp_path / "two")]
+    assert main([*words, "--template", "r1", "qwen_math"]) == 2
+
+
+def test_every_option_is_taken_or_said_to_have_no_effect() -> None:
+    """The list of those that are taken held a name that no option has."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = {one.dest for one in parser._actions} | {"command", "traceback", "verbose"}
+    assert {*pipelines_harness._SAID} <= options
+
+
+def test_a_kill_leaves_no_half_of_a_task(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command was refused: the folder "is not empty"."""
+    writes = pipelines_harness.write_whole_text
+    monkeypatch.setattr(pipelines_harness, "write_whole_text", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
+    with pytest.raises(RuntimeError, match="killed"):
+        exported(model, rows, tmp_path)
+    assert not (tmp_path / "gsm8k_here").exists()
+    monkeypatch.setattr(pipelines_harness, "write_whole_text", writes)
+    assert {one.name for one in exported(model, rows, tmp_path).iterdir()} == {
+        "rows.jsonl", "gsm8k_here.py", "gsm8k_here.yaml",
+    }  # fmt: skip

@@ -225,6 +225,7 @@ def test_a_prompt_is_printed_character_by_character(tmp_path: Path) -> None:
     question = r"Find [asy] x \[\sum_j \frac{1}{j}\] and [b]y[/b]"
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": question, "answer": "#### 1"}) + "\n")
+    rows.write_text(2 * rows.read_text())
     data = {"loader": "gsm8k", "source": str(rows), "template": "none"}
     console = Console(width=400, record=True, file=io.StringIO())
     show("a-test", dry_run(recipe_from({**GOOD, "data": data, "output_dir": str(tmp_path / "run")})), console)
@@ -265,7 +266,7 @@ def test_rows_are_loaded_once_and_few_of_a_cold_start(monkeypatch: pytest.Monkey
     @functools.wraps(data.word_problems)
     def counted(n: int, *given: Any, **more: Any) -> Any:
         made.append((more.get("split", "train"), n))
-        return data_word_problems(min(n, 8), *given, **more)
+        return data_word_problems(min(n, 64), *given, **more)
 
     data_word_problems = data.word_problems
     monkeypatch.setattr(data, "word_problems", counted)

@@ -218,12 +218,16 @@ def test_the_recipes_for_real_models(
         plan = plan_of_pipeline(pipeline_from({**written, "output_dir": str(tmp_path / "out")}))
         assert sum("memory is not known: the config of 'Qwen/Qwen2.5-1.5B'" in words for words in plan.values()) == 9
         assert plan["in all"] == "more where a line says that something is not known"
+    general = tmp_path / "general.jsonl"  # a team's own
+    general.write_text('{"prompt": "Who?", "completion": "Me."}\n')
+    places["data/general.jsonl"] = str(general)
     for hub, place in places.items():
         text = text.replace(hub, place)
     written = yaml.safe_load(text)
-    for one in (part for stage in written["stages"] for part in (stage.get("data"), *stage.get("plain", ()))):
+    parts = [(stage, one) for stage in written["stages"] for one in (stage.get("data"), *stage.get("plain", ()))]
+    for stage, one in parts:
         if one and one["loader"] != "file":
-            one["limit"] = 6
+            one["limit"] = 64 if stage["stage"] == "rl" else 6  # a generation batch takes 32
     plan = plan_of_pipeline(pipeline_from({**written, "output_dir": str(tmp_path / "out")}))
     assert "memory is not known" not in " ".join(plan.values())
     assert plan["in all"].startswith(f"at most {most}")
@@ -238,11 +242,13 @@ def test_a_model_is_the_one_that_an_earlier_stage_leaves(folders: dict[str, str]
         {"stage": "sample", "name": "first", "model": path, "data": data},
         {"stage": "rl", "name": "rl", "model": {"path": path}, "data": data, "rewards": ["countdown"], "max_steps": 1},
         {"stage": "sample", "name": "second", "inputs": {"model": "rl.model"}, "data": data},
-        {"stage": "sample", "name": "nowhere", "model": str(tmp_path / "none"), "data": data},
+        {"stage": "sample", "name": "nowhere", "model": "no/where", "data": data},
     ]
     plan = plan_of_pipeline(pipeline_from({"output_dir": str(tmp_path / "out"), "stages": stages}))
     n, gib = 494_032_768, 2**30
     assert f"(weights {2 * n / gib:.1f}, " in plan["1. first"]
     assert f"(weights {4 * n / gib:.1f}, " in next(words for title, words in plan.items() if "second" in title)
-    assert "is an adapter, or not here yet" in next(words for title, words in plan.items() if "nowhere" in title)
+    assert "the config of 'no/where' is not in the cache" in next(
+        words for title, words in plan.items() if "nowhere" in title
+    )
     assert plan["in all"].endswith("; more where a line says that something is not known")

@@ -17,6 +17,7 @@ from grpo_lab.pipelines import curate, long2short, rounds
 from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short import long2short_recipe_from
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
@@ -411,3 +412,57 @@ def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path:
     with refuse:
         resolve(recipe, overwrite=False)
     resolve(recipe, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["123", "010", "1e3", "1_0", "null", "off", "~", "[x]", "a: b", "a\nb", "a #b", " a", "{x}"]
+)
+def test_a_folder_is_the_one_whose_name_is_written(name: str, tmp_path: Path) -> None:
+    """`1_0` was the folder `10`, a newline a space, `[x]` a list, `null` no folder."""
+    assert parse_overrides(["--output_dir", name, f"--model.path={name}"]) == {"output_dir": name, "model.path": name}
+    (tmp_path / "r.yaml").write_text("output_dir: 1_0\nmodel: {path: 1e3}\ndata: {source: off}\nstop_file: null\n")
+    assert read_yaml(tmp_path / "r.yaml") == {
+        "output_dir": "1_0", "model": {"path": "1e3"}, "data": {"source": "off"}, "stop_file": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", [["x"], {"a": "b"}, 12, True, None, ""])
+def test_what_is_no_name_of_a_folder_is_refused(folder: Any) -> None:
+    model, sampled = {"path": "m"}, {"model": {"path": "m"}, "data": DATA, "output_dir": folder}
+    for read_one, recipe in (
+        (recipe_from, {**GOOD, "output_dir": folder}),
+        (curation_recipe_from, sampled),
+        (rounds_recipe_from, {**sampled, "method": "rft"}),
+        (long2short_recipe_from, {**sampled, "method": "dpo"}),
+        (pipeline_from, {"stage": "evaluate", "model": model["path"], "data": DATA, "output_dir": folder}),
+    ):
+        with pytest.raises(
+            ValueError, match=r"`output_dir` is (empty; name a folder|.*it must be the name of a folder)"
+        ):
+            read_one(recipe)
+    with pytest.raises(ValueError, match="`--output_dir` has no value"):
+        parse_overrides(["--output_dir", "--overwrite"])
+
+
+def test_the_name_of_a_stage_is_one_that_a_file_system_takes() -> None:
+    """300 characters were an OSError when the stage began."""
+    for name in ("a" * 300, "a/b", "", "a\n"):
+        stage = {"stage": "evaluate", "name": name, "model": "m", "data": DATA}
+        with pytest.raises(ValueError, match=r"`stages.0.name` is .*; it must be a folder's name: 1 to 100 letters"):
+            pipeline_from({"stages": [stage]})
+
+
+@pytest.mark.parametrize(
+    "words", [["--output_dir", "x" * 300], ["--output_dir", "y/" * 3000], ["--output_dir", "a\0b"]]
+)
+def test_a_folder_that_no_file_system_takes_is_one_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(json.dumps(GOOD))
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({"stages": [{"stage": "merge", "name": "m", "model": "a", "short_model": "b"}]})
+    )
+    for command in (["train", "--config", "r.yaml"], ["pipeline", "run", "p.yaml"]):
+        assert main([*command, *words, "--dry-run"]) == 2
+        assert "`output_dir`" in capsys.readouterr().err.splitlines()[-1]

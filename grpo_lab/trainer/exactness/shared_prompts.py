@@ -41,8 +41,8 @@ class SharedPrompts:
         self._trainer, self._checked = trainer, False
         self.asked = trainer.lab_settings.update.share_prompts
         self.because = "`update.share_prompts` is off" if self.asked == "off" else self._why_not()
-        if self.because and self.asked == "on":
-            raise ValueError(f"`update.share_prompts` is on, and {self.because}; set it to auto or off")
+        if self.asked == "on":
+            refuse_unshared(self.because)
         if self.because and self.asked == "auto":
             trainer.recorder.say(
                 f"each row computes its prompt: {self.because}", key="share_prompts", level=logging.INFO
@@ -127,13 +127,20 @@ class SharedPrompts:
         self._trainer.recorder.say(f"each row computes its prompt: {self.because}", key="share_prompts")
 
 
-def why_unshared(model: nn.Module) -> str:
-    """Why a packed row would be another function of ``model``; "" where nothing is known."""
+def refuse_unshared(because: str) -> None:
+    """ValueError where prompts are to be shared and cannot be; ``because``: why, "" where they can."""
+    if because:
+        raise ValueError(f"`update.share_prompts` is on, and {because}; set it to auto or off")
+
+
+def why_unshared(model: nn.Module, attention: str | None = None) -> str:
+    """Why a packed row would be another function of ``model``; "" where nothing is known. ``attention``: what it will
+    be loaded with, where that is not its own."""
     inner = _inner(model)
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"
     config: Any = inner.config.get_text_config()
-    used, served = attention_of(model), ("sdpa", trl_bridge.FLEX)
+    used, served = attention or attention_of(model), ("sdpa", trl_bridge.FLEX)
     if used not in (*served, trl_bridge.SHARED_PROMPT):
         return (
             f"the model's attention is {used!r}; prompts are shared by {' and '.join(served)} (`attn_implementation`)"

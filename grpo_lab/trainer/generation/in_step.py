@@ -33,16 +33,26 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     if engine or how == "stock" or (how == "auto" and trainer.lab_settings.objective is None):
         return nullcontext()
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
-    reason = "dropout is active, which a prompt that is read once would share" if drops else None
-    if reason is not None and how == "auto":
+    if how == "auto" and (reason := _drops(model)):
         say_left_to_stock(reason)
         return nullcontext()
-    if how == "groups" and (reason := reason or not_by_groups(model, trainer.generation_config)):
+    if how == "groups":
+        refuse_groups(model, trainer.generation_config)
+    return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
+
+
+def refuse_groups(model: Any, generation_config: Any) -> None:
+    """ValueError where ``rollout.generate`` is 'groups' and ``model`` cannot be generated with so."""
+    if reason := _drops(model) or not_by_groups(model, generation_config):
         raise ValueError(
             f"`rollout.generate` is 'groups', and {reason}: leave it out, and transformers makes every row"
         )
-    return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
+
+
+def _drops(model: Any) -> str:
+    """Why its dropout keeps groups apart; "" where none is active."""
+    drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
+    return "dropout is active, which a prompt that is read once would share" if drops else ""
 
 
 class PolicySampler:

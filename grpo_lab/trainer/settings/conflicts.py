@@ -226,6 +226,10 @@ BEFORE: tuple[Conflict, ...] = (
         "`rollout.{found}` has an effect only with `use_vllm: true`; leave it out or switch vLLM on",
     ),
     (
+        lambda c: c.args.use_vllm and c.of_rollout("generate"),
+        "`rollout.generate` has no effect with `use_vllm: true`, where the engine generates; leave it out",
+    ),
+    (
         lambda c: c.args.vllm_mode != "server" and c.of_rollout("server"),
         "`rollout.server` has an effect only with `vllm_mode: server`, and it is {args.vllm_mode!r}: leave it out",
     ),

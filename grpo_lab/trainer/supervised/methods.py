@@ -131,10 +131,10 @@ def worked_pairs(rows: Dataset) -> list[dict[str, Any]]:
     return [{"prompt": row["prompt"], "completion": in_form_of(row["prompt"], row["worked_solution"])} for row in rows]
 
 
-def check_rows(rows: Dataset) -> None:
+def check_rows(rows: Dataset, where: str = "cold_start.data") -> None:
     """``ValueError`` for rows that have no ``worked_solution``."""
     if "worked_solution" not in rows.column_names:
-        raise ValueError(f"`cold_start.data` has no column 'worked_solution'; it has {rows.column_names}")
+        raise ValueError(f"`{where}` has no column 'worked_solution'; it has {rows.column_names}")
 
 
 def check_training(method: str, arguments: Mapping[str, Any], where: str = "training") -> dict[str, Any]:
@@ -144,6 +144,11 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
     found: dict[str, Any] = typed(arguments, config, where)
     check_choices(found, where)
+    if found.get("eval_strategy", "no") != "no":
+        raise ValueError(
+            f"`{where}.eval_strategy` is {found['eval_strategy']!r}, and this training has no rows to evaluate on; "
+            "leave it out"
+        )
     if method == "simpo" and found.get("loss_type", "simpo") != "simpo":
         raise ValueError(f"`{where}.loss_type` is {found['loss_type']!r}; `method: simpo` means 'simpo'")
     if method == "distill" and not 0 <= found.get("beta", 1) <= 1:

@@ -1,0 +1,70 @@
+"""The stages of a pipeline looked at one after another, before the first of them begins: each with what those before it
+will leave, on the processes that it will have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.recipe.ahead import Ahead, looking_ahead, made_from
+from grpo_lab.recipe.sections import ModelSection, Recipe
+from grpo_lab.recipe.yaml import read_yaml
+
+
+@contextmanager
+def in_stage(name: str) -> Iterator[None]:
+    """Inside, a ValueError says which stage it is about."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+        if f"stages.{name}" in said or said.startswith(f"stage {name!r}"):
+            raise
+        raise ValueError(f"stage {name!r}: {said}") from error
+
+
+class Outlook:
+    """``here_only``: a dry run, which need not reach the hub."""
+
+    def __init__(self, here_only: bool) -> None:
+        self.left: dict[str, ModelSection | None] = {}
+        self._here_only = here_only
+
+    def words(self, name: str, kind: Any, launch: str | None) -> str:
+        """What the stage will do. ValueError, naming it: what would stop it."""
+        processes = processes_of(launch, name)
+        with in_stage(name), looking_ahead(Ahead(dict(self.left), processes, self._here_only)):
+            return str(kind.plan()) if hasattr(kind, "plan") else ""
+
+    def leave(self, kind: Any, folder: Path) -> None:
+        """What the stage will leave in ``folder`` is known to those after it."""
+        model = self._model_of(kind)
+        for thing, place in getattr(kind, "leaves", {}).items():
+            self.left[str(folder / place)] = model if thing == "model" else None
+
+    def _model_of(self, kind: Any) -> ModelSection | None:
+        """The model that its own is made from; None: it makes none, or nobody knows (a team's)."""
+        if not type(kind).__module__.startswith("grpo_lab."):
+            return None
+        asked = kind.as_read() if hasattr(kind, "as_read") else kind
+        named = getattr(asked, "model", None)
+        if named is None:
+            return None
+        section = named if isinstance(named, ModelSection) else ModelSection(path=str(named))
+        with looking_ahead(Ahead(dict(self.left))):
+            origin = made_from(section)
+        return origin if origin is None or isinstance(asked, Recipe) else replace(origin, lora=None)
+
+
+def processes_of(launch: str | None, name: str) -> int:
+    """How many processes an accelerate file says; 1 without one. ValueError: it says no number."""
+    if not launch:
+        return 1
+    where = f"`stages.{name}.launch`"
+    said = read_yaml(launch, where=where).get("num_processes", 1)
+    if not isinstance(said, int) or said < 1:
+        raise ValueError(f"{where}: `num_processes` of {launch!r} is {said!r}; it must be a whole number of at least 1")
+    return said

@@ -1,0 +1,63 @@
+"""What the trainer refuses of its model, asked of a model without weights: before anything is loaded or evaluated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import GenerationConfig
+
+from grpo_lab.engines.weights.adapter import lora_of
+from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.models import load_model, loading, lora_config, model_class
+from grpo_lab.recipe.rows import not_asked_again
+from grpo_lab.recipe.sections import ModelSection
+from grpo_lab.trainer.exactness.shared_prompts import refuse_unshared, why_unshared
+from grpo_lab.trainer.generation.in_step import refuse_groups
+
+
+def meta_model(section: ModelSection) -> Any:
+    """Without weights; of a hub name where its config is in the cache or can be had. Text: why there is none."""
+    from peft import get_peft_model
+
+    path = str(section.path)
+    if (Path(path) / "adapter_config.json").is_file() or (looks_local(path) and not is_local(path)):
+        return f"{path!r} is an adapter, or not here yet"
+    try:
+        with torch.device("meta"), loading(path):
+            if section.tiny is None:
+                kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
+            model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
+    except ValueError as error:
+        if section.tiny is not None or is_local(path):
+            raise
+        not_asked_again(error)
+        return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return f"{path!r} is no transformer"
+    with torch.device("meta"):
+        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
+
+
+def check_policy(section: ModelSection, config: Any) -> None:
+    """ValueError for prompts that cannot be shared, an adapter that cannot be sent by itself, a generation by groups
+    that the model does not allow: in the trainer's words. Nothing where the model's config is not known here."""
+    settings = config.lab_settings
+    shares = settings.update.share_prompts == "on"
+    sends = config.use_vllm and settings.rollout.sync == "adapter"
+    groups = settings.rollout.generate == "groups"
+    if not (shares or sends or groups):
+        return
+    model = meta_model(section)
+    if isinstance(model, str):
+        return
+    model.train()
+    if sends:
+        lora_of(model)
+    if shares:
+        attention = (config.model_init_kwargs or {}).get("attn_implementation")
+        refuse_unshared(why_unshared(model, attention))
+    if groups:
+        refuse_groups(model, GenerationConfig(max_new_tokens=config.max_completion_length or 1))
