@@ -177,7 +177,7 @@ def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
 
 
 def _named_alike(answer: Any, gold: list[Any]) -> Any:
-    """The answer with the gold's symbols for those of the same name: in `2 i` and `2i`, i is assumed to be different."""
+    """The answer with the gold's symbols for those of the same name: what `2 i` and `2i` assume of i differs."""
     symbols = {symbol.name: symbol for one in gold for symbol in getattr(one, "free_symbols", ())}
     own = getattr(answer, "free_symbols", ())
     other = {symbol: symbols[symbol.name] for symbol in own if symbols.get(symbol.name, symbol) != symbol}
