@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -21,6 +21,9 @@ DEEPEST = 100
 
 Fields = Mapping[str, type | UnionType]
 """The fields that an object must have, with their types; further ones are allowed."""
+
+Numbers = tuple[Callable[[str], Any], Callable[[str], Any]]
+"""What makes a whole number, and what another one, of its text in JSON."""
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 HALF = re.compile("[\ud800-\udfff]")
@@ -83,16 +86,20 @@ def read_record(path: str | os.PathLike[str], needs: Fields | None = None, advic
         raise ValueError(_sentence(path, error, advice)) from None
 
 
-def json_lines(path: str | os.PathLike[str], *, halves: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def json_lines(
+    path: str | os.PathLike[str], *, halves: bool = True, numbers: Numbers | None = None
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(Line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over.
-    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through."""
+    ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through;
+    ``numbers``: what makes a whole number, and another one, of its text."""
+    decoder = _DECODER if numbers is None else _decoder(*numbers)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 text = _decoded(line, mark=number == 1).rstrip("\r\n")
                 if not text.strip():
                     continue
-                found = checked_object(_value_of(text), {})
+                found = checked_object(_value_of(text, decoder), {})
                 if not halves and _ESCAPED_HALF.search(text):
                     _refuse_halves(found)
                 yield number, found
@@ -101,11 +108,16 @@ def json_lines(path: str | os.PathLike[str], *, halves: bool = True) -> Iterator
 
 
 def read_json_lines(
-    path: str | os.PathLike[str], needs: Fields | None = None, advice: str = "", *, halves: bool = True
+    path: str | os.PathLike[str],
+    needs: Fields | None = None,
+    advice: str = "",
+    *,
+    halves: bool = True,
+    numbers: Numbers | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(Line number from 1, its object, which has the fields that it ``needs``) of a file of JSON lines. ValueError,
     which ends with ``advice``: a line is damaged, holds no object, or lacks a field."""
-    for number, found in json_lines(path, halves=halves):
+    for number, found in json_lines(path, halves=halves, numbers=numbers):
         try:
             if isinstance(found, str):
                 raise _Damaged(found)
@@ -144,15 +156,19 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _decoder(whole: Callable[[str], Any], other: Callable[[str], Any]) -> json.JSONDecoder:
+    return json.JSONDecoder(object_pairs_hook=_once, parse_int=whole, parse_float=other)
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
-def _value_of(text: str) -> Any:
+def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
     """What JSON ``text`` says. _Damaged: why it says nothing."""
     if not text.strip("\0 \t\r\n"):
         raise _Damaged("zero bytes, as a lost write leaves them" if "\0" in text else "it is empty; JSON is needed")
     try:
-        found = _DECODER.decode(text)
+        found = decoder.decode(text)
     except json.JSONDecodeError as error:
         line = text.split("\n")[error.lineno - 1][:_SHOWN] if error.pos < len(text) else ""
         shown = f" of {line!a}" if line else ", where the text ends (cut?)"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_lab.data.prompts import PromptTemplate, find_template, with_shots
 from grpo_lab.data.rows import Row, first_present, place_of, read_rows, required_column, text_of, to_dataset
 from grpo_lab.verifiers.canonical import group_end
+from grpo_lab.verifiers.exact_numbers import without_thousands
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,7 +66,7 @@ def _gsm8k(source: str | Path, split: str) -> list[Row]:
         return text.rpartition("####")[2] if "####" in text else ""
 
     examples = _answered(rows, source, ("question", "problem"), golds, worked, after_mark, "answer after '####'")
-    return [row | {"solution": row["solution"].replace(",", "")} for row in examples]
+    return [row | {"solution": without_thousands(row["solution"])} for row in examples]
 
 
 def load_math(

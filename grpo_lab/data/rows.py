@@ -6,25 +6,37 @@ they are: what `grpo-lab curate` writes, with every score as a column.
 
 from __future__ import annotations
 
+import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from grpo_lab.data.prompts import ChatTemplate, PromptTemplate, find_template
-from grpo_lab.reading import json_lines, read_json_lines
+from grpo_lab.reading import json_lines, read_json_lines, read_text
+from grpo_lab.verifiers.written import WrittenFloat, number_text, whole_number, written
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Row = dict[str, Any]
 _QUESTION = ("question", "problem")
+GOLDS = ("solution", "gold_answer", "answer", "final_answer", "gt_answer", "ground_truth")
+"""Columns of gold answers: what is written counts, more than the number it comes to."""
+_FILES = frozenset([".jsonl", ".json", ".csv", ".parquet"])
+_EXACT = 2**53
+"""Up to it a float holds every whole number."""
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:
     """All rows of one split.
 
-    ``source`` is, in this order: an existing ``.jsonl`` file (which then *is* the split), an existing folder
+    ``source`` is, in this order: an existing ``.jsonl`` or ``.csv`` file (which then *is* the split), a folder
     (``<split>.jsonl``, or parquet shards as the hub lays them out), or a hub name.
 
     Args:
@@ -39,7 +51,7 @@ def read_rows(source: str | Path, split: str, *, config: str | None = None, also
         rows = _read_file(path)
     elif path.is_dir():
         rows = [row for file in _files_of_split(path, split, also) for row in _read_file(file)]
-    elif path.suffix in {".jsonl", ".json", ".parquet"} or path.is_absolute() or str(source).startswith((".", "~")):
+    elif path.suffix in _FILES or path.is_absolute() or str(source).startswith((".", "~")):
         raise ValueError(f"source {str(source)!r} does not exist: no such file or folder (setting: source)")
     else:
         rows = _read_hub(str(source), split, config)
@@ -67,11 +79,45 @@ def _read_file(path: Path) -> list[Row]:
         import pyarrow.parquet
 
         try:
-            return list(pyarrow.parquet.read_table(path).to_pylist())
+            return _with_texts(pyarrow.parquet.read_table(path))
         except pyarrow.ArrowException as error:
             said = " ".join(str(error).split())
             raise ValueError(f"{path} is no parquet file, or damaged: {said} (setting: source)") from error
-    return [row for _, row in read_json_lines(path, advice="one object a line (setting: source)", halves=False)]
+    if path.suffix == ".csv":
+        return _read_csv(path)
+    lines = read_json_lines(
+        path, advice="one object a line (setting: source)", halves=False, numbers=(whole_number, WrittenFloat)
+    )
+    return [row for _, row in lines]
+
+
+def _read_csv(path: Path) -> list[Row]:
+    """Rows of text under the names of the first line; an empty cell is None."""
+    lines = csv.reader(StringIO(read_text(path, "(setting: source)"), newline=""), strict=True)
+    rows: list[Row] = []
+    try:
+        names = next(lines, [])
+        for cells in lines:
+            if cells and len(cells) != len(names):
+                raise csv.Error(f"{len(cells)} cells where the first line names {len(names)} columns")
+            if cells:
+                rows.append({name: cell or None for name, cell in zip(names, cells, strict=True)})
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {lines.line_num}: {error}; one row a line (setting: source)") from None
+    return rows
+
+
+def _with_texts(table: Any) -> list[Row]:
+    """The rows of an Arrow table; numbers of single precision with their own digits: 0.1, not 0.10000000149011612."""
+    rows: list[Row] = table.to_pylist()
+    for field in table.schema:
+        if str(field.type) in ("float", "halffloat"):
+            kind = np.float32 if str(field.type) == "float" else np.float16
+            for row in rows:
+                value = row[field.name]
+                if value is not None and math.isfinite(value):
+                    row[field.name] = WrittenFloat(number_text(kind(value)) or "", value)
+    return rows
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
@@ -81,7 +127,10 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
         splits = datasets.get_dataset_split_names(name, config)
         if split not in splits:
             raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(splits)} (setting: split)")
-        return [dict(row) for row in datasets.load_dataset(name, config, split=split)]
+        found = datasets.load_dataset(name, config, split=split)
+        single = [one for one, kind in found.features.items() if getattr(kind, "dtype", "") == "float32"]
+        exact = _with_texts(found.with_format("arrow")[:].select(single)) if single else [{}] * len(found)
+        return [dict(row) | digits for row, digits in zip(found, exact, strict=True)]
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"source {name!r} is neither a file or folder here nor a data set that the hub gives: "
@@ -107,17 +156,18 @@ def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Pat
 
 
 def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
-    """A non-empty cell as text (numbers are written out)."""
+    """A non-empty cell as text, numbers as they are written."""
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    text = value if isinstance(value, str) else number_text(value)
+    if text is None or not text.strip():
         raise ValueError(f"{place_of(source, number)}: column {column!r} is {value!r}; text is needed")
-    return str(value)
+    return text
 
 
 def place_of(source: str | Path, number: int) -> str:
     """Where row ``number`` (from 1) stands, for messages: the line of a file of JSON lines."""
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".parquet":
+    if path.is_file() and path.suffix not in {".parquet", ".csv"}:
         lines = (line for line, _ in json_lines(path))
         return f"{path}, line {next(islice(lines, number - 1, None), number)}"
     return f"source {str(source)!r}, row {number}"
@@ -129,27 +179,59 @@ def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) 
     The prompt is the template's, always: such columns of the data become ``source_prompt`` and ``source_template``.
     """
     renamed = {"prompt": "source_prompt", "template": "source_template"}
-    return _dataset(
+    return dataset_of(
         {"prompt": template.prompt(row["question"]), "template": template.name}
         | {renamed.get(name, name): value for name, value in row.items()}
         for row in examples
     )
 
 
-def _dataset(rows: Iterable[Row]) -> Dataset:
-    """Arrow columns have one type: a file that mixes ``5`` and ``"Level 5"`` becomes text, ``1`` and ``0.5`` floats."""
+def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
+    """Rows as a ``datasets.Dataset``, in whose columns every value is of one type, and none is changed: what one type
+    cannot hold, ``5`` beside ``"Level 5"`` or 12345678901234567 beside 0.5, is text as the file writes it."""
     from datasets import Dataset
 
     rows = list(rows)
     columns: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
-        kinds = {type(value) for value in values if value is not None}
-        if len(kinds) > 1 and name != "prompt":
-            one = float if kinds == {int, float} else str
-            values = [None if value is None else one(value) for value in values]
-        columns[name] = values
+        columns[name] = values if name == "prompt" else _of_one_type(values, name in GOLDS)
     return Dataset.from_dict(columns)
+
+
+def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
+    """``values``, or their texts; of a ``gold``, texts too where a number would be written otherwise than it was."""
+    present = [value for value in values if value is not None]
+    kinds = {float if isinstance(value, WrittenFloat) else type(value) for value in present}
+    if kinds == {int, float} or kinds == {float}:
+        one: type | None = float
+        kept = all(_survives(value, gold) for value in present)
+    else:
+        one = None
+        kept = len(kinds) < 2 and _fits_arrow(present)
+    if not kept:
+        return [None if value is None else written(value) for value in values]
+    return [None if value is None else one(value) for value in values] if one else values
+
+
+def _survives(value: Any, gold: bool) -> bool:
+    """Whether a float holds a number as it is; of a ``gold``, writes it as the file does, too."""
+    if isinstance(value, int):
+        return not gold and -_EXACT <= value <= _EXACT
+    return not gold or not isinstance(value, WrittenFloat) or repr(float(value)) == value.text
+
+
+def _fits_arrow(values: list[Any]) -> bool:
+    """Whether Arrow has a type that holds all of them: no whole number of more than 64 bits, no struct of two forms."""
+    import pyarrow
+
+    if not any(isinstance(value, int | list | dict | tuple | Decimal) for value in values):
+        return True
+    try:
+        pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError, TypeError, ValueError):
+        return False
+    return True
 
 
 def load_file(
@@ -162,7 +244,7 @@ def load_file(
     """A file (or a folder with ``<split>.jsonl``) whose rows are taken as they are.
 
     Args:
-        source: a ``.jsonl`` or ``.parquet`` file, a folder, or a hub name.
+        source: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a folder, or a hub name.
         template: makes the prompts of rows that have a ``question`` and no ``prompt``. Prompts that are there stay and
             have to be this template's: ``none`` for any text, ``chat`` for any messages. If the rows name the template
             that made them, it has to be this one.
@@ -195,7 +277,7 @@ def load_file(
     for number, row in enumerate(rows, start=1):
         _check_made_by(form, row["prompt"], number, source)
     own = {} if made_with else {"template": form.name}
-    return _dataset(row | own | ({"question": row.get(question)} if question else {}) for row in rows)
+    return dataset_of(row | own | ({"question": row.get(question)} if question else {}) for row in rows)
 
 
 def _form_of(prompt: Any, number: int, source: str | Path) -> str:

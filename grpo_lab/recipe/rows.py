@@ -78,13 +78,13 @@ def _with_prompts(found: Any, section: DataSection, own_template: bool, place: s
     from datasets import Dataset
 
     from grpo_lab.data.prompts import find_template
-    from grpo_lab.data.rows import to_dataset
+    from grpo_lab.data.rows import dataset_of, to_dataset
 
     if not isinstance(found, Dataset):
         if not (isinstance(found, list | tuple) and all(isinstance(row, Mapping) for row in found)):
             seen = type(found).__name__
             raise ValueError(f"{place} gave a {seen}; a `datasets.Dataset` or a list of mappings is needed")
-        found = Dataset.from_list([dict(row) for row in found])
+        found = dataset_of(found)
     if not len(found):
         raise ValueError(f"{place} gave no rows")
     if "prompt" in found.column_names:

@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_lab.rewards.protocol import refuse_waiting, scope_of
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
+from grpo_lab.verifiers.written import number_text
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _LARGEST_SLIP = 9
@@ -134,7 +135,8 @@ class WrongLabelReward(_Noisy):
         is due, and the solution has no number."""
         if not self.is_wrong(prompt) or solution is None:
             return solution
-        numbers = list(_NUMBER.finditer(str(solution)))
+        written = number_text(solution) or str(solution)
+        numbers = list(_NUMBER.finditer(written))
         if not numbers:
             raise ValueError(
                 f"WrongLabelReward makes wrong labels of solutions with a number in them, and one is {solution!r:.80}: "
@@ -143,7 +145,7 @@ class WrongLabelReward(_Noisy):
         last = numbers[-1]
         slip = 1 + int(draw(self.seed, "slip", prompt) * 2 * _LARGEST_SLIP)
         off = slip if slip <= _LARGEST_SLIP else _LARGEST_SLIP - slip
-        text = f"{str(solution)[: last.start()]}{Decimal(last[0].replace(',', '')) + off}{str(solution)[last.end() :]}"
+        text = f"{written[: last.start()]}{Decimal(last[0].replace(',', '')) + off}{written[last.end() :]}"
         return text if isinstance(solution, str) else type(solution)(text)
 
 

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from functools import lru_cache
 
+from grpo_lab.verifiers.notation import SUPERSCRIPTS, in_latex
 from grpo_lab.verifiers.quantity import value_of_sign
 from grpo_lab.verifiers.units import FUNCTIONS, UNITS, is_unit_word, says_how_much, without_upright
 
@@ -33,7 +34,6 @@ _TRANSLATION = str.maketrans(
         "℉": r"^\circ F",
         "√": r"\sqrt",
         **{sign: rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for sign, value in _FRACTIONS.items()},
-        **{superscript: f"^{digit}" for digit, superscript in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
 CURRENCY = "$€£¥₹₽₩₫฿₺₦₱₴¢"
@@ -151,6 +151,7 @@ def _without_unit(text: str) -> str:
 def canonical(text: str) -> str:
     """The canonical spelling described at the top of this module."""
     if not text.isascii():
+        text = in_latex(text)
         text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text).translate(_TRANSLATION)
         text = "".join(str(unicodedata.digit(c)) if not c.isascii() and c.isdecimal() else c for c in text)
         text = _SQRT_OF_PARENS.sub(r"\\sqrt{\1}", _SQRT_OF_DIGITS.sub(r"\\sqrt{\1}", text))
@@ -159,7 +160,7 @@ def canonical(text: str) -> str:
         if peeled == text:
             break
         text = peeled
-    text = " ".join(text.split())
+    text = in_latex(" ".join(text.split()))
     text = _NEGATIVE_SPACE.sub("", text.replace("{,}", ","))
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
     text = _FUNCTION_OF.sub(_with_parentheses, without_upright(text))
@@ -180,7 +181,7 @@ def canonical(text: str) -> str:
 
 def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
-    bare = _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text))
+    bare = SUPERSCRIPTS.sub(" ", _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text)))
     names = [] if r"\begin" in text else _NAME_WITH_AND.findall(bare)
     words = [word for word in _WORD.findall(bare) if word.lower() not in FUNCTIONS]
     return names + [word for word in words if len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()]

@@ -24,6 +24,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
+_THOUSANDS = re.compile(r"[-+]?\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _MAX_DIGITS = 15  # a double holds 15 decimal digits, and so does math-verify's default precision
 _ZEROS = re.compile(r"-?0*\.(0*)[1-9]\d*", re.ASCII)
 _FAR = 5e-6
@@ -40,6 +41,11 @@ _JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 def is_plain_number(text: str) -> bool:
     """True for `18`, `-3`, `1,234.50`, `007`; False for `1/2`, `10%`, `1e5`, `1,23`."""
     return _PLAIN_NUMBER.fullmatch(text) is not None
+
+
+def without_thousands(text: str) -> str:
+    """`1,234.5` -> `1234.5`; a comma that parts anything else stays: `3,5`, `(1,2)`."""
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def decimals_compared(gold: str) -> int:

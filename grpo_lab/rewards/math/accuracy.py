@@ -11,11 +11,9 @@ The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
@@ -26,7 +24,9 @@ from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_i
 from grpo_lab.rewards.math.extraction import Answer, boxed_answers, extract_answer
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
 from grpo_lab.verifiers.canonical import canonical
+from grpo_lab.verifiers.exact_numbers import without_thousands
 from grpo_lab.verifiers.side_by_side import in_figures
+from grpo_lab.verifiers.written import number_text
 
 _SHORT = 60
 T = TypeVar("T")
@@ -38,12 +38,9 @@ _UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 def gold_answer(solution: Any) -> str | None:
     """The answer a solution ends with, or None where there is none. Whether it can be compared with anything is the
     verifier's to say (`kind_of_gold`)."""
-    if isinstance(solution, float) and math.isfinite(solution):
-        return str(int(solution)) if solution == int(solution) else repr(solution)
-    if isinstance(solution, int) and not isinstance(solution, bool):
-        with suppress(ValueError):  # more digits than Python writes
-            return str(solution)
-    if not isinstance(solution, str) or not solution.strip():
+    if not isinstance(solution, str):
+        return number_text(solution)
+    if not solution.strip():
         return None
     text = solution.strip()
     marked = extract_answer(text)
@@ -246,8 +243,8 @@ class HashesReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
-        gold = gold_answer(row[0]) if isinstance(row[0], int) else row[0]
-        expected = "" if gold is None else str(gold).strip().replace(",", "")
+        gold = row[0] if isinstance(row[0], str) else number_text(row[0])
+        expected = without_thousands((gold or "").strip())
         if not expected:
             return None
         found = re.findall(r"#### (-?[0-9.,]+)", text)

@@ -56,12 +56,16 @@ _MAX_EXPRESSION = 2000
 _SPAN_TOKEN = re.compile(r"\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
 _CLOSING = {"$$": "$$", "$": "$", r"\(": r"\)", r"\[": r"\]"}
 _CURRENCY_CLASS = re.escape(CURRENCY)
+_POWER_OF_TEN = (
+    r"(?:[eE][-+−]?\d{1,4}(?!\w)"
+    r"|\s?(?:[×·⋅*xX]|\\times|\\cdot)\s?10\s?(?:\^\s?(?:\{\s?[-+−]?\d{1,4}\s?\}|[-+−]?\d{1,4})|[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,4}))?"
+)
 NUMBER = re.compile(
-    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
     r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?"
 )
 _LEADING = re.compile(
-    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
     rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
 )
 _LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")

@@ -1,0 +1,52 @@
+r"""Notations of numbers that LaTeX does not know, put into ones that it does.
+
+    1.5e-3 -> 0.0015        1E+6 -> 1000000         5e-324 -> 5\times10^{-324}
+    10⁻⁹, 10^-9 -> 10^{-9}  1.5 x 10^{-3} -> 1.5\times 10^{-3}
+
+`2e-3` may be 0.002 or, with Euler's number, 2e - 3: `as_scientific` says which, beside what it is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+SUPERSCRIPTS = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_BARE_NEGATIVE_POWER = re.compile(r"\^\s?(-\d{1,6})(?![\d{}])")
+_X_FOR_TIMES = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?\^)")
+_E = re.compile(r"(?<![\w.\\}])(\d{1,40}(?:\.\d{0,40})?|\.\d{1,40})([eE])([-+]?)(\d{1,4})(?![\w.]*\w)", re.ASCII)
+_OPEN_TO_DOUBT = re.compile(r"([-+]?\d{1,15})e([-+]\d)", re.ASCII)
+_EULER = re.compile(r"(?<![A-Za-z\\])e(?![A-Za-z])|\\(?:exp|ln|log)")
+_MOST_ZEROS = 30
+
+
+def in_latex(text: str) -> str:
+    """The notations described at the top of this module in LaTeX's; what is open to doubt stays as it is."""
+    text = SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_SMALL).lstrip("+") + "}", text)
+    if "^" in text:
+        text = _X_FOR_TIMES.sub(r"\\times ", _BARE_NEGATIVE_POWER.sub(r"^{\1}", text))
+    return text if _OPEN_TO_DOUBT.fullmatch(text) else _E.sub(_without_e, text)
+
+
+def _without_e(number: re.Match[str]) -> str:
+    mantissa, _, sign, exponent = number.groups()
+    if len(exponent) > 1 and int(exponent) > _MOST_ZEROS:
+        return rf"{mantissa}\times10^{{{sign.lstrip('+')}{exponent}}}"
+    return f"{Decimal(f'{mantissa}e{sign}{exponent}'):f}"
+
+
+def as_scientific(text: str, other: str, value: Fraction | None) -> str:
+    """`2e-3` as 0.002 beside a text without Euler's number, or with a `value` that this is nearer to than 2e - 3."""
+    found = _OPEN_TO_DOUBT.fullmatch(text)
+    if found is None or text == other:
+        return text
+    scientific = Decimal(text)
+    euler = int(found[1]) * math.e + int(found[2])
+    if value is None:
+        named = _EULER.search(other) is not None and _OPEN_TO_DOUBT.fullmatch(other) is None
+    else:
+        named = abs(float(value) - euler) < abs(float(value) - float(scientific))
+    return text if named else f"{scientific:f}"

@@ -1,0 +1,92 @@
+"""Values as the file writes them: a gold is text, and a number that was read is no longer what stands there.
+
+0.00005 -> "0.00005"  (Python: 5e-05)     0.10 -> "0.10"     12345678901234567.0 -> all of its digits
+numpy.float32(0.1) -> "0.1"               Decimal("1E+3") -> "1000"          Fraction(1, 3) -> "1/3"
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_LONGEST = 4000
+"""Digits: Python reads and writes no longer whole number."""
+
+
+class WrittenFloat(float):
+    """A float, and in ``text`` how it was written. ``WrittenFloat("0.10")``; with ``value``, that of another width."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str, value: float | None = None) -> WrittenFloat:
+        made = super().__new__(cls, text if value is None else value)
+        made.text = text
+        return made
+
+    def __reduce__(self) -> tuple[type[WrittenFloat], tuple[str, float]]:
+        return WrittenFloat, (self.text, float(self))
+
+
+def whole_number(text: str) -> int | str:
+    """The integer that ``text`` writes; the text itself where it is longer than Python reads."""
+    return int(text) if len(text) <= _LONGEST else text
+
+
+def number_text(value: Any) -> str | None:
+    """A finite number of Python, numpy or torch in digits, without an exponent where it was not written with one;
+    None for anything else, truth values included."""
+    if isinstance(value, WrittenFloat):
+        return value.text if math.isfinite(value) or value.text[-1:].isdigit() else None
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        with suppress(ValueError):  # more digits than Python writes
+            return str(value)
+        return None
+    if isinstance(value, float) and not hasattr(value, "dtype"):
+        return _in_digits(Decimal(repr(value))) if math.isfinite(value) else None
+    if isinstance(value, Decimal):
+        return _in_digits(value) if value.is_finite() else None
+    if isinstance(value, Fraction):
+        return str(value)
+    return _of_array(value)
+
+
+def _of_array(value: Any) -> str | None:
+    """Of a number of numpy or torch: the shortest digits that are this number in its own width."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value if value.element_size() != 2 else value.float()).numpy()
+    if getattr(value, "ndim", None) != 0 or not hasattr(value, "dtype"):
+        return None
+    if value.dtype.kind in "iu":
+        return str(operator.index(value.item()))
+    if value.dtype.kind == "f":
+        return _in_digits(Decimal(str(value[()]))) if math.isfinite(value) else None
+    return None
+
+
+def _in_digits(number: Decimal) -> str:
+    if number == number.to_integral_value():
+        return str(int(number)) if number.adjusted() < _LONGEST else str(number)
+    return f"{number:f}" if number.adjusted() > -_LONGEST else str(number)
+
+
+def written(value: Any) -> str:
+    """Any value as its file writes it: text as it is, numbers in their digits, what else there is as JSON."""
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(name))}: {_json(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_json, value)) + "]"
+    text = number_text(value)
+    return json.dumps(value, ensure_ascii=False, default=str) if text is None else text
