@@ -114,8 +114,9 @@ def append_batch(file: IO[bytes], lines: Sequence[str]) -> None:
     end = file.seek(0, os.SEEK_END)
     content = memoryview("".join(f"{line}\n" for line in lines).encode())
     try:
-        while content:  # past Python's buffer, which would try a failed write again
-            content = content[os.write(file.fileno(), content) :]
+        with saving(file.name):
+            while content:  # past Python's buffer, which would try a failed write again
+                content = content[os.write(file.fileno(), content) :]
     except OSError:
         with suppress(OSError):
             os.ftruncate(file.fileno(), end)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from grpo_lab import io as atomic
-from grpo_lab.io import whole_folder, write_whole, write_whole_text
+from grpo_lab.io import append_json_line, whole_folder, write_whole, write_whole_text
 
 
 def test_content_reaches_the_disk_before_the_move_and_the_move_after_it(
@@ -149,6 +149,14 @@ def test_a_disk_that_is_full_has_one_error_whoever_writes(
         write(folder / "a file")
     assert caught.value.errno in atomic.NO_ROOM
     assert not (tmp_path / "a model").exists()
+
+
+def test_a_file_that_cannot_grow_is_named(small_disk: None, tmp_path: Path) -> None:
+    place = tmp_path / "metrics.jsonl"
+    place.write_text('{"step": 1}\n')
+    with pytest.raises(OSError, match=re.escape(str(place))):
+        append_json_line(place, {"text": "x" * 5000})
+    assert place.read_text() == '{"step": 1}\n'
 
 
 def test_what_is_not_the_disk_s_comes_through(tmp_path: Path) -> None:
