@@ -77,6 +77,12 @@ CASES = [
     Case("grpo-off", SPLIT, {"objective": "grpo", "update": "off"}, exact=False),
     Case("dapo-twice-beta", SPLIT, {"objective": "dapo", "beta": 0.04, "num_iterations": 2}),
     Case("small-bins", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 40}}),
+    Case(
+        "shared-prompts-sparse",
+        SCATTERED,
+        {"objective": "dr_grpo", "max_steps": 6, "update": {"max_tokens": 2000, "share_prompts": "on"}},
+        reward="sparse",
+    ),
     Case("shared-prompts", SPLIT, {"objective": "dr_grpo", "update": {"max_tokens": 2000, "share_prompts": "on"}}),
     Case(
         "shared-prompts-twice-beta",

@@ -26,6 +26,7 @@ from trl.trainer import utils as trl_utils
 
 from golden.in_double import Head, _angles, _norm
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.shared_prompts import _of_run, why_unshared
 from grpo_lab.trainer.trl_bridge import shared_attention
@@ -87,6 +88,10 @@ def rows(case: str) -> tuple[Tensor, Tensor, Tensor]:
     return ids, labels, torch.arange(width).expand_as(ids) + 3
 
 
+def prompts_of(labels: Tensor) -> Tensor:
+    return (labels != -100).long().argmax(1)
+
+
 def gradients(model: Any, case: str, shared: bool | str) -> tuple[Tensor, list[Tensor]]:
     ids, labels, positions = rows(case)
     trainer = trainer_of(model)
@@ -94,7 +99,7 @@ def gradients(model: Any, case: str, shared: bool | str) -> tuple[Tensor, list[T
     inner = getattr(model, "get_base_model", lambda: model)()
     inner.set_attn_implementation(shared if isinstance(shared, str) else "shared_prompt" if shared else "sdpa")
     if shared:
-        packed = trl_bridge.packed_row(ids, labels, positions, shared == trl_bridge.FLEX)
+        packed = trl_bridge.packed_row(ids, labels, positions, prompts_of(labels), shared == trl_bridge.FLEX)
         assert packed is not None
         logps, entropy = trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)
     else:
@@ -198,7 +203,7 @@ def test_without_groups_it_is_sdpa() -> None:
 
 def test_nothing_scored_packs_nothing() -> None:
     ids, labels, positions = rows("uneven")
-    assert trl_bridge.packed_row(ids, torch.full_like(labels, -100), positions) is None
+    assert trl_bridge.packed_row(ids, torch.full_like(labels, -100), positions, prompts_of(labels)) is None
 
 
 # -- as a setting ------------------------------------------------------------------------------------------------------
@@ -314,6 +319,70 @@ def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, mon
     said = failed.trainer.exact_update.described()["share_prompts"]
     assert said == "no: Qwen2ForCausalLM has no forward for a packed row (TypeError: no such argument)"
     assert auto.trainer.exact_update.described()["share_prompts"].startswith("no: a log-prob of the first shared bin")
+
+
+def equal_at_first(calls: list[int]) -> Any:
+    """All rewards of the first generation are equal: its step has no row that is computed."""
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append(len(prompts))
+        return [0.5 if len(calls) == 1 else (sum(ids) % 5) / 4.0 for ids in completion_ids]
+
+    return reward
+
+
+@pytest.mark.parametrize("share", ["on", "auto"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_comparison_waits_for_a_bin_that_scores(
+    share: str, bf16: bool, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = bins_packed(monkeypatch)
+    runs = []
+    for name in ("off", share):
+        update = {"max_tokens": 2000, "share_prompts": name}
+        args = LabConfig(**arguments(tmp_path / name, bf16=bf16, max_steps=3), objective="dr_grpo", update=update)
+        runs.append(train(LabTrainer, args, tiny_folder, reward=equal_at_first([])))
+    assert any(packed is not None and packed.shares for packed in seen), "the later steps share"
+    assert runs[0].losses[0] == runs[1].losses[0] == 0.0
+    if not bf16:
+        assert movement_difference(runs[1], runs[0]) <= movement_bound(runs[0])
+    monkeypatch.setattr(shared_attention, "attend", lambda *a, attend=shared_attention.attend, **k: attend(*a, **k) * 2)
+    with pytest.raises(RuntimeError, match=r"is on, and (a|the mean) log-prob of the first shared bin differs by [0-9]"):
+        args = LabConfig(
+            **arguments(tmp_path / "planted", bf16=bf16), objective="dr_grpo", update={"share_prompts": "on"}
+        )
+        train(LabTrainer, args, tiny_folder, reward=equal_at_first([]))
+
+
+class WithToolAnswers(ScriptedRollout):
+    """Some completions begin with what a tool said, some end with it, some have it in between."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = super().__call__(prompts, trainer)
+        masks = [[1] * len(ids) for ids in made["completion_ids"]]
+        for row, mask in enumerate(masks):
+            of_tool = (slice(0, 2), slice(-2, None), slice(1, 3))[row % 3]
+            mask[of_tool] = [0] * len(mask[of_tool])
+        return {**made, "env_mask": masks}
+
+
+def test_tokens_of_tools_are_counted_as_they_are_computed(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is logged, and what the budget holds, is what the packed rows have: a prompt is shared by completions that
+    begin with a tool's answer, and nothing behind the last token with a loss is computed."""
+    seen = bins_packed(monkeypatch)
+    runs = []
+    for share in ("off", "on"):
+        update = {"max_tokens": 150, "share_prompts": share}
+        args = LabConfig(**arguments(tmp_path / share), objective="dr_grpo", update=update)
+        tools = WithToolAnswers(range(20, 90), (3, 5, 9, 14, 21, 30))
+        runs.append(train(LabTrainer, args, tiny_folder, rollout=tools))
+    off, on = runs
+    assert movement_difference(on, off) <= movement_bound(off)
+    computed = [packed.input_ids.numel() for packed in seen[1:]]  # the first was for the comparison
+    assert sum(computed) == sum(row["update/tokens_computed"] for row in on.history if "loss" in row)
+    assert max(computed) <= 150
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

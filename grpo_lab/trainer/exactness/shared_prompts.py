@@ -60,8 +60,8 @@ class SharedPrompts:
         return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
 
     def planned(self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int) -> Plan:
-        """The plan of ``rows`` with their prompts once, or ``plain``: with ``auto`` the cheaper one. Where a row has a
-        hole in a mask it is ``plain``: a packed row cannot have one."""
+        """The plan of ``rows`` (as long as packed rows have them) with their prompts once, or ``plain``: with ``auto``
+        the cheaper one. Where a row has a hole in a mask it is ``plain``: a packed row cannot have one."""
         if self.because:
             return plain
         assert prompts is not None  # they are asked for where prompts may be shared
@@ -72,17 +72,22 @@ class SharedPrompts:
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         """``completion_log_probs`` of a bin. One that scores nothing is computed as without this setting. Some groups
-        of the first shared bin are compared with their unshared rows, on every rank: where they differ ``auto`` shares
-        no more and warns (what is left of this step is computed in the bins at hand, each row with its prompt); with
-        ``on`` it is a RuntimeError."""
-        if part.shared and not self._checked:
+        of the first shared bin that scores something on some rank are compared with their unshared rows, on every rank:
+        where they differ ``auto`` shares no more and warns (what is left of this step is computed in the bins at hand,
+        each row with its prompt); with ``on`` it is a RuntimeError."""
+        if part.shared and not self._checked and self._scores_somewhere(part):
             self._check(self._trainer.accelerator.unwrap_model(model), part)
         return self._forward(model, part)
+
+    def _scores_somewhere(self, part: Bin) -> bool:
+        """Whether a rank has something to compare: a step without a live row has stand-ins alone. A collective."""
+        scores = (part.labels != -100).any().unsqueeze(0)
+        return bool(self._trainer.accelerator.gather(scores).any())
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         whole = part.shared and not self.because
         flex = whole and attention_of(self._trainer.accelerator.unwrap_model(model)) == trl_bridge.FLEX
-        packed = trl_bridge.packed_row(*part.inputs[:3], flex) if whole else None
+        packed = trl_bridge.packed_row(*part.inputs[:3], part.take[:, 0] + 1, flex) if whole else None
         if packed is None:
             return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
         return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
@@ -97,21 +102,26 @@ class SharedPrompts:
 
     @torch.no_grad()
     def _check(self, model: nn.Module, part: Bin) -> None:
-        """Every rank is at its first shared bin: with weights in parts these forwards are collectives."""
-        accelerator, self._checked, part = self._trainer.accelerator, True, _some_groups(part)
+        """Every rank is at the first shared bin that scores: with weights in parts these forwards are collectives."""
+        accelerator = self._trainer.accelerator
+        self._checked = True
+        part = _some_groups(part)
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
         allowed, of = (TOLERANCE, "a log-prob") if exact else (TOLERANCE_COARSE, "the mean log-prob")
+        failed = ""
         with trl_bridge.without_checkpointing(self._trainer):
             expected = self._forward(model, replace(part, shared=False))[0]
             try:
-                apart = (self._forward(model, replace(part, shared=True))[0] - expected).abs()
+                apart = _apart(self._forward(model, replace(part, shared=True))[0], expected)
             except (TypeError, ValueError, RuntimeError) as error:  # as on every rank: the model is the same
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
-                apart, failed = expected.new_full((1,), math.inf), f"{type(error).__name__}: {error}"[:300]
-            else:
-                apart, failed = apart[part.labels[:, 1:] != -100], ""
-        own = (apart.max() if exact else apart.mean()).float().unsqueeze(0)
+                apart = torch.full_like(expected, math.inf)
+                failed = f"{type(error).__name__}: {error}"[:300]
+        apart = apart[part.labels[:, 1:] != -100].float()
+        own = apart.new_zeros(1)
+        if apart.numel() > 0:  # else this rank has a stand-in, and another one compares
+            own = (apart.max() if exact else apart.mean()).unsqueeze(0)
         gap = float(accelerator.gather(own).max())
         if gap <= allowed:
             return
@@ -186,10 +196,17 @@ def _of_run(trainer: StepPort) -> str:
     return "the rows may bring images" if trl_bridge.may_bring_images(trainer) else ""
 
 
+def _apart(found: Tensor, expected: Tensor) -> Tensor:
+    """|difference|; 0 where both are the same that has none (NaN of broken weights is the guard's, and no reason)."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return (found - expected).abs().masked_fill(same, 0.0)
+
+
 def _some_groups(part: Bin) -> Bin:
     """A few completions of the first few prompts of a bin: what a forward reads of it."""
-    before_first = (part.labels != -100).cumsum(1) == 0
-    _, prompt = part.input_ids.masked_fill(~before_first, -1).unique(dim=0, return_inverse=True)
+    steps = torch.arange(part.input_ids.size(1), device=part.input_ids.device)
+    of_prompt = steps <= part.take[:, :1]
+    _, prompt = part.input_ids.masked_fill(~of_prompt, -1).unique(dim=0, return_inverse=True)
     found: dict[int, list[int]] = {}
     for row, of in enumerate(prompt.tolist()):
         found.setdefault(of, []).append(row)
@@ -198,7 +215,7 @@ def _some_groups(part: Bin) -> Bin:
         name: None if (value := getattr(part, name)) is None else value.expand_as(part.input_ids)[rows]
         for name in ("input_ids", "labels", "position_ids", "attention_mask")
     }
-    return replace(part, **inputs)
+    return replace(part, take=part.take[rows], **inputs)
 
 
 def _inner(model: nn.Module) -> Any:

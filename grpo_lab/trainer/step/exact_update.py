@@ -121,9 +121,10 @@ class ExactUpdate:
         return budget, plan, Exchange(local, numbers, plan, accelerator)
 
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
-        rows = numbers.rows(all_rows=found.all_rows is not None)
+        all_rows = found.all_rows is not None
         ranks = self.trainer.accelerator.num_processes
-        return self.prompts.planned(plan_update(rows, ranks, budget), rows, numbers.prompts, ranks, budget)
+        plain = plan_update(numbers.rows(all_rows), ranks, budget)
+        return self.prompts.planned(plain, numbers.rows(all_rows, packed=True), numbers.prompts, ranks, budget)
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:

@@ -61,7 +61,8 @@ class UpdateRecord:
             self._described = _described(found, plan.tokens_computed, plan.tokens_computed, stock)
             return
         prompts = numbers.prompts if plan.shared else None
-        self._say(found, found.all_rows, plan.tokens_computed, numbers.rows(all_rows=False), budget, stock, prompts)
+        live = numbers.rows(all_rows=False, packed=plan.shared)
+        self._say(found, found.all_rows, plan.tokens_computed, live, budget, stock, prompts)
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """A micro-batch that stays as TRL cut it; with the last one of an optimizer step a collective."""

@@ -86,16 +86,19 @@ class _Sequence:
     keys: Ints
 
 
-def packed_row(input_ids: Tensor, labels: Tensor, position_ids: Tensor, flex: bool = False) -> PackedRow | None:
-    """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``), for FlexAttention where ``flex``;
-    None where nothing is scored.
+def packed_row(
+    input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, flex: bool = False
+) -> PackedRow | None:
+    """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``; ``prompts`` long ``[B]``, tokens
+    of each row's prompt), for FlexAttention where ``flex``; None where nothing is scored.
 
-    A row's prompt is what stands before its first label, its completion ends with its last one: what comes after, a
-    causal model's scored tokens cannot see. Rows share a prompt where its tokens and its first position are equal.
+    A row's completion ends with its last label: what comes after, a causal model's scored tokens cannot see. It may
+    begin with tokens without one (a tool's answer). Rows share a prompt where its tokens and its first position are
+    equal.
     """
     following = (labels[:, 1:] != -100).cpu().numpy()
     tokens, starts = input_ids.cpu().numpy(), position_ids[:, 0].tolist()
-    first = following.argmax(1)
+    first = prompts.cpu().numpy() - 1
     last = following.shape[1] - following[:, ::-1].argmax(1)
     together: dict[tuple[int, bytes], list[int]] = {}
     for row in np.flatnonzero(following.any(1)).tolist():
