@@ -55,6 +55,7 @@ from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
 from grpo_lab.trainer.scoring.scored import record, score
+from grpo_lab.trainer.settings.silenced import seen
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import rows_in_place
 from grpo_lab.trainer.step.micro_batch import micro_batch_loss
@@ -168,10 +169,12 @@ class LabTrainer(ResumableTrainer):
         with trl_bridge.small_tiles(self.accelerator.device):
             return super().training_step(*args, **kwargs)
 
+    @seen
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
         return super()._get_train_sampler(dataset) if ours is None else ours
 
+    @seen
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         coming = self.parts.ahead.read(epoch_iterator, num_batches, self._step)
         return super().get_batch_samples(coming, num_batches, device)
@@ -181,6 +184,7 @@ class LabTrainer(ResumableTrainer):
         check_room(self, ids)
         return ids, images, fields
 
+    @seen
     def _generate_single_turn(self, prompt_ids: Any, *rest: Any, **options: Any) -> Any:
         begun = self.parts.partial.take(prompt_ids)
         if begun is not None:
@@ -199,6 +203,7 @@ class LabTrainer(ResumableTrainer):
         trls = super()._calculate_rewards
         return rewards_of_all(self, trls, inputs, prompts, completions, completion_ids_list)
 
+    @seen
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with checkpoint_if_server_gone(self):
             self.parts.before_generation(self.model.training)
@@ -247,6 +252,7 @@ class LabTrainer(ResumableTrainer):
                 return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
             return micro_batch_loss(self, model, inputs, objective)
 
+    @seen
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.parts.guard.judged(super()._get_grad_norm(model, grad_norm))
 
@@ -289,6 +295,7 @@ class LabTrainer(ResumableTrainer):
         super()._load_best_model()
         take_up(self, self.parts.critic, self.state.best_model_checkpoint, "load_best_model_at_end")
 
+    @seen
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
 

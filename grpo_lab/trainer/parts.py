@@ -31,6 +31,7 @@ from grpo_lab.trainer.scoring.preference import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation
+from grpo_lab.trainer.settings.silenced import SilencedSettings
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
@@ -82,6 +83,7 @@ class Parts:
 
     def _call_back(self, trainer: Any) -> None:
         trainer.add_callback(self.stop)
+        trainer.add_callback(SilencedSettings(trainer))
         if trainer.args.profile:
             trainer.add_callback(Profile(trainer))
         if trainer.lab_settings.token_weights_every is not None:

@@ -68,7 +68,12 @@ NOT_HONOURED: tuple[str, ...] = (
 HOOKS: dict[str, str] = {
     "_calculate_rewards": "rewards",
     "compute_advantages": "advantage",
+    "_generate": "generation",
+    "_generate_single_turn": "generation",
     "_generate_and_score_completions": "generation",
+    "get_train_dataloader": "prompts",
+    "_get_train_sampler": "prompts",
+    "_get_grad_norm": "gradient norm",
     "token_loss": "surrogate",
     "_get_per_token_logps_and_entropies": "log-probs",
     "_compute_loss": "loss",

@@ -1,0 +1,122 @@
+"""Settings that act inside a method of ``LabTrainer``: refused where a team's code keeps that method from being called.
+
+A team may override any method of TRL's trainer. One that asks ``super()`` leaves every setting in force. One that does
+not, or that nobody calls any more because its caller was overridden, silences the settings that act in it: they would
+stand in the record of the run, and do nothing. Whether a method is asked can only be seen: ``seen`` notes it, and
+``SilencedSettings`` compares before the first training begins, and before the first optimizer step is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+
+from grpo_lab.trainer.settings.parse import LabSettings
+from grpo_lab.trainer.trl_bridge import teams
+
+Method = Callable[..., Any]
+
+
+def seen(method: Method) -> Method:
+    """Note on the trainer that this method of ours was called."""
+
+    @functools.wraps(method)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vars(self).setdefault("_called", set()).add(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return noted
+
+
+@dataclass(frozen=True)
+class Acting:
+    """``settings`` (name → whether it is set) act in ``method``, which ``callers`` call; ``early``: before a training
+    begins, and not in its first step."""
+
+    method: str
+    settings: dict[str, Callable[[LabSettings], bool]]
+    callers: tuple[str, ...] = ()
+    early: bool = False
+
+
+ACTING: tuple[Acting, ...] = (
+    Acting("_get_train_sampler", {"sampler": lambda s: s.sampler is not None}, ("get_train_dataloader",), early=True),
+    Acting(
+        "create_optimizer", {"value": lambda s: s.value is not None}, ("create_optimizer_and_scheduler",), early=True
+    ),
+    Acting(
+        "get_batch_samples",
+        {
+            "rollout.overlap": lambda s: s.rollout.overlap > 0,
+            "rollout.cut_after": lambda s: s.rollout.cut_after is not None,
+        },
+    ),
+    Acting(
+        "_generate_and_score_completions",
+        {
+            "advantage": lambda s: s.advantage is not None,
+            "kl.placement: reward": lambda s: s.kl is not None and s.kl.placement == "reward",
+            "reward_schedules": lambda s: bool(s.reward_schedules),
+            "reset_optimizer": lambda s: bool(s.reset_optimizer),
+            "reference_every: generation": lambda s: s.reference_every == "generation",
+            "sampler: prioritized": lambda s: s.sampler is not None and s.sampler.name == "prioritized",
+            "update.dead_groups: resample": lambda s: s.update.dead_groups == "resample",
+        },
+        ("_prepare_inputs", "training_step"),
+    ),
+    Acting(
+        "_generate_single_turn",
+        {
+            "rollout.generate: groups": lambda s: s.rollout.generate == "groups",
+            "rollout.thinking_budget": lambda s: s.rollout.thinking_budget is not None,
+            "rollout.overlap": lambda s: s.rollout.overlap > 0,
+            "rollout.cut_after": lambda s: s.rollout.cut_after is not None,
+        },
+        ("rollout_func", "_generate", "_generate_and_score_completions", "_prepare_inputs", "training_step"),
+    ),
+    Acting("_get_grad_norm", {"guard": lambda s: s.guard is not None and not s.guard.is_off}),
+)
+
+
+class SilencedSettings(TrainerCallback):  # type: ignore[misc]
+    """ValueError that names a setting and the team's method under which it would do nothing."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._first = 0
+        self._compared = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._first = self._trainer._step
+        self._compare(early=True)
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        taken_up = self._trainer.phase.start < self._first  # the generation batch at hand is of an earlier process
+        if self._compared or taken_up:
+            return
+        self._compared = True
+        self._compare(early=False)
+
+    def _compare(self, early: bool) -> None:
+        called = vars(self._trainer).get("_called", set())
+        for one in ACTING:
+            if one.early is early and one.method not in called:
+                self._refuse(one)
+
+    def _refuse(self, one: Acting) -> None:
+        silent = [name for name, is_set in one.settings.items() if is_set(self._trainer.lab_settings)]
+        if not silent:
+            return
+        places = [teams(self._trainer, method) for method in (one.method, *one.callers)]
+        if getattr(self._trainer, "rollout_func", None) is not None and "rollout_func" in one.callers:
+            places.append("rollout_func")
+        home = next((place for place in places if place is not None), None)
+        found = "it is not called" if home is None else f"`{home}` keeps it from being called"
+        raise ValueError(
+            f"`{silent[0]}` would have no effect in this run: it acts in `LabTrainer.{one.method}`, and {found}; "
+            f"ask `super()` there, or leave `{silent[0]}` out"
+        )
