@@ -95,8 +95,9 @@ class SilencedSettings(TrainerCallback):  # type: ignore[misc]
         self._compare(early=True)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        taken_up = self._trainer.phase.start < self._first  # the generation batch at hand is of an earlier process
-        if self._compared or taken_up:
+        phase = self._trainer.phase
+        taken_up = self._first % phase.every != 0  # an earlier process made the first generation batch
+        if self._compared or (taken_up and phase.done - self._first < phase.every):
             return
         self._compared = True
         self._compare(early=False)
