@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
+from types import TracebackType
 from typing import Any
 
 _UNSEEN = [
@@ -38,3 +41,8 @@ class VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
+
+
+def print_errors_visibly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an error that nobody caught, fit for a terminal: ``sys.excepthook``."""
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)

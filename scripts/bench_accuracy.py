@@ -197,12 +197,25 @@ def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) ->
     own = argparse.Namespace(**{**vars(options), "seeds": list(seeds), "arms": None})
     before = recorded(names, seeds, options)
     try:
-        carry_out(Experiment(names, run, lambda found, _: f"recorded: {sum(map(len, found.values()))} runs"), own)
+        carry_out(experiment(names), own)
     finally:
         found = recorded(names, seeds, options)
         if options.at_most is not None:
             options.at_most -= sum(map(len, found.values())) - sum(map(len, before.values()))
     return found
+
+
+def experiment(names: Sequence[str]) -> Experiment:
+    def report(found: Found, options: Options) -> str:
+        return f"recorded: {sum(map(len, found.values()))} runs"
+
+    return Experiment(names, run, report, settings=settings_of, start=lambda options: Path(options.start))
+
+
+def settings_of(name: str, seed: int, options: Options) -> dict[str, Any]:
+    """What a run is made from; rate, updates and steps stand in its name."""
+    arm = next(arm for arm in sorted(ARMS, key=len, reverse=True) if name.startswith(f"{arm} "))
+    return {**asked(options), "name": name, "arm": ARMS[arm], "recipe": read_yaml(RECIPE)}
 
 
 def recorded(names: Sequence[str], seeds: Sequence[int], options: Options) -> Found:
@@ -277,7 +290,7 @@ def main() -> None:
     options = options_of(parser(__doc__, "runs/bench_accuracy"))
     hf_logging.set_verbosity_error()
     if options.run_one is not None:
-        carry_out(Experiment([], run, lambda *_: ""), options)
+        carry_out(experiment([]), options)
         return
     started(options.start, options.tiny)
     taken, searched = search(options)

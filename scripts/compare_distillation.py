@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, draw, parser, table
+from grpo_lab.labs.experiment import (
+    Experiment,
+    Found,
+    Options,
+    Record,
+    carry_out,
+    changes_asked,
+    draw,
+    options_of_cell,
+    parser,
+    table,
+)
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.recipe.yaml import read_yaml
@@ -39,7 +50,16 @@ def main() -> None:
     words.add_argument("--student", type=Path, help="a saved model; default: the recipe's, made once")
     words.add_argument("--teacher", type=Path, help="likewise")
     options = words.parse_args()
-    carry_out(Experiment(list(ARMS), run, report, prepare, lambda record: record["after"]["accuracy"]), options)
+    compared: Any = {"settings": settings_of, "result": lambda record: record["after"]["accuracy"]}
+    carry_out(Experiment(list(ARMS), run, report, prepare, **compared), options)
+
+
+def settings_of(arm: str, seed: int, options: Options) -> dict[str, Any] | None:
+    """What a cell is made from; None: student and teacher are not made."""
+    if not (options.folder / "shared.json").is_file():
+        return None
+    shared, entries = entries_of_cell(arm, seed, options)
+    return {**options_of_cell(arm, seed, options), "models": shared["models"], "stages": entries}
 
 
 def stages(options: Options, names: Sequence[str], given: Mapping[str, str]) -> list[Entry]:
@@ -83,7 +103,8 @@ def prepare(options: Options) -> None:
     write_whole_text(options.folder / "shared.json", json.dumps(shared, indent=1))
 
 
-def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
+def entries_of_cell(arm: str, seed: int, options: Options) -> tuple[dict[str, Any], list[Entry]]:
+    """What all cells share, and the stages of one."""
     shared = json.loads((options.folder / "shared.json").read_text())
     last = ARMS[arm][-1]
     entries = stages(options, [*ARMS[arm], f"{last}_measured"], shared["models"])
@@ -98,6 +119,12 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
             put(one, "tokens", options.tokens)
         if one["stage"] == "rl":
             one["callbacks"][0]["tokens"] = options.tokens
+    return shared, entries
+
+
+def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
+    shared, entries = entries_of_cell(arm, seed, options)
+    last = ARMS[arm][-1]
     facts = carried_out(entries, folder)
     after = {**columns(facts[f"{last}_measured"]), "generated tokens, k": generated(entries[0], facts, folder) / 1e3}
     return {"before": shared["measured"]["student"], "teacher": shared["measured"]["teacher"], "after": after}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,6 +40,8 @@ from grpo_lab.pipelines.train import shared_start, train
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import Recipe, read_recipe
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs.differences import plain_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = "recipes/quickstart/dr_grpo.yaml"
@@ -99,7 +101,12 @@ def main() -> None:
     options = words.parse_args()
     chosen = COMPARISONS if options.experiment == "all" else {options.experiment: COMPARISONS[options.experiment]}
     arms = list(dict.fromkeys(arm for of_one in chosen.values() for arm in of_one))
-    compared: Any = {"result": lambda record: record["points"][-1]["accuracy"], "problems": lambda _: options.held_out}
+    compared: Any = {
+        "settings": settings_of,
+        "start": lambda options: options.folder / "cold_start",
+        "result": lambda record: record["points"][-1]["accuracy"],
+        "problems": lambda _: options.held_out,
+    }
     shown = Experiment(arms, run, lambda found, _: report(found, chosen, options.folder), make_start, **compared)
     carry_out(shown, options)
 
@@ -118,6 +125,14 @@ def of_task(options: Options, seed: int) -> dict[str, Any]:
 def longest(options: Options) -> int:
     """Tokens of a completion."""
     return int(task(options).arguments["max_completion_length"])
+
+
+def settings_of(arm: str, seed: int, options: Options) -> dict[str, Any]:
+    """What an arm is made from: its recipe and changes, on the task's problems."""
+    shared = {name: getattr(options, name) for name in ("task", "steps", "every", "held_out", "set")}
+    recipe = read_yaml(ROOT / ARMS[arm].recipe)
+    cold_start = plain_settings(task(options))["cold_start"]
+    return {**shared, **asdict(ARMS[arm]), "recipe": recipe, "cold_start": cold_start, **of_task(options, seed)}
 
 
 def make_start(options: Options) -> None:
@@ -159,7 +174,6 @@ def by_rounds(arm: Arm, seed: int, output: Path, options: Options) -> list[Point
     """``grpo-lab rounds``: the same number of completions, sampled in ``arm.rounds`` parts; goes on by itself."""
     from grpo_lab.pipelines.rounds import run_rounds
     from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-    from grpo_lab.recipe.yaml import read_yaml
 
     start = options.folder / "cold_start"
     changes = {"model": {"path": str(start)}, "cold_start": None, "evaluation": None, "output_dir": str(output)}

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, markdown, parser
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, markdown, options_of_cell, parser
 from grpo_lab.testing import tiny_model
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -33,7 +33,11 @@ def main() -> None:
     words.add_argument("--hidden", type=int, default=512)
     words.add_argument("--layers", type=int, default=6)
     words.add_argument("--rows", type=int, default=16, help="completions a step")
-    carry_out(Experiment(list(SIDES), measure, table), words.parse_args())
+    carry_out(Experiment(list(SIDES), measure, table, settings=settings_of), words.parse_args())
+
+
+def settings_of(side: str, seed: int, options: Options) -> dict[str, Any]:
+    return {**options_of_cell(side, seed, options), "side": SIDES[side]}
 
 
 def table(found: Found, _: Options) -> str:

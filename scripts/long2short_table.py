@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, parser, record_file, table
+from grpo_lab.pipelines.stage_record import made_once
 
 DATA = {"loader": "word_problems", "steps": [1, 3], "largest": 20, "template": "chat"}
 TOKENS = 120
@@ -35,13 +36,21 @@ def main() -> None:
     options = words.parse_args()
     if options.jobs > 1:
         words.error("--jobs: the ways share the first one's samples, and the merge takes its model")
-    carry_out(Experiment(list(WAYS), run, report, make_long_winded_once), options)
+    ways = Experiment(list(WAYS), run, report, make_long_winded_once, settings=settings_of)
+    carry_out(ways, options)
 
 
 def make_long_winded_once(options: Options) -> None:
     for seed in options.seeds:
-        if not (options.folder / f"long-{seed}" / "tokenizer_config.json").is_file():
-            make_long_winded(options.model, options.folder / f"long-{seed}", seed)
+        folder = options.folder / f"long-{seed}"
+        settings = {"model": options.model, "seed": seed, "training": TRAINING}
+        made_once(folder, settings, lambda at=folder, seed=seed: make_long_winded(options.model, at, seed))
+
+
+def settings_of(method: str, seed: int, options: Options) -> dict[str, Any]:
+    """What a way is made from; `model` counts by what it holds."""
+    recipe = recipe_of(method, seed, Path("."), options)
+    return {**recipe, **WAYS[method], "long_winded": {"model": options.model, "training": TRAINING}}
 
 
 def make_long_winded(model: str, folder: Path, seed: int) -> None:

@@ -11,14 +11,16 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from grpo_lab.evaluation.result import number_at
+from grpo_lab.evaluation.result import EvaluationResult, number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
+from grpo_lab.labs.cells import record_file
+from grpo_lab.labs.checks import OF_LOG, check_arm, check_shown
 from grpo_lab.labs.experiment import (
     GENERATED,
     Experiment,
@@ -29,15 +31,20 @@ from grpo_lab.labs.experiment import (
     changes_asked,
     draw,
     over_tokens,
-    record_file,
     spread,
     table,
 )
+from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
-from grpo_lab.recipe.sections import read_recipe
+from grpo_lab.recipe.job import Job, numbers_read
+from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named
+from grpo_lab.runs.differences import OF_NO_FILE, plain_settings
 from grpo_lab.settings import Named, Positive, Switch, Whole, must_be, one_of, read, settings
+
+KEPT = ("metrics.jsonl", "evaluation/before/summary.json", "evaluation/after/summary.json")
+"""What columns and curves are read of, in a cell's folder."""
 
 
 @settings()
@@ -108,6 +115,8 @@ class Arms:
 
     def experiment(self) -> Experiment:
         how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
+        how |= {"settings": self.settings, "check": self.check, "start": self.start_folder}
+        how |= {"kept": KEPT, "read": self.read_anew}
         how["result"] = lambda record: record["after"][self.said.compared_by]
         return Experiment([*self.said.arms], self.run, self.report, **how)
 
@@ -115,22 +124,69 @@ class Arms:
         name = options.recipe or self.said.recipe
         return next((at for at in (self.folder / name, Path(name)) if at.is_file()), None) or shipped_recipe(name)
 
+    def with_changes(self, options: Options, changes: Mapping[str, Any]) -> Recipe:
+        """The lab's recipe with ``changes``, and with those that are asked for in every arm."""
+        return read_recipe(self.recipe(options), {**changes, **changes_asked(options)})
+
+    def given_start(self, options: Options) -> str:
+        """The model that all begin from; empty: the recipe's cold start. ValueError: no such folder."""
+        given = str(options.start or self.said.start or "")
+        if given == str(self.own_start(options)):
+            return ""
+        if looks_local(given) and not is_local(given):
+            raise ValueError(f"`start` is {given!r}: no such folder; name a model by `--start`")
+        return given
+
+    def own_start(self, options: Options) -> Path:
+        return options.folder / "cold_start"
+
     def start(self, options: Options) -> str:
-        """The model that all begin from; made where it is the recipe's cold start and not there. ValueError: no such
-        folder."""
+        """The model that all begin from; made where it is the recipe's cold start and not there."""
         from grpo_lab.pipelines.train import shared_start
 
-        if given := str(options.start or self.said.start or ""):
-            if looks_local(given) and not is_local(given):
-                raise ValueError(f"`start` is {given!r}: no such folder; name a model by `--start`")
+        if given := self.given_start(options):
             return given
-        recipe = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)})
-        return str(shared_start(recipe.model, recipe.cold_start, options.folder / "cold_start"))
+        recipe = self.with_changes(options, self.said.settings)
+        return str(shared_start(recipe.model, recipe.cold_start, self.own_start(options)))
 
     def make_ready(self, options: Options) -> None:
         options.start = self.start(options)
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")(options)
+
+    def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
+        """What a cell is made from: its recipe, read, without what changes no number. None: the
+        arm is made by a function of what ``prepare`` makes, and that is not there."""
+        try:
+            recipe = numbers_read(self.with_changes(options, {**self.changes(arm, seed, options), "seed": seed}))
+        except OSError:
+            return None
+        no_matter = {*OF_NO_FILE, *CANNOT_CHANGE_THE_PAST.difference(LENGTH)}
+        plain = plain_settings(recipe)
+        plain["arguments"] = {name: one for name, one in plain["arguments"].items() if name not in no_matter}
+        if given := self.given_start(options):
+            plain |= {"model": None if is_local(given) else {"path": given}, "cold_start": None}
+        return {**plain, "name": None, "threads": self.said.threads}
+
+    def start_folder(self, options: Options) -> Path:
+        """Where the start lies, or will lie."""
+        return Path(self.given_start(options) or self.own_start(options))
+
+    def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
+        """What a dry run says of the lab. ValueError: what would stop a cell, or a number that no run can have."""
+        given, jobs = self.given_start(options), dict[str, Job]()
+        if self.said.prepare:
+            load_named(self.said.prepare, "prepare")
+        for arm in arms:
+            if isinstance(changes := self.said.arms[arm], str):
+                load_named(changes, f"arms.{arm}")  # it may read what `prepare` makes
+            else:
+                recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
+                recipe = replace(recipe, model=ModelSection(given), cold_start=None) if given else recipe
+                jobs[arm] = check_arm(arm, numbers_read(recipe), cold_start=not jobs)  # which all share
+        check_shown(self.said.columns, self.said.curves, jobs)
+        made = f"the recipe's cold start, in {self.own_start(options)}"
+        return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": given or made}
 
     def run(self, arm: str, seed: int, folder: Path, options: Options) -> Record:
         from grpo_lab.pipelines.train import train
@@ -140,15 +196,27 @@ class Arms:
             import torch
 
             torch.set_num_threads(self.said.threads)
-        settings = self.changes(arm, seed, options) | changes_asked(options)
-        settings |= {"model": {"path": options.start}, "cold_start": None, "output_dir": str(folder)}
-        settings |= {"name": arm, "seed": seed}
-        done = train(read_recipe(self.recipe(options), settings))
-        rows = read_json_lines(folder / "metrics.jsonl", {"step": int})
+        changes = {**self.changes(arm, seed, options), **changes_asked(options)}
+        changes |= {"model": {"path": options.start}, "cold_start": None, "output_dir": str(folder)}
+        train(read_recipe(self.recipe(options), {**changes, "name": arm, "seed": seed}))
+        return self.measured(folder)
+
+    def read_anew(self, record: Record, folder: Path, options: Options) -> Record:
+        """A record with the columns and curves that the file asks for now."""
+        return {**record, **self.measured(folder)}
+
+    def measured(self, folder: Path) -> Record:
+        """Columns and curves of the run in ``folder``, from its evaluations and its log."""
+        before, after = (
+            EvaluationResult.read(place) if (place / "summary.json").is_file() else None
+            for place in (folder / "evaluation" / "before", folder / "evaluation" / "after")
+        )
+        file = folder / "metrics.jsonl"
+        rows = read_json_lines(file, {"step": int}) if file.is_file() else ()  # a run may log no step
         log = [{name: value for name, value in row.items() if value is not None} for _, row in rows]
         curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
-        before = self.numbers(done.before, []) if done.before else None
-        return {"before": before, "after": self.numbers(done.after, log), "curves": curves}
+        numbers = None if before is None else self.numbers(before, [])
+        return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
         """What the arm with this seed changes in the recipe, ``--set`` left out."""
@@ -164,16 +232,17 @@ class Arms:
         of, _, place = name.partition(".")
         if of == "evaluation":
             return evaluated(folder / "evaluation", place, f"curves.{title}", log)
-        return [(row[GENERATED], row[name]) for row in log if name in row]
+        return [(row[GENERATED], row[name]) for row in log if {GENERATED, name} <= row.keys()]
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Title → number, NaN where there is nothing to count. ``log``: empty before training. ValueError: no such."""
-        summary, found = result.summary(), {}
+        summary = {} if result is None else result.summary()
+        found = {}
         for title, name in self.said.columns.items():
             of_log, _, metric = name.partition(".")
             if ":" in name:
                 found[title] = float(load_named(name, f"columns.{title}")(result, log))
-            elif of_log in ("mean", "last"):
+            elif of_log in OF_LOG:
                 values = [row[metric] for row in log if metric in row]
                 values = values if of_log == "mean" else values[-max(1, len(values) // 4) :]
                 found[title] = fmean(values) if values else math.nan
@@ -201,13 +270,13 @@ class Arms:
         return text
 
     def problems(self, options: Options) -> int | None:
-        held_out = read_recipe(self.recipe(options), {**self.said.settings, **changes_asked(options)}).evaluation
+        held_out = self.with_changes(options, self.said.settings).evaluation
         return held_out.data.arguments.get("n") if held_out else None
 
 
 def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """(tokens generated, as last logged; number at ``place``) of each evaluation of a run, in their order."""
-    generated = {row["step"]: row[GENERATED] for row in log}
+    generated = {row["step"]: row[GENERATED] for row in log if GENERATED in row}
     after = max(generated, default=0)
     step_of = {"before": 0, "after": after} | {file.name: int(file.name[5:]) for file in folder.glob("step_*")}
     found = []

@@ -1,21 +1,24 @@
 """An experiment: every arm trained from one start with every seed; a record for each, a table and a figure of all.
 
-An arm with a seed is a cell. It works in ``<folder>/<arm>-<seed>``, in a process of its own, and leaves ``arm.json``
-there, written last and whole: a cell that has one is never repeated, another begins, or goes on from what is there.
-Cells run seed by seed, so that what was broken off still compares. Other options need another folder.
+An arm with a seed is a cell (``labs/cells.py``). It works in a folder of its own, in a process of its own; one whose
+record is of what is asked for is never repeated, another begins, or goes on from what is there. Cells run seed by seed,
+so that what was broken off still compares. Only cells of what is asked for stand in the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -24,20 +27,30 @@ from typing import Any
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
-from grpo_lab.reading import Fields, read_record
+from grpo_lab.labs.cells import Cell, Found, Record, seeds_recorded
+from grpo_lab.labs.cells import record_file as record_file
+from grpo_lab.recipe.yaml import parsed
+from grpo_lab.runs.console import show
+from grpo_lab.sandbox.kernel import die_with_parent
+from grpo_lab.visible import print_errors_visibly
 
 Options = argparse.Namespace
-Record = dict[str, Any]
-Found = dict[str, list[Record]]
-"""Arm → its records, one a seed."""
 Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 """Label → curves of (x, y), one a seed."""
 
 GENERATED = "rollout/generated"
 """In ``metrics.jsonl``: tokens that the policy has written until then."""
-RECORD: Fields = {"arm": str, "seed": int}
-REMOVE = "remove it, and the cell runs again"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
+OF_THE_CALL = (
+    "command", "name", "verbose", "traceback", "seeds", "arms", "folder", "jobs", "at_most", "difference", "spread",
+    "run_one", "dry_run",
+)  # fmt: skip
+"""Options that say which cells run, where and how; no number follows from them."""
+
+
+def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
+    """What a cell is made from where its experiment says no more: all options but those `OF_THE_CALL`."""
+    return {name: value for name, value in vars(options).items() if name not in OF_THE_CALL}
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,11 @@ class Experiment:
         result: of a record, the share that arms are compared by; how many seeds that needs is said before the cells
             run, and beside the report. None: arms are not compared by one.
         problems: held-out problems behind it.
+        settings: what a cell (arm, seed, options) is made from; None: that is known after ``prepare``.
+        start: the folder of the model that cells begin from, which counts by what it holds.
+        check: arms and options, before anything is made → facts of a dry run. ValueError: a mistake.
+        kept, read: places in a cell's folder that its numbers are read from anew; a record, its folder and the options
+            → the record as it is shown.
     """
 
     arms: Sequence[str]
@@ -65,16 +83,29 @@ class Experiment:
     in_process: bool = False
     result: Callable[[Record], float] | None = None
     problems: Callable[[Options], int | None] = lambda options: None
+    settings: Callable[[str, int, Options], Mapping[str, Any] | None] = options_of_cell
+    start: Callable[[Options], Path | None] = lambda options: None
+    check: Callable[[Sequence[str], Options], Mapping[str, str]] = lambda arms, options: {}
+    kept: Sequence[str] = ()
+    read: Callable[[Record, Path, Options], Record] = lambda record, folder, options: record
+
+    def cell(self, arm: str, seed: int, options: Options) -> Cell:
+        return Cell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
+
+    def shown(self, cells: Sequence[Cell], options: Options) -> list[Record]:
+        """The records of those that are done as it is asked for."""
+        return [self.read(cell.record(), cell.folder, options) for cell in cells if not cell.due()]
 
     def power(self, arms: Sequence[str], options: Options) -> str:
-        """`power_said` of all records in the folder, of other seeds than ``options.seeds`` too: they are the pilot."""
+        """`power_said` of all records in the folder that are of what is asked for, of other seeds than
+        ``options.seeds`` too: they are the pilot."""
         if self.result is None:
             return ""
         found: dict[str, list[float]] = {arm: [] for arm in arms}
-        for file in sorted(options.folder.glob("*/arm.json")):
-            record = read_record(file, RECORD, REMOVE)
-            if record["arm"] in found and not math.isnan(value := self.result(record)):
-                found[record["arm"]].append(value)
+        for arm in arms:
+            cells = [self.cell(arm, seed, options) for seed in seeds_recorded(options.folder, arm)]
+            values = [self.result(one) for one in self.shown(cells, options)]
+            found[arm] = [value for value in values if not math.isnan(value)]
         results = [values for values in found.values() if values]
         return power_said(results, len(options.seeds), options.difference, options.spread, self.problems(options))
 
@@ -95,46 +126,93 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
     found.add_argument("--jobs", type=int, default=1, help="cells side by side")
     at_most = "cells run in this call; the next one goes on (0: only report)"
     found.add_argument("--at-most", type=int, metavar="N", help=at_most)
-    said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE is JSON"}
+    said: Any = {"metavar": ("KEY", "VALUE"), "help": "of the recipe, for every arm; VALUE as in a recipe"}
     found.add_argument("--set", nargs=2, action="append", default=[], **said)
     found.add_argument("--difference", type=float, metavar="POINTS", help="that is to be seen: how many seeds it needs")
     of_spread = "standard deviation over seeds, if no pilot is recorded"
     found.add_argument("--spread", type=float, metavar="POINTS", help=of_spread)
+    found.add_argument(
+        "--dry-run", action="store_true", help="check all, print which cells would run and why, and stop"
+    )
     found.add_argument("--run-one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
 
 
 def changes_asked(options: Options) -> dict[str, Any]:
-    """What ``--set`` says, for ``read_recipe``."""
-    return {key: json.loads(value) for key, value in options.set}
+    """What ``--set`` says, for ``read_recipe``. ValueError: a value that is no YAML."""
+    return {key: parsed(value, f"`--set {key}` {value!r}") for key, value in options.set}
 
 
 def carry_out(experiment: Experiment, options: Options) -> None:
-    """Every cell without a record, then ``records.json`` and the report of what there is. ValueError: an arm that there
-    is not. SystemExit: cells failed; the others have run, and the report is of them."""
+    """Every cell that has no record of what is asked for, then ``records.json`` and the report of those that have one.
+    ValueError: an arm that there is not, or a mistake in what is asked for. SystemExit: cells failed; the others have
+    run, and the report is of them."""
     if options.run_one is not None:
-        _run_cell(experiment, options, options.run_one[0], int(options.run_one[1]))
+        sys.excepthook = print_errors_visibly  # into the cell's log
+        _run_cell(experiment, experiment.cell(options.run_one[0], int(options.run_one[1]), options), options)
         return
     arms = options.arms or experiment.arms
     if unknown := sorted({*arms} - {*experiment.arms}):
         raise ValueError(f"--arms {', '.join(unknown)}: there are {', '.join(experiment.arms)}")
+    cells = _cells(experiment, arms, options)
+    due = {cell.name: cell.due() for cell in cells}
+    runs = any(due.values()) and options.at_most != 0
+    facts = experiment.check(arms, options) if runs or options.dry_run else {}
+    if options.dry_run:
+        show("cells", {**facts, **_plan(due), "folder": str(options.folder)})
+        return
     options.folder.mkdir(parents=True, exist_ok=True)
-    cells = [(arm, seed) for seed in options.seeds for arm in arms]
-    waiting = [cell for cell in cells if not record_file(options.folder, *cell).is_file()][: options.at_most]
-    if waiting:
+    failed: list[str] = []
+    if runs:
         _print(experiment.power(arms, options))
         experiment.prepare(options)
-    if experiment.in_process:
-        for arm, seed in waiting:
-            _run_cell(experiment, options, arm, seed)
-        waiting = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        ran = pool.map(lambda cell: _in_own_process(options.folder, *cell), waiting)
-        failed = [why for why in ran if why]
-    if done := records(arms, options):
-        write_whole_text(options.folder / "records.json", json.dumps(done, indent=1))
-        _print(experiment.report(done, options), experiment.power(arms, options))
+        cells = _cells(experiment, arms, options)
+        failed = _run(experiment, [cell for cell in cells if cell.due()][: options.at_most], options)
+    _report(experiment, arms, cells, options)
     if failed:
         raise SystemExit(f"not run: {'; '.join(failed)}")
+
+
+def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> list[Cell]:
+    return [experiment.cell(arm, seed, options) for seed in options.seeds for arm in arms]
+
+
+def _plan(why: Mapping[str, str]) -> dict[str, str]:
+    """Which cells would run, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in why.items():
+        by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
+    return {f"{len(names)} cells, {reason}": "; ".join(names) for reason, names in by_reason.items()}
+
+
+def _run(experiment: Experiment, cells: Sequence[Cell], options: Options) -> list[str]:
+    """Run the cells; why those that have no record afterwards have none."""
+    if experiment.in_process:
+        for cell in cells:
+            _run_cell(experiment, cell, options)
+        return []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return [why for why in pool.map(_in_own_process, cells) if why]
+
+
+def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[Cell], options: Options) -> None:
+    """Of the cells that are done as it is asked for; others that have a record are named."""
+    done: Found = {}
+    for arm in arms:
+        of_arm = [cell for cell in cells if cell.arm == arm]
+        for cell in of_arm:
+            if cell.file.is_file() and (why := cell.due()):
+                _print(f"not in the table: {cell.name} ({_shortened(why)})")
+        if shown := experiment.shown(of_arm, options):
+            done[arm] = shown
+    if done:
+        write_whole_text(options.folder / "records.json", json.dumps(done, indent=1))
+        _print(experiment.report(done, options), experiment.power(arms, options))
+
+
+def _shortened(why: str) -> str:
+    """A reason with its first differences, as one reads it in a line; `stage.json` has all."""
+    first, *more = why.split("; ")
+    return "; ".join([first, *more[:2], *([f"and {len(more) - 2} more"] if len(more) > 2 else [])])
 
 
 def _print(*said: str) -> None:
@@ -142,27 +220,22 @@ def _print(*said: str) -> None:
         print(f"\n{text}", flush=True)
 
 
-def record_file(folder: Path, arm: str, seed: int) -> Path:
-    return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
-
-
 def records(arms: Sequence[str], options: Options) -> Found:
-    """Of the cells that are done; an arm of which none is has no entry."""
+    """Of the cells that have one, of whatever they were made; an arm of which none has one has no entry."""
     found: Found = {}
     for arm in arms:
-        for file in (record_file(options.folder, arm, seed) for seed in options.seeds):
-            if file.is_file():
-                found.setdefault(arm, []).append(read_record(file, RECORD, REMOVE))
+        cells = [Cell.of(arm, seed, options.folder, None) for seed in options.seeds]
+        if recorded := [cell.record() for cell in cells if cell.file.is_file()]:
+            found[arm] = recorded
     return found
 
 
-def _run_cell(experiment: Experiment, options: Options, arm: str, seed: int) -> None:
-    record = record_file(options.folder, arm, seed)
+def _run_cell(experiment: Experiment, cell: Cell, options: Options) -> None:
+    cell.begin()
     held, began = peak_memory(), time.perf_counter()
-    found = {"arm": arm, "seed": seed, **experiment.run(arm, seed, record.parent, options)}
+    found = experiment.run(cell.arm, cell.seed, cell.folder, options)
     found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole_text(record, json.dumps(found))
+    cell.finish(found, experiment.kept)
 
 
 def program() -> list[str]:
@@ -172,15 +245,21 @@ def program() -> list[str]:
     return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
 
 
-def _in_own_process(folder: Path, arm: str, seed: int) -> str | None:
-    """Why the cell has no record after this; None if it has."""
-    record = record_file(folder, arm, seed)
-    log = Path(f"{record.parent}.log")
-    print(f"{arm}, seed {seed} ... ({log})", flush=True)
-    with log.open("a", encoding="utf-8") as file:
-        command = [*program(), *sys.argv[1:], "--run-one", arm, str(seed)]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    return None if code == 0 and record.is_file() else f"{arm}, seed {seed}: exit code {code}, see {log}"
+def _in_own_process(cell: Cell) -> str | None:
+    """Why the cell has no record after this; None if it has. Its log is locked by whoever works on it."""
+    print(f"{cell.name} ... ({_shortened(cell.due())}; {cell.log})", flush=True)
+    command = [*program(), *sys.argv[1:], "--run-one", cell.arm, str(cell.seed)]
+    ends_with_this = partial(die_with_parent, signal.SIGTERM)
+    with cell.log.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the cell's process inherits it
+        except BlockingIOError:
+            return f"{cell.name}: another process works on it, and writes {cell.log}"
+        except OSError:
+            pass  # a file system without locks
+        how: Any = {"stdout": file, "stderr": subprocess.STDOUT, "preexec_fn": ends_with_this}
+        code = subprocess.run(command, check=False, **how).returncode
+    return f"{cell.name}: exit code {code}, see {cell.log}" if code or cell.due() else None
 
 
 def peak_memory() -> float:
@@ -288,7 +367,8 @@ def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = Fals
         axis.xaxis.set_major_formatter("{x:,.9g}")
         axis.locator_params(axis="x", nbins=5)
         axis.grid(alpha=0.25)
-        axis.legend(fontsize=8, frameon=False)
+        if axis.lines:
+            axis.legend(fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

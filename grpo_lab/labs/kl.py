@@ -16,10 +16,11 @@ A seed is a world: three tables. Source: arXiv 2510.01555 (placements), 2512.218
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,4 +221,10 @@ def report(found: Found, options: Options) -> str:
     return f"{text}\n\n{worlds} worlds; {options.folder / 'kl.md'}, {options.folder / 'kl.png'}"
 
 
-LAB = Experiment([*SAMPLINGS], run, report, seeds=range(10), in_process=True)
+def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
+    """What the numbers of a sampling in a world follow from."""
+    spreads = {"to_reference": TO_REFERENCE, "to_sampler": TO_SAMPLER, "distances": DISTANCES}
+    return {"sampling": asdict(SAMPLINGS[arm]), "estimators": ESTIMATORS, **spreads}
+
+
+LAB = Experiment([*SAMPLINGS], run, report, seeds=range(10), in_process=True, settings=settings)

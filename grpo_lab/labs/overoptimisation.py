@@ -18,7 +18,7 @@ from grpo_lab.diagnostics.laws import overoptimisation_law
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
-from grpo_lab.pipelines.runner import run_pipeline
+from grpo_lab.pipelines.runner import entries_of, run_pipeline
 from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 
@@ -47,8 +47,8 @@ def prepare(options: Options) -> None:
     run_pipeline(pipeline_from(start))
 
 
-def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
-    """A cell: the start's samples, comparisons of them, the proxy, the policy."""
+def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]]:
+    """The start's samples, comparisons of them, the proxy, the policy; those of them that the arm has."""
     stages = {one["name"]: one for one in stages_of(options)[1:]}
     for name in ("samples", "proxy", "policy"):
         stages[name]["seed"] = seed
@@ -61,7 +61,26 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
     else:
         most = stages["pairs"]["judged"]["per_problem"]
         stages["pairs"]["judged"] = {"per_problem": most, "seed": seed, **JUDGES[arm]}
-    whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": [*stages.values()]}
+    return [*stages.values()]
+
+
+def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
+    """What a cell is made from: its stages, and the one that made the start."""
+    return {"start": stages_of(options)[0], "stages": stages_of_cell(arm, seed, options)}
+
+
+def check(arms: Sequence[str], options: Options) -> dict[str, str]:
+    """ValueError: a stage that cannot be."""
+    for arm in arms:
+        stages = [stages_of(options)[0], *stages_of_cell(arm, 0, options)]
+        entries_of(pipeline_from({"name": arm, "output_dir": str(options.folder), "stages": stages}))
+    return {"lab": "over-optimisation, by who taught the proxy", "start": str(options.folder / "start")}
+
+
+def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
+    """The stages of a cell, as a pipeline."""
+    stages = stages_of_cell(arm, seed, options)
+    whole = {"name": f"{arm}-{seed}", "output_dir": str(folder), "stages": stages}
     facts = run_pipeline(pipeline_from(whole))
     log = [row for _, row in read_json_lines(folder / "policy/metrics.jsonl") if KL in row]
     return measured(log, facts, {"form": "rewards/worked_out/mean", "truth": TRUTH}.get(arm, PROXY))
@@ -113,4 +132,12 @@ def report(found: Found, options: Options) -> str:
     return f"{text}\n\n{place}, {place.with_name('curves.png')}"
 
 
-LAB = Experiment([*JUDGES, *PAID], run, report, prepare, result=lambda record: record["after"]["truth"])
+LAB = Experiment(
+    [*JUDGES, *PAID],
+    run,
+    report,
+    prepare,
+    result=lambda record: record["after"]["truth"],
+    settings=settings,
+    check=check,
+)

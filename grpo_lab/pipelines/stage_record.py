@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import PipelineStage
-from grpo_lab.io import write_json
+from grpo_lab.io import saving, write_json
 from grpo_lab.reading import Fields
 from grpo_lab.recipe.models import model_files
 from grpo_lab.runs.differences import differing, flat, versions
 from grpo_lab.runs.folder import STAGE, is_empty, read_marker
-from grpo_lab.runs.stage import Facts
+from grpo_lab.runs.stage import Facts, console, plain_facts
 
 PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples", "tokenizer")
 """Settings that name a file or a folder without a slash in it, too."""
@@ -112,3 +112,16 @@ def digest_of(place: Path) -> str:
     files = {file.relative_to(place).as_posix(): digest_of(file) for file in place.rglob("*") if file.is_file()}
     held = model_files(str(place)) or files
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], object]) -> None:
+    """Have ``make`` save a model in ``folder``, its tokenizer last, where it is not there, or was made from other
+    ``settings``; that one then stands beside it."""
+    plain = plain_facts(settings)
+    record = StageRecord.read(folder, folder.name, "start")
+    if record.begin(folder, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
+        console.print(f"{folder}: {record.why}", soft_wrap=True)
+        with saving(folder):
+            make()
+        record.status = DONE
+        record.write(folder)

@@ -20,6 +20,7 @@ from grpo_lab.evaluation.measure import Blocks
 from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
 from grpo_lab.io import saving
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
+from grpo_lab.pipelines.stage_record import made_once
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
@@ -141,19 +142,19 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
 
 
 def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path, seed: int = 0) -> Path:
-    """Where the model lies after the cold start that several trainings begin from; made once, and whole when its
-    tokenizer is there. ValueError: there is no cold start."""
-    if (start / "tokenizer_config.json").is_file():
-        return start
+    """Where the model lies after the cold start that several trainings begin from: made once, and again where it was
+    made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold start."""
     if cold is None:
         raise ValueError("the recipe has no `cold_start` to share among the arms; name a model to start from")
     from grpo_lab.trainer.supervised.methods import cold_start
 
-    loaded, tokenizer = load_model(model, seed)
-    rows = load_rows(cold.data, "cold_start.data")
-    with saving(start):
+    def make() -> None:
+        loaded, tokenizer = load_model(model, seed)
+        rows = load_rows(cold.data, "cold_start.data")
         cold_start(loaded, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments})
         tokenizer.save_pretrained(start)
+
+    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed}, make)
     return start
 
 

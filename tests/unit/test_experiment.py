@@ -15,10 +15,10 @@ from grpo_lab.labs.experiment import program, record_file, spread, table
 
 SCRIPT = """
 import os
-from grpo_lab.labs.experiment import Experiment, carry_out, changes_asked, parser, table, write_whole_text
+from grpo_lab.labs.experiment import Experiment, carry_out, parser, table, write_whole_text
 
 def run(arm, seed, folder, options):
-    if arm == "breaks" and "well" not in changes_asked(options):
+    if arm == "breaks" and not (options.folder / "well").exists():
         raise RuntimeError("as it should")
     return {"before": {"pid": 0.5}, "after": {"pid": float(os.getpid())}}
 
@@ -48,7 +48,8 @@ def test_cells_run_once_each_in_a_process_of_its_own_and_a_failure_costs_only_it
     assert kept[0]["after"]["pid"] != kept[1]["after"]["pid"]
     assert [(kept[seed]["arm"], kept[seed]["seed"]) for seed in (0, 1)] == [("one, two", 0), ("one, two", 1)]
     assert kept[0]["memory_mib"] >= 0 <= kept[0]["process_seconds"]
-    done = call("--set", "well", "true")
+    (folder / "well").touch()
+    done = call()
     assert done.returncode == 0, done.stderr
     assert {seed: json.loads(record_file(folder, "one, two", seed).read_text()) for seed in (0, 1)} == kept
     assert done.stdout.count("| breaks | 2 |") == done.stdout.count("| (start) | – | 0.500 |") == 1

@@ -1,0 +1,131 @@
+"""Cells of a lab: an arm with a seed, the folder in which it works, and its record.
+
+A cell works in ``<lab>/<arm>-<seed>``. `stage.json` there says what it is made from and whether it is done, as that of
+a pipeline's stage does (``pipelines/stage_record.py``); `arm.json`, written last and whole, is what it found. A cell is
+run again only where what it is made from has changed, or what it left is gone; what was there stands beside it as
+``<arm>-<seed>.before-<n>``, and in no table. What a lab shows of its cells is no part of what they are made from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.io import write_whole_text
+from grpo_lab.pipelines.stage_record import DONE, RUNNING, WAITING, StageRecord, digests_of
+from grpo_lab.reading import read_record
+from grpo_lab.runs.stage import Facts, plain_facts
+
+Record = dict[str, Any]
+Found = dict[str, list[Record]]
+"""Arm → its records, one a seed."""
+
+NOT_KNOWN = "what it is made from is known when the lab has made its start"
+"""Why a cell is due whose settings cannot be read yet."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An arm with a seed, and what it is to be made from.
+
+    Args:
+        lab: the folder of all cells.
+        settings: as JSON gives them back, places in ``lab`` from there on; None: they are not known yet.
+        digests: what the settings name → what it holds.
+    """
+
+    arm: str
+    seed: int
+    lab: Path
+    settings: Facts | None
+    digests: Mapping[str, str]
+
+    @classmethod
+    def of(cls, arm: str, seed: int, lab: Path, settings: Mapping[str, Any] | None, start: Path | None = None) -> Cell:
+        """``settings``: as the lab says them; ``start``, and files and folders that they name, count by what they
+        hold."""
+        plain = plain_facts(settings)
+        held = digests_of(plain, {} if start is None else {"start": start})
+        digests = {_seen_from(lab, name): digest for name, digest in held.items()}
+        return cls(arm, seed, lab, None if settings is None else _seen_from(lab, plain), digests)
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}, seed {self.seed}"
+
+    @property
+    def file(self) -> Path:
+        return record_file(self.lab, self.arm, self.seed)
+
+    @property
+    def folder(self) -> Path:
+        return self.file.parent
+
+    @property
+    def log(self) -> Path:
+        return Path(f"{self.folder}.log")
+
+    def due(self) -> str:
+        """Why the cell is to be run; empty: its record is of what is asked for. ValueError: the record does not say
+        what it was made from."""
+        stage = self._stage()
+        if stage.status == WAITING and self.file.is_file():
+            raise ValueError(
+                f"{self.file} is of an earlier release and does not say what it was made from, so it can stand in no "
+                "table with others: take another `--folder`, or move that of the cell away"
+            )
+        if self.settings is None:
+            return NOT_KNOWN
+        return stage.due(self.folder, self.settings, self.digests, stage.results.get("kept", ()))
+
+    def begin(self) -> None:
+        """Make the folder ready: as a killed cell left it, or empty, with what was made from something else beside."""
+        stage = self._stage()
+        stage.begin(self.folder, self.settings or {}, dict(self.digests), stage.results.get("kept", ()))
+
+    def finish(self, found: Record, kept: Iterable[str]) -> None:
+        """Write what the cell found, and that it is done. ``kept``: places in its folder that are read later; those
+        that are there now have to be there then."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole_text(self.file, json.dumps({"arm": self.arm, "seed": self.seed, **found}))
+        stage = self._stage()
+        stage.status, stage.seconds = DONE, found.get("process_seconds")
+        stage.results = {"kept": [place for place in kept if (self.folder / place).exists()]}
+        stage.write(self.folder)
+
+    def record(self) -> Record:
+        """What the cell found, as it was written."""
+        return read_record(self.file, {"arm": str, "seed": int}, "remove it, and the cell runs again")
+
+    def _stage(self) -> StageRecord:
+        """As the folder says it; a cell that is done and has lost its record goes on."""
+        stage = StageRecord.read(self.folder, self.folder.name, "cell")
+        if stage.status == DONE and not self.file.is_file():
+            stage.status = RUNNING
+        return stage
+
+
+def record_file(folder: Path, arm: str, seed: int) -> Path:
+    """Where the record of a cell of the lab in ``folder`` lies."""
+    return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
+
+
+def seeds_recorded(folder: Path, arm: str) -> list[int]:
+    """Those of the arm that have a record in the lab's folder, of whatever it was made."""
+    start = record_file(folder, arm, 0).parent.name.removesuffix("0")
+    seeds = [file.parent.name.removeprefix(start) for file in folder.glob(f"{escape(start)}*/arm.json")]
+    return sorted(int(seed) for seed in seeds if re.fullmatch(r"-?\d+", seed))
+
+
+def _seen_from(lab: Path, value: Any) -> Any:
+    """``value`` with places in ``lab`` as they are called from there, so that the folder may be moved."""
+    if isinstance(value, Mapping):
+        return {name: _seen_from(lab, one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_seen_from(lab, one) for one in value]
+    return value.removeprefix(f"{lab}/") if isinstance(value, str) else value

@@ -1,0 +1,82 @@
+"""What is wrong with a lab that trains, as far as it can be known before anything is made: of its recipe in every arm,
+and of what its table and figure are to show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_lab.evaluation.result import EvaluationResult, Outcome, number_at
+from grpo_lab.recipe.job import Job, lab_config
+from grpo_lab.recipe.sections import EvaluationSection, Recipe
+from grpo_lab.registry import load_named
+from grpo_lab.settings import one_of
+from grpo_lab.trainer.trl_bridge.rewards import reward_name
+
+OF_LOG = ("mean", "last")
+"""What a column takes of a logged metric."""
+
+
+def check_arm(arm: str, recipe: Recipe, cold_start: bool) -> Job:
+    """What the recipe of an arm, its numbers read, names, ``cold_start`` or not. ValueError: what its training would
+    refuse."""
+    try:
+        return Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=cold_start)
+    except ValueError as error:
+        raise ValueError(f"arm {arm!r}: {error}") from error
+
+
+def check_shown(columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job]) -> None:
+    """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; none where that is known
+    later. A metric that is not a reward's may be a team's own, and is looked for in the runs."""
+    for title, name in columns.items():
+        of_log, _, metric = name.partition(".")
+        if ":" in name:
+            load_named(name, f"columns.{title}")
+        elif of_log in OF_LOG:
+            _check_reward(metric, f"columns.{title}", jobs)
+        else:
+            _check_place(name, f"columns.{title}", jobs)
+    for title, name in curves.items():
+        of, _, place = name.partition(".")
+        if ":" in name:
+            load_named(name, f"curves.{title}")
+        elif of == "evaluation":
+            _check_place(place, f"curves.{title}", jobs)
+        else:
+            _check_reward(name, f"curves.{title}", jobs)
+
+
+def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
+    """A place in every arm's `summary.json`; groups of problems are known when they are evaluated."""
+    for arm, job in jobs.items():
+        if job.evaluation is None:
+            raise ValueError(f"`{where}` is {name!r}, and the recipe of arm {arm!r} has no `evaluation`")
+        if not (job.evaluation.by and name.startswith("greedy.accuracy_by.")):
+            number_at(_made_up(job.evaluation).summary(), name, where)
+
+
+def _check_reward(metric: str, where: str, jobs: Mapping[str, Job]) -> None:
+    """``rewards/NAME/mean`` of a reward that an arm has; an environment brings its own."""
+    found = re.fullmatch(r"rewards/.+/(mean|std)", metric)
+    if found and jobs and not any(job.arguments.get("environment_factory") for job in jobs.values()):
+        rewards = [one for job in jobs.values() for one in job.trainer.declared_rewards([*job.rewards])]
+        known = list(dict.fromkeys(f"rewards/{reward_name(one)}/{found[1]}" for one in rewards))
+        if metric not in known:
+            raise ValueError(f"`{where}` is {metric!r}{one_of(metric, known)}")
+
+
+def _made_up(section: EvaluationSection) -> EvaluationResult:
+    """An evaluation of two problems, one answered right, with all that the section asks for."""
+    count = section.n_samples
+    tries: list[Any] = [("greedy", 0), *(("sampled", sample) for sample in range(count))]
+    outcomes = [
+        Outcome(
+            problem=problem, kind=kind, sample=sample, question="", prompt="", solution="1", completion="1", tokens=1,
+            truncated=False, score=float(problem), answer="1", log_prob=-1.0 if section.log_probs else None,
+            measures=dict.fromkeys(section.measures, 1.0),
+        )
+        for problem in (0, 1) for kind, sample in tries
+    ]  # fmt: skip
+    return EvaluationResult(tuple(outcomes))
