@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lab.io import NO_ROOM
 from grpo_lab.registry import working_folder_on_path
-from grpo_lab.visible import VisibleFormatter, visible
+from grpo_lab.visible import VisibleFormatter, print_errors_visibly, visible
 
 EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
@@ -35,7 +35,7 @@ class Command:
 
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.
-        options: gets the parser of a command that reads no recipe.
+        options: gets the parser of a command that reads no recipe; ``about``: what its help says of it, in sentences.
         read, plan: of a pipeline: what is written, and a name where it has none → the recipe; what ``--dry-run`` shows.
         recipes: where its recipes lie; empty: it has one of its own.
         resumes, verbose: whether it takes ``--resume``; ``--verbose``, and is quiet without.
@@ -45,6 +45,7 @@ class Command:
     help: str
     run: str
     options: str = ""
+    about: str = ""
     read: str = ""
     plan: str = ""
     recipes: str = ""
@@ -98,34 +99,46 @@ COMMANDS = {
         "greedy and sampled accuracy of a model with a 95%% interval",
         run="pipelines.evaluate:run",
         options="pipelines.evaluate:add_arguments",
+        about="Ask a model the problems of a data set, judge its answers, and write all of it into a folder.",
     ),
     "harness": Command(
         "write held-out rows as a task of lm-evaluation-harness, judged as `evaluate` judges them",
         run="pipelines.harness:run",
         options="pipelines.evaluate:add_arguments",
+        about="Write the problems of a data set as a task of lm-evaluation-harness, which then asks and judges as "
+        "`evaluate` does.",
     ),
     "report": Command(
         "write the HTML page of a run, or of a comparison, anew",
         run="cli:_report",
         options="cli:_report_options",
+        about="Read what a command left in its output folder, finished or not, and write `report.html` there anew: "
+        "curves, accuracy before and after, samples, settings. Nothing else in the folder changes.",
         verbose=False,
     ),
     "compare": Command(
         "two or more runs side by side: table, curves, paired test",
         run="cli:_compare",
         options="cli:_compare_options",
+        about="Set runs side by side: their settings where they differ, their curves, their last evaluations, and a "
+        "paired test of each against the first. Prints the results and writes a page.",
         verbose=False,
     ),
     "lab": Command(
         "what RL does to a model, as a small experiment: table and figure under runs/labs/NAME",
         run="labs:run",
         options="labs:add_arguments",
+        about="Run a lab: arms that differ in one thing, each with several seeds, from one start. Prints a table with "
+        "intervals over seeds and writes it, with a figure, into the folder. Cells that are done are never repeated; "
+        "where their settings have changed they run again, and what was there stands beside them.",
         verbose=False,
     ),
     "serve": Command(
         "a vLLM server at 127.0.0.1 for `vllm_mode: server`",
         run="cli:_serve",
         options="engines.vllm.server:add_arguments",
+        about="Start a vLLM server for one training, which finds it by `vllm_server_base_url` and sends it the weights "
+        "after each step. It ends with Ctrl-C or SIGTERM.",
         verbose=False,
     ),
 }
@@ -139,6 +152,8 @@ def main(words: Sequence[str] | None = None) -> int:
     checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
     working_folder_on_path()
+    if words is None:
+        sys.excepthook = print_errors_visibly
     first = int(os.environ.get("RANK", "0")) == 0
     parser = _parser(sys.argv[1:] if words is None else words)
     known, rest = parser.parse_known_args(words)
@@ -213,6 +228,8 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
             asks = asks if command.recipes else ""
             shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
             shape["description"] = f"{command.help}. {OVERRIDES}"
+        else:
+            shape["description"] = command.about
         own = commands.add_parser(name, help=command.help, **shape)
         if words is not None and name not in words:
             continue

@@ -21,7 +21,7 @@ from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
 from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
-from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, plain_table, points
+from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points, print_table
 from grpo_lab.reading import parse_json
 
 MOST_RUNS = 8
@@ -248,7 +248,7 @@ def print_comparison(found: Comparison, console: Terminal | None = None) -> None
     measures = {name for run in found.runs if run.after for name in run.after.numbers["measures"]}
     rows = [row for row in result_rows(found) if row[0] in {*_ON_TERMINAL, *measures}]
     head, *cells = zip(["", *(run.name for run in found.runs)], *rows, strict=True)
-    console.print(plain_table("", head, cells, header_style="bold", padding=0, pad_edge=False))
+    print_table(console, "", head, cells, header_style="bold", padding=0, pad_edge=False)
     lines = []
     for test in found.tests:
         change, gained, lost, p = test_cells(test)

@@ -22,7 +22,7 @@ from grpo_lab.evaluation.page import Section, Table
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.run_record import STAGES, PipelineStage, RunRecord, read_run, read_stages
 from grpo_lab.evaluation.statistics import is_number
-from grpo_lab.evaluation.terminal import Terminal, duration, plain_table
+from grpo_lab.evaluation.terminal import Terminal, duration, fits, print_table
 
 
 def _share(value: float) -> str:
@@ -59,19 +59,14 @@ def status(folder: Path, console: Console | None = None) -> None:
     table = stages_table([run])
     done = sum(one.status == "done" for one in run.stages)
     title = f"{run.summary.get('name')}: {done} of {len(run.stages)} stages done"
-    found = plain_table(title, table.head, table.rows)
-    if console.measure(found, options=console.options.update(width=10_000)).maximum > console.width:
-        rows = [
-            [
-                stage,
-                took,
-                ", ".join(f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell),
-            ]
-            for stage, *facts, took in table.rows
-        ]
-        found = plain_table(title, ["stage", "time", "kind, facts"], rows)
-        found.columns[1].no_wrap, found.columns[2].justify = True, "left"
-    console.print(found)
+    if fits(console, table.head, table.rows):
+        print_table(console, title, table.head, table.rows)
+        return
+    rows = []
+    for stage, *facts, took in table.rows:
+        said = [f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell]
+        rows.append([stage, took, ", ".join(said)])
+    print_table(console, title, ["stage", "time", "kind, facts"], rows, text=(0, 2))
 
 
 def show(folder: Path, console: Console | None = None) -> None:

@@ -30,6 +30,7 @@ from grpo_lab.evaluation.run_record import (
 )
 from grpo_lab.evaluation.sweep import read_sweep, sweep_sections
 from grpo_lab.evaluation.terminal import NOT_RECORDED, comparison_rows, describe_sampling
+from grpo_lab.reading import read_record
 
 _WORKING = (
     "What the logged metrics say, each line where that changed, the last one at the end of training (docs/health.md)."
@@ -66,10 +67,7 @@ def report_page(folder: Path) -> Page:
     """The page about what ``folder`` holds. Of several things the run's, and a notice names the others."""
     record = read_run(folder)
     if not record.kind:
-        raise ValueError(
-            f"{folder} holds nothing of ours (run.json, pipeline.json, metrics.jsonl, rounds.jsonl, evaluation/, "
-            "outcomes.jsonl, curation.json), so there is nothing to report; nothing was changed"
-        )
+        raise ValueError(f"{_without_a_page(folder)}; nothing was changed")
     if record.kind == CURATION:
         page = read_curation(folder)
     else:
@@ -77,6 +75,23 @@ def report_page(folder: Path) -> Page:
     others = " and ".join(record.kinds[1:])
     more = [f"the folder also holds what a {others} left; this page is not about that"] if others else []
     return replace(page, notices=[*page.notices, *more])
+
+
+def _without_a_page(folder: Path) -> str:
+    """What a folder that has no page of its own holds, and where what it holds is shown."""
+    if (folder / "records.json").is_file():
+        drawn = "`grpo-lab lab NAME --at-most 0` draws table and figure anew"
+        return f"{folder} holds a lab, which has no page: {drawn}, and `report` takes the folder of a cell (ARM-SEED)"
+    if (file := folder / "stage.json").is_file():
+        stage = read_record(file, {"name": str, "kind": str})
+        if stage["kind"] == "cell":
+            return f"{folder} holds a cell of a lab: its numbers stand in the table of {folder.parent}"
+        said = f"{folder} holds the stage {stage['name']!r} ({stage['kind']}) of a pipeline, whose page shows it"
+        return f"{said}: `grpo-lab report {folder.parent}`"
+    return (
+        f"{folder} holds nothing of ours (run.json, pipeline.json, metrics.jsonl, rounds.jsonl, evaluation/, "
+        "outcomes.jsonl, curation.json), so there is nothing to report"
+    )
 
 
 def run_page(record: RunRecord) -> Page:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment
 from rich.table import Table
@@ -91,14 +92,64 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
     return table
 
 
-def plain_table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], **look: Any) -> Table:
-    """A table of a page."""
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", **look)
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left", no_wrap=not place, overflow="fold")
+def print_table(
+    console: Console,
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    text: Collection[int] = (0,),
+    **look: Any,
+) -> None:
+    """Print a table that breaks no word: cells wrap between words where it is too wide, and where that is not enough
+    each row stands as a list. ``text``: places of the columns that are no numbers; ``look``: of rich's table."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(head, *texts, strict=True))
+    whole = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    words = [max((cell_len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    table = Table(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left", **look)
+    for place, (name, width) in enumerate(zip(head, whole, strict=True)):
+        table.add_column(name, justify="left" if place in text else "right", width=width)
+    for row in texts:
+        table.add_row(*row)
+    room = console.width - (_width(console, table) - sum(whole))
+    if sum(words) > room:
+        _print_rows(console, title, head, texts)
+        return
+    for column, width in zip(table.columns, _narrowed(whole, words, room), strict=True):
+        column.width = width
+    console.print(table)
+
+
+def fits(console: Console, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> bool:
+    """Whether a table stands on the console with every cell in one line."""
+    table = Table(*head, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*map(str, row))
-    return table
+    return _width(console, table) <= console.width
+
+
+def _width(console: Console, table: Table) -> int:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """``widths`` that together have ``room``: the widest columns give way, none below its ``least``."""
+    found = list(widths)
+    while sum(found) > room:
+        widest = max(range(len(found)), key=lambda place: found[place] if found[place] > least[place] else 0)
+        found[widest] -= 1
+    return found
+
+
+def _print_rows(console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Each row as its first cell and, below, what its others say; lines are not wrapped."""
+    if title:
+        console.print(title, style="italic", soft_wrap=True)
+    for first, *cells in rows:
+        console.print(first, style="bold", soft_wrap=True)
+        for name, cell in zip(head[1:], cells, strict=True):
+            if cell:
+                console.print(f"  {name} {cell}" if name else f"  {cell}", soft_wrap=True)
 
 
 def describe_sampling(result: EvaluationResult) -> str:

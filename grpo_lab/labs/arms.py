@@ -20,7 +20,7 @@ from grpo_lab.evaluation.result import EvaluationResult, number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
 from grpo_lab.labs.cells import record_file
-from grpo_lab.labs.checks import OF_LOG, check_arm, check_shown
+from grpo_lab.labs.checks import OF_LOG, check_shown
 from grpo_lab.labs.experiment import (
     GENERATED,
     Experiment,
@@ -36,7 +36,7 @@ from grpo_lab.labs.experiment import (
 )
 from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
-from grpo_lab.recipe.job import Job, numbers_read
+from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named
@@ -156,11 +156,14 @@ class Arms:
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
         """What a cell is made from: its recipe, read, without what changes no number. None: the
-        arm is made by a function of what ``prepare`` makes, and that is not there."""
+        arm is made by a function of what ``prepare`` makes, and that is not there, or not enough: the cell says so."""
         try:
-            recipe = numbers_read(self.with_changes(options, {**self.changes(arm, seed, options), "seed": seed}))
-        except OSError:
-            return None
+            changes = self.changes(arm, seed, options)
+        except (OSError, ValueError):
+            if isinstance(self.said.arms[arm], str):
+                return None
+            raise
+        recipe = numbers_read(self.with_changes(options, {**changes, "seed": seed}))
         no_matter = {*OF_NO_FILE, *CANNOT_CHANGE_THE_PAST.difference(LENGTH)}
         plain = plain_settings(recipe)
         plain["arguments"] = {name: one for name, one in plain["arguments"].items() if name not in no_matter}
@@ -183,7 +186,11 @@ class Arms:
             else:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
                 recipe = replace(recipe, model=ModelSection(given), cold_start=None) if given else recipe
-                jobs[arm] = check_arm(arm, numbers_read(recipe), cold_start=not jobs)  # which all share
+                try:
+                    recipe = numbers_read(recipe)
+                    jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
+                except ValueError as error:
+                    raise ValueError(f"arm {arm!r}: {error}") from error
         check_shown(self.said.columns, self.said.curves, jobs)
         made = f"the recipe's cold start, in {self.own_start(options)}"
         return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": given or made}
@@ -258,7 +265,8 @@ class Arms:
         for ours, theirs in self.said.pairs:
             both = [{run["seed"]: run["after"][name] for run in found.get(arm, [])} for arm in (ours, theirs)]
             gains = [both[0][seed] - both[1][seed] for seed in both[0] if seed in both[1]]
-            lines.append(f"- {name}, {ours} − {theirs}, seed by seed: {spread(gains)}")
+            if gains:
+                lines.append(f"- {name}, {ours} − {theirs}, seed by seed: {spread(gains)}")
         write_whole_text(options.folder / "table.md", (text := "\n".join(lines).rstrip()) + "\n")
         shown: dict[str, dict[str, Any]] = {}
         for title, by_arm in panels.items():

@@ -30,7 +30,7 @@ NOT_KNOWN = "what it is made from is known when the lab has made its start"
 
 
 @dataclass(frozen=True)
-class Cell:
+class LabCell:
     """An arm with a seed, and what it is to be made from.
 
     Args:
@@ -46,7 +46,9 @@ class Cell:
     digests: Mapping[str, str]
 
     @classmethod
-    def of(cls, arm: str, seed: int, lab: Path, settings: Mapping[str, Any] | None, start: Path | None = None) -> Cell:
+    def of(
+        cls, arm: str, seed: int, lab: Path, settings: Mapping[str, Any] | None, start: Path | None = None
+    ) -> LabCell:
         """``settings``: as the lab says them; ``start``, and files and folders that they name, count by what they
         hold."""
         plain = plain_facts(settings)
@@ -85,8 +87,9 @@ class Cell:
 
     def begin(self) -> None:
         """Make the folder ready: as a killed cell left it, or empty, with what was made from something else beside."""
-        stage = self._stage()
-        stage.begin(self.folder, self.settings or {}, dict(self.digests), stage.results.get("kept", ()))
+        if self.settings is not None:
+            stage = self._stage()
+            stage.begin(self.folder, self.settings, dict(self.digests), stage.results.get("kept", ()))
 
     def finish(self, found: Record, kept: Iterable[str]) -> None:
         """Write what the cell found, and that it is done. ``kept``: places in its folder that are read later; those

@@ -1,5 +1,4 @@
-"""What is wrong with a lab that trains, as far as it can be known before anything is made: of its recipe in every arm,
-and of what its table and figure are to show."""
+"""What is wrong with what a lab's table and figure are to show, as far as it can be known before anything is made."""
 
 from __future__ import annotations
 
@@ -8,23 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_lab.evaluation.result import EvaluationResult, Outcome, number_at
-from grpo_lab.recipe.job import Job, lab_config
-from grpo_lab.recipe.sections import EvaluationSection, Recipe
+from grpo_lab.recipe.job import Job
+from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
 """What a column takes of a logged metric."""
-
-
-def check_arm(arm: str, recipe: Recipe, cold_start: bool) -> Job:
-    """What the recipe of an arm, its numbers read, names, ``cold_start`` or not. ValueError: what its training would
-    refuse."""
-    try:
-        return Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=cold_start)
-    except ValueError as error:
-        raise ValueError(f"arm {arm!r}: {error}") from error
 
 
 def check_shown(columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job]) -> None:

@@ -27,10 +27,9 @@ from typing import Any
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.evaluation.statistics import half_width_over_seeds
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.cells import Cell, Found, Record, seeds_recorded
+from grpo_lab.labs.cells import Found, LabCell, Record, seeds_recorded
 from grpo_lab.labs.cells import record_file as record_file
 from grpo_lab.recipe.yaml import parsed
-from grpo_lab.runs.console import show
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.visible import print_errors_visibly
 
@@ -89,10 +88,10 @@ class Experiment:
     kept: Sequence[str] = ()
     read: Callable[[Record, Path, Options], Record] = lambda record, folder, options: record
 
-    def cell(self, arm: str, seed: int, options: Options) -> Cell:
-        return Cell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
+    def cell(self, arm: str, seed: int, options: Options) -> LabCell:
+        return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
 
-    def shown(self, cells: Sequence[Cell], options: Options) -> list[Record]:
+    def shown(self, cells: Sequence[LabCell], options: Options) -> list[Record]:
         """The records of those that are done as it is asked for."""
         return [self.read(cell.record(), cell.folder, options) for cell in cells if not cell.due()]
 
@@ -158,6 +157,8 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     runs = any(due.values()) and options.at_most != 0
     facts = experiment.check(arms, options) if runs or options.dry_run else {}
     if options.dry_run:
+        from grpo_lab.runs.console import show
+
         show("cells", {**facts, **_plan(due), "folder": str(options.folder)})
         return
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +173,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
         raise SystemExit(f"not run: {'; '.join(failed)}")
 
 
-def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> list[Cell]:
+def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> list[LabCell]:
     return [experiment.cell(arm, seed, options) for seed in options.seeds for arm in arms]
 
 
@@ -184,7 +185,7 @@ def _plan(why: Mapping[str, str]) -> dict[str, str]:
     return {f"{len(names)} cells, {reason}": "; ".join(names) for reason, names in by_reason.items()}
 
 
-def _run(experiment: Experiment, cells: Sequence[Cell], options: Options) -> list[str]:
+def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> list[str]:
     """Run the cells; why those that have no record afterwards have none."""
     if experiment.in_process:
         for cell in cells:
@@ -194,7 +195,7 @@ def _run(experiment: Experiment, cells: Sequence[Cell], options: Options) -> lis
         return [why for why in pool.map(_in_own_process, cells) if why]
 
 
-def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[Cell], options: Options) -> None:
+def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell], options: Options) -> None:
     """Of the cells that are done as it is asked for; others that have a record are named."""
     done: Found = {}
     for arm in arms:
@@ -224,13 +225,13 @@ def records(arms: Sequence[str], options: Options) -> Found:
     """Of the cells that have one, of whatever they were made; an arm of which none has one has no entry."""
     found: Found = {}
     for arm in arms:
-        cells = [Cell.of(arm, seed, options.folder, None) for seed in options.seeds]
+        cells = [LabCell.of(arm, seed, options.folder, None) for seed in options.seeds]
         if recorded := [cell.record() for cell in cells if cell.file.is_file()]:
             found[arm] = recorded
     return found
 
 
-def _run_cell(experiment: Experiment, cell: Cell, options: Options) -> None:
+def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
     cell.begin()
     held, began = peak_memory(), time.perf_counter()
     found = experiment.run(cell.arm, cell.seed, cell.folder, options)
@@ -245,7 +246,7 @@ def program() -> list[str]:
     return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
 
 
-def _in_own_process(cell: Cell) -> str | None:
+def _in_own_process(cell: LabCell) -> str | None:
     """Why the cell has no record after this; None if it has. Its log is locked by whoever works on it."""
     print(f"{cell.name} ... ({_shortened(cell.due())}; {cell.log})", flush=True)
     command = [*program(), *sys.argv[1:], "--run-one", cell.arm, str(cell.seed)]

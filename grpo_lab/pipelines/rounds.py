@@ -21,7 +21,7 @@ from typing import Any
 
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
-from grpo_lab.evaluation.terminal import plain_table
+from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
 from grpo_lab.recipe.ahead import check_whole_model
@@ -89,7 +89,7 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> lis
                 shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
     run.write(finished=True)
     found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
-    console.print(plain_table(f"{recipe.name}: {recipe.method}", found.head, found.rows))
+    print_table(console, f"{recipe.name}: {recipe.method}", found.head, found.rows)
     console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
     return lines
 

@@ -9,10 +9,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from textwrap import wrap
 from typing import Any
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 from transformers.trainer_callback import TrainerCallback
 
@@ -70,13 +69,17 @@ def model_of(path: str) -> str:
 
 
 def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
-    """The plan of a dry run as a table."""
-    table = Table(title=Text(f"{name}: what will happen"), box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    """The plan of a dry run, a fact a line; long ones wrap between words, and no word is broken (a folder can be
+    copied)."""
+    console = console or Terminal()
+    console.print(f"{name}: what will happen\n", style="italic", soft_wrap=True)
+    room = max(map(len, facts), default=0)
     for fact, value in facts.items():
-        table.add_row(Text(fact), Text(value))  # a prompt's "[asy]" is no markup, and its "\\[" keeps the backslash
-    (console or Terminal()).print(table)
+        words = wrap(str(value), max(20, console.width - room - 5), break_long_words=False, break_on_hyphens=False)
+        for place, line in enumerate(words or [""]):
+            title = "" if place else fact
+            console.print(Text.assemble("  ", (title.ljust(room), "bold"), "   ", line), soft_wrap=True)
+    console.print()
 
 
 class NoLine(TrainerCallback):  # type: ignore[misc]

@@ -83,6 +83,15 @@ def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.Ca
     assert "Every setting of the recipe can be replaced by --key value" in said
 
 
+@pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if not one.read])
+def test_help_describes_the_command_in_a_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out.split("\n\n")[1]
+    assert said[0].isupper()
+    assert said.endswith(".")
+
+
 # --- --dry-run --------------------------------------------------------------------------------------------------------
 
 

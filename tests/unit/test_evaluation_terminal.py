@@ -6,7 +6,8 @@ import pytest
 
 from grpo_lab.diagnostics import diagnose
 from grpo_lab.evaluation import EvaluationResult, Outcome, headline, terminal_summary
-from grpo_lab.evaluation.terminal import Terminal, duration, lengths
+from grpo_lab.evaluation.terminal import Terminal, duration, lengths, print_table
+from grpo_lab.runs.console import show
 
 
 def result(correct, wrong, truncated=0, samples=0):
@@ -81,3 +82,30 @@ def test_headline_without_anything_scorable():
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+STAGES = ["stage", "kind", "accuracy", "rows", "loss", "tokens generated", "time"]
+ROWS = [
+    ["1. cold_start", "cold_start", "", "40,000", "0.123", "", "1 min 07 s"],
+    ["2. second_supervised", "sft", "12.3%", "1,234", "0.5", "1,234,567", "2 h 03 min"],
+]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+def test_a_table_breaks_no_word_at_any_width(width):
+    stream = io.StringIO()
+    print_table(Terminal(file=stream, width=width), "a long title of words", STAGES, ROWS)
+    words = stream.getvalue().split()
+    for cell in [*STAGES[1:], *(cell for row in ROWS for cell in row)]:
+        assert all(word in words for word in cell.split()), cell
+    assert (len(stream.getvalue().splitlines()[2]) <= width) or width < 60
+
+
+def test_a_plan_leaves_a_folder_to_be_copied():
+    stream = io.StringIO()
+    folder = "/runs/" + "deep/" * 40
+    show("mine", {"output folder": folder, "rows": "one [asy] two " * 9}, Terminal(file=stream, width=80))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "mine: what will happen"
+    assert [line for line in lines if folder in line] == [f"  output folder   {folder}"]
+    assert all(len(line) <= 80 for line in lines if folder not in line)

@@ -19,7 +19,7 @@ from grpo_lab.labs.experiment import Experiment, carry_out, parser, table, write
 
 def run(arm, seed, folder, options):
     if arm == "breaks" and not (options.folder / "well").exists():
-        raise RuntimeError("as it should")
+        raise RuntimeError("as it should \\x1b]0;owned\\x07")
     return {"before": {"pid": 0.5}, "after": {"pid": float(os.getpid())}}
 
 def prepare(options):
@@ -43,7 +43,9 @@ def test_cells_run_once_each_in_a_process_of_its_own_and_a_failure_costs_only_it
     done = call("--at-most", "3", "--jobs", "2")
     assert done.returncode == 1
     assert "not run: breaks, seed 0: exit code 1, see " in done.stderr
-    assert "RuntimeError: as it should" in (folder / "breaks-0.log").read_text()
+    log = (folder / "breaks-0.log").read_text()
+    assert "RuntimeError: as it should ␛]0;owned␇" in log
+    assert "\x1b" not in log
     kept = {seed: json.loads(record_file(folder, "one, two", seed).read_text()) for seed in (0, 1)}
     assert kept[0]["after"]["pid"] != kept[1]["after"]["pid"]
     assert [(kept[seed]["arm"], kept[seed]["seed"]) for seed in (0, 1)] == [("one, two", 0), ("one, two", 1)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_lab.evaluation.power import power_said
-from grpo_lab.labs.cells import Cell
+from grpo_lab.labs.cells import LabCell
 from grpo_lab.labs.experiment import Experiment, at_equal_tokens, over_tokens, until
 
 
@@ -42,7 +42,7 @@ def test_the_pilot_is_every_record_of_the_arms_in_the_folder(tmp_path: Path) -> 
     """Other seeds than those that are asked for count; other arms, and a result that is no number, do not."""
     records: list[tuple[str, int, float]] = [("a, b", 0, 0.1), ("a, b", 7, 0.3), ("c", 0, 0.9), ("a, b", 8, math.nan)]
     for arm, seed, value in records:
-        cell = Cell.of(arm, seed, tmp_path, {})
+        cell = LabCell.of(arm, seed, tmp_path, {})
         cell.begin()
         cell.finish({"after": {"accuracy": value}}, ())
     options = Namespace(folder=tmp_path, seeds=[0, 1, 2], difference=None, spread=None)

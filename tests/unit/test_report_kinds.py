@@ -286,6 +286,12 @@ def test_a_damaged_piece_is_one_line_and_the_rest_is_shown(
     [
         (["report", "{}/nowhere"], "is not a folder"),
         (["report", "{}/empty"], "holds nothing of ours"),
+        (
+            ["report", "{}/lab"],
+            "holds a lab, which has no page: `grpo-lab lab NAME --at-most 0` draws table and figure",
+        ),
+        (["report", "{}/lab/a-0"], "holds a cell of a lab: its numbers stand in the table of"),
+        (["report", "{}/lab/s"], "holds the stage 's' (sample) of a pipeline, whose page shows it: `grpo-lab report"),
         (["report", "{}/notes.txt"], "is a file and no comparison of runs"),
         (["report", "{}/half"], "report.html cannot be written"),
         (["compare", "{}/run", "{}/empty"], "holds nothing of a run and no evaluation"),
@@ -314,6 +320,10 @@ def test_a_wrong_folder_is_one_line(
     evaluated(tmp_path / "damaged")
     (tmp_path / "damaged" / "outcomes.jsonl").write_text("{")
     (tmp_path / "empty").mkdir()
+    for name, kind in {"a-0": "cell", "s": "sample"}.items():
+        (tmp_path / "lab" / name).mkdir(parents=True)
+        (tmp_path / "lab" / name / "stage.json").write_text(json.dumps({"name": name, "kind": kind}))
+    (tmp_path / "lab" / "records.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     assert main([word.format(tmp_path) for word in words]) == 2
     error = capsys.readouterr().err.strip().splitlines()
