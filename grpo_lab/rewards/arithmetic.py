@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import whole_text
 from grpo_lab.rewards.steps import SplitStepReward
 from grpo_lab.verifiers.quantity import value_of_sign
 
@@ -377,4 +377,4 @@ def worked_out(completions: list[Any], **_: Any) -> list[float]:
     To be watched at weight 0 (``rewards/worked_out/mean``): paid for, it would teach a model to write calculations,
     needed or not. TRL sums what is scorable: a completion that every other reward calls unscorable counts as 0 with it.
     """
-    return [float(works_out(completion_text(completion))) for completion in completions]
+    return [float(works_out(whole_text(completion))) for completion in completions]

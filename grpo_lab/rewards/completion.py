@@ -28,7 +28,8 @@ class RowReward(ABC):
     """TRL names its metrics after this."""
 
     def __repr__(self) -> str:
-        settings = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        own = ((name, value) for name, value in vars(self).items() if not name.startswith("_") and name != "tokenizer")
+        settings = (f"{name}={value!r}" for name, value in own)
         return f"{type(self).__name__}({', '.join(settings)})"
 
     @abstractmethod
@@ -46,7 +47,12 @@ class RowReward(ABC):
         counts = {name: len(values) for name, values in lists.items()}
         if len({*counts.values()}) > 1:
             raise ValueError(f"{type(self).__name__} got {counts}; they must be one to one")
-        return [self.score(completion_text(text), *row) for text, *row in zip(*lists.values(), strict=True)]
+        texts = self.texts(completions or (), columns.get("completion_ids"))
+        return [self.score(text, *row) for text, *row in zip(texts, *list(lists.values())[1:], strict=True)]
+
+    def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
+        """What of each completion is judged."""
+        return [completion_text(completion) for completion in completions]
 
 
 def completion_text(completion: Any) -> str:
@@ -97,13 +103,35 @@ def reasoning_of(text: str) -> str:
     return "\n".join(after.split(END_OF_THINK, 1)[0] for after in text.split(THINK)[1:])
 
 
+def parsed_reasoning(completion: Any) -> str | None:
+    """What stood between the tags, where TRL's response parsing has taken it out of the last message's content."""
+    if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
+        for key in ("reasoning_content", "thinking"):
+            if isinstance(completion[-1].get(key), str):
+                return str(completion[-1][key])
+    return None
+
+
+def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any = None, opening: str = THINK) -> str:
+    """A completion as the model wrote it, its reasoning in tags. Of a parsed message that is what its tokens say;
+    where they, or the tokenizer, are not at hand, its parts put together again, behind ``opening``."""
+    text = completion_text(completion)
+    if isinstance(completion, str):
+        return text
+    reasoning = parsed_reasoning(completion)
+    if ids is not None and tokenizer is not None and len(completion) == 1:
+        decoded = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if END_OF_THINK in decoded and (reasoning is not None or END_OF_THINK not in text):
+            return decoded
+    return text if reasoning is None else f"{opening}{reasoning}{END_OF_THINK}{text}"
+
+
 def reasoning_in(completion: Any, untagged: bool = True) -> str:
     """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not. ``untagged``: a
     text without a tag is all reasoning; else it is none."""
-    if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
-        for key in ("reasoning_content", "thinking"):  # where TRL's response parsing puts what stood between the tags
-            if isinstance(completion[-1].get(key), str):
-                return str(completion[-1][key])
+    reasoning = parsed_reasoning(completion)
+    if reasoning is not None:
+        return reasoning
     text = completion_text(completion)
     return reasoning_of(text) if untagged or THINK in text or END_OF_THINK in text else ""
 
@@ -244,7 +272,8 @@ class ThinkFormatReward(RowReward):
     Each tag occurs exactly once, in this order; white space is allowed around and between; both parts hold more than
     white space. Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 1 (template); Qwen3
     (2505.09388), table 9. How we differ: TRL's `think_format_reward` knows the second layout only and accepts empty
-    parts.
+    parts. Where TRL parses responses, the layout is read from the tokens (`LabTrainer` gives the tokenizer); in stock
+    TRL it is put together again from the message, which does not say whether there was an empty block, or two.
 
     Args:
         form: `"think_answer"`, `"think"` or `"modes"`.
@@ -253,6 +282,9 @@ class ThinkFormatReward(RowReward):
     """
 
     __name__ = "think_format_reward"
+    reads_tokens: ClassVar[bool] = True
+    """`LabTrainer` gives its tokenizer to such a reward."""
+    tokenizer: Any = None
 
     def __init__(
         self,
@@ -265,6 +297,13 @@ class ThinkFormatReward(RowReward):
         if think_opened not in ("completion", "prompt"):
             raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
         self.form, self.think_opened = form, think_opened
+
+    def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
+        """As the model wrote them."""
+        ids = [None] * len(completions) if completion_ids is None else completion_ids
+        opening = "" if self.think_opened == "prompt" else THINK
+        both = zip(completions, ids, strict=True)
+        return [whole_text(completion, own, self.tokenizer, opening) for completion, own in both]
 
     def score(self, text: str, *row: Any) -> float:
         text = THINK + text if self.think_opened == "prompt" else text

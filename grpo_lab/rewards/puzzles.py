@@ -29,7 +29,7 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/",
 
 class CountdownReward(RowReward):
     """1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None where a row
-    has no numbers or no target, or one that is not whole.
+    has no list of numbers or no target, or one that is not whole.
 
         reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
 
@@ -43,8 +43,8 @@ class CountdownReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         numbers, target = row
-        if not numbers or target is None:
-            return None
+        if target is None or isinstance(numbers, str | bytes) or numbers is None or not len(numbers):
+            return None  # of a text, the digits would be taken for the numbers
         try:
             *given, goal = [Fraction(number) for number in (*numbers, target)]
         except (TypeError, ValueError, ArithmeticError):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from grpo_lab.rewards.completion import completion_text
+from grpo_lab.rewards.completion import whole_text
 from grpo_lab.verifiers.verdict import as_number
 
 StepScores = list[tuple[int, float | None]]
@@ -246,7 +246,7 @@ class SplitStepReward(StepReward):
                 f"{self.name} counts in tokens where steps end: give it the model's tokenizer (`tokenizer=`); "
                 "LabTrainer does so"
             )
-        texts = [completion_text(completion) for completion in completions]
+        texts = [whole_text(one, ids, self.tokenizer) for one, ids in zip(completions, completion_ids, strict=True)]
         cuts = [self._cut(text) for text in texts]
         steps = [[text[a:b] for a, b in zip([0, *ends], ends)] for text, ends in zip(texts, cuts, strict=True)]
         scores = self.score_all(prompts, steps, columns)

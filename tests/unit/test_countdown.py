@@ -110,3 +110,9 @@ def test_splits_share_no_game_and_seeds_repeat() -> None:
 def test_settings_that_cannot_be(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         countdown(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("numbers", ["12", b"12", "[1, 2]", "1,2"])
+def test_a_text_is_no_list_of_numbers(numbers: Any) -> None:
+    assert score("1 + 2", numbers, 3) is None
+    assert score("1 + 2", [1, 2], 3) == 1.0

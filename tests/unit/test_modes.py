@@ -71,8 +71,8 @@ def test_the_last_flag_wins(prompt: Any, thinks: bool) -> None:
         ("so <think>2+3=5</think>5", 1, 0, 0),
         ("2+3=5</think>5", 1, 0, 0),
         ([answer(BLURTED)], 0, 1, 1),
-        ([{**answer("5"), "reasoning_content": "2+3=5"}], 1, 0, 0),
-        ([{**answer("5"), "reasoning_content": ""}], 0, 1, 0),
+        ([{**answer("5"), "reasoning_content": "2+3=5"}], 1, 0, 1),
+        ([{**answer("5"), "reasoning_content": ""}], 0, 1, 1),
     ],
 )
 def test_rewards_by_hand(completion: Any, think: float, no_think: float, layout: float) -> None:

@@ -110,12 +110,13 @@ def _is_infinite(score: float | None) -> bool:
 
 
 def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: Any, kl: KLTerm | None = None) -> None:
-    """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts tokens gets the run's
-    tokenizer. ``kl``: the one in the reward. ValueError: one without the other; a KL per completion and no outcome that
-    it could be taken from: a z-score of the KL alone is the same for every coefficient."""
+    """Step rewards and what reads them (a rule, or a hook) belong together; a reward that counts or reads tokens gets
+    the run's tokenizer. ``kl``: the one in the reward. ValueError: one without the other; a KL per completion and no
+    outcome that it could be taken from: a z-score of the KL alone is the same for every coefficient."""
     given = [reward for reward in reward_funcs if scope_of(reward) == "step"]
-    for reward in given:
-        if getattr(reward, "tokenizer", None) is None:
+    for reward in reward_funcs:
+        reads_tokens = scope_of(reward) == "step" or getattr(reward, "reads_tokens", False)
+        if reads_tokens and getattr(reward, "tokenizer", None) is None:
             reward.tokenizer = tokenizer
     if given and not (reads_steps(rule) or own_hook):
         raise ValueError(
