@@ -146,7 +146,7 @@ COMMANDS = {
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3, steps that
-    could not be taken because of NaN (``guard.max_bad_steps``) 4.
+    could not be taken because of NaN (``guard.max_bad_steps``) 4, an engine that does not follow the trainer 1.
 
     A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
     checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.

@@ -18,7 +18,9 @@ import yaml
 
 from grpo_lab import __version__
 from grpo_lab.cli import COMMANDS, main
+from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import GenerationStopped
+from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -223,6 +225,21 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(
     said = capsys.readouterr().err.strip()
     assert "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays" in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("kind", [WeightSyncError, EngineFault])
+def test_an_engine_that_does_not_follow_is_one_line(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no traceback of twenty frames: it is no fault of the command's."""
+
+    def fails(*_: Any) -> int:
+        raise kind("the engine holds other weights:\n  lm_head.weight")
+
+    monkeypatch.setattr("grpo_lab.cli._run", fails)
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
+    assert main(["train", "--config", config]) == 1
+    assert capsys.readouterr().err == "grpo-lab: error: the engine holds other weights: lm_head.weight\n"
 
 
 @pytest.mark.parametrize(
