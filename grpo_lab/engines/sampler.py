@@ -206,8 +206,9 @@ class TransformersSampler:
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
         was_training = self.model.training
         self.model.train(False)
-        # manual_seed below seeds every GPU of the process, so the state of every one is put back.
-        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        # manual_seed below seeds every GPU that the process uses, so the state of every one is put back. To ask for the
+        # state of one that it does not use would begin to use it.
+        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
         try:
             with (

@@ -91,7 +91,7 @@ def at(name: str) -> Iterator[None]:
 def _leave() -> None:
     """The place is about to change."""
     global _changed
-    if _spent is not None and torch.cuda.is_available():
+    if _spent is not None and torch.cuda.is_initialized():  # a GPU that is there, and not used, has nothing to wait for
         torch.cuda.synchronize()
     now = time.monotonic()
     if _spent is not None:

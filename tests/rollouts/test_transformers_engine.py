@@ -53,3 +53,17 @@ def test_budget_is_obeyed(budget: int) -> None:
         assert inserted_mask(prompt, completion.ids, limits) == completion.mask
         if completion.was_cut:
             assert completion.ids[budget : budget + len(limits.stop_ids)] == list(limits.stop_ids)
+
+
+def test_a_model_on_the_cpu_leaves_the_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To put back the random state of a GPU that the process does not use would begin to use it."""
+    from grpo_lab.testing import tiny_model
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("asked a GPU"))
+    model, tokenizer = tiny_model("qwen2", hidden_size=32, num_heads=2)
+    sampler = TransformersSampler(model.eval(), tokenizer, 4, progress=False)
+    state = torch.get_rng_state()
+    sampler([[5, 6]], n=2, temperature=1.0, max_new_tokens=2, seed=7)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -50,6 +50,14 @@ def test_places_have_the_time_between_two_names() -> None:
     assert ranks._spent is None
 
 
+def test_a_gpu_that_is_not_used_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first wait would begin to use it: seconds, and memory on a machine that trains on its CPUs."""
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks.torch.cuda, "synchronize", lambda: pytest.fail("waited for the device"))
+    with at("step"), counted({}):
+        pass
+
+
 def test_the_table() -> None:
     """Of ten seconds in two steps four are a collective's within the rewards, and belong to them."""
     seconds = {"training › step › rewards › gather": 4.0, "training › step › update": 5.0, "elsewhere": 1.0}
