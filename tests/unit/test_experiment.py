@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from grpo_lab.labs.experiment import program, record_file, spread, table
+from grpo_lab.visible import print_errors_visibly
 
 SCRIPT = """
 import os
@@ -88,3 +89,10 @@ def test_a_cell_is_started_as_its_experiment_was(monkeypatch: pytest.MonkeyPatch
     assert program() == [sys.executable, "-m", "grpo_lab"]
     main.__spec__ = ModuleSpec("scripts.compare_methods", None)
     assert program() == [sys.executable, "-m", "scripts.compare_methods"]
+
+
+def test_an_error_that_nobody_caught_is_printed_visibly(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a reward's exception quotes of a model cannot act on a terminal."""
+    error = RuntimeError("wrote \x1b]0;owned\x07")
+    print_errors_visibly(RuntimeError, error, None)
+    assert capsys.readouterr().err == "RuntimeError: wrote ␛]0;owned␇\n"
