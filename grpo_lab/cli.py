@@ -281,7 +281,7 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         if place is None:
             raise ValueError(f"`grpo-lab {known.command}` needs one of {[*command.actions]} and a file or folder")
         if known.action in ("status", "show"):
-            _load(f"evaluation.pipeline_sections:{known.action}")(Path(place))
+            _load(f"pipelines.standing:{known.action}")(Path(place))
             return 0
         if known.action == "resume":
             rest += ["--output_dir", place]
@@ -329,9 +329,9 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(known: argparse.Namespace) -> None:
-    from grpo_lab.evaluation import write_report
+    from grpo_lab.pipelines.standing import report
 
-    print(f"report: {write_report(known.run_dir)}")
+    print(f"report: {report(known.run_dir)}")
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "grpo_lab"
 
 BASE = {"batch", "registry", "settings"}
 MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics"}
-UPPER = BASE | MIDDLE | {"finite", "io", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
+UPPER = BASE | MIDDLE | {"finite", "io", "locks", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
 ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "io": set(),
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": set(),
     "visible": set(),
     "signals": set(),
+    "locks": set(),
     "registry": {"settings"},
     "sandbox": {"io"},
     "verifiers": {"io", "sandbox"},
@@ -36,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "update": BASE,
     "rewards": BASE | {"io", "reading", "verifiers", "sandbox"},
     "data": BASE | {"io", "reading", "verifiers"},
-    "curation": BASE | {"finite", "io", "reading", "verifiers", "visible"},
+    "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
@@ -53,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"io", "reading", "signals", "visible", "batch", "registry", "objectives", "advantages"}
+PURE = {"io", "locks", "reading", "signals", "visible", "batch", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 

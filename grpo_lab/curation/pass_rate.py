@@ -16,17 +16,17 @@ The wording of the request is ours.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from grpo_lab.io import append_rows, cut_to_whole_batches, no_link
+from grpo_lab.locks import lock
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
@@ -164,10 +164,11 @@ def _opened(
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b", opener=no_link) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{path} is being written by another process") from error
+        free = True
+        with suppress(OSError):  # a file system without locks
+            free = lock(file.fileno())
+        if not free:
+            raise ValueError(f"{path} is being written by another process")
 
         def save(results: Mapping[str, PassRate]) -> None:
             rows = [

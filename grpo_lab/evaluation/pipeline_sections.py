@@ -20,7 +20,18 @@ from rich.text import Text
 
 from grpo_lab.evaluation.page import Section, Table
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
-from grpo_lab.evaluation.run_record import STAGES, PipelineStage, RunRecord, read_run, read_stages
+from grpo_lab.evaluation.run_record import (
+    BROKEN_OFF,
+    DONE,
+    EVALUATE,
+    RUNNING,
+    STAGES,
+    WAITING,
+    PipelineStage,
+    RunRecord,
+    read_run,
+    read_stages,
+)
 from grpo_lab.evaluation.statistics import is_number
 from grpo_lab.evaluation.terminal import Terminal, duration, fits, print_table
 
@@ -40,6 +51,8 @@ FACTS: dict[str, Callable[[float], str]] = {
     "seconds": duration,
 }
 """Facts that stages share, the columns of their table, and how each is written."""
+OUT_OF = "out_of"
+"""Fact of a stage that chooses ``rows``: how many there were to choose from."""
 _COST = {"seconds": "time", "tokens": "tokens generated"}
 _START = "start model"
 _JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval", "score", "measured")
@@ -52,34 +65,51 @@ CHARACTERS = 42
 """Of a line in a box."""
 
 
-def status(folder: Path, console: Console | None = None) -> None:
+def status(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
     """Print the table of the pipeline in ``folder``, one row a stage; on a narrow terminal with its facts in one
-    column. ValueError: no pipeline is there."""
-    run, console = _pipeline_in(folder), console or Terminal()
+    column. ``stages``: as they stand now; default: as the folder's last run left them. ValueError: no pipeline is
+    there."""
+    run = _pipeline_in(folder, stages)
+    console = console or Terminal()
     table = stages_table([run])
-    done = sum(one.status == "done" for one in run.stages)
+    done = sum(one.status == DONE for one in run.stages)
     title = f"{run.summary.get('name')}: {done} of {len(run.stages)} stages done"
     if fits(console, table.head, table.rows):
         print_table(console, title, table.head, table.rows)
-        return
-    rows = []
-    for stage, *facts, took in table.rows:
-        said = [f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell]
-        rows.append([stage, took, ", ".join(said)])
-    print_table(console, title, ["stage", "time", "kind, facts"], rows, text=(0, 2))
+    else:
+        rows = []
+        for stage, *facts, took in table.rows:
+            said = [f"{name} {cell}".strip() for name, cell in zip(["", *table.head[2:]], facts) if cell]
+            rows.append([stage, took, ", ".join(said)])
+        print_table(console, title, ["stage", "time", "kind, facts"], rows, text=(0, 2))
+    for line in open_questions(run.stages):
+        console.print(line, soft_wrap=True)
 
 
-def show(folder: Path, console: Console | None = None) -> None:
-    """Print the stages as boxes, each with what it takes. ValueError: no pipeline is in ``folder``."""
-    for one in _pipeline_in(folder).stages:
+def open_questions(stages: Sequence[PipelineStage]) -> list[str]:
+    """A line for each stage that has failed, is to be done again, or was edited: what of it, and why."""
+    found = []
+    for one in stages:
+        if one.error:
+            found.append(f"{one.name}: {one.status}: {one.error}")
+        elif one.status not in (DONE, WAITING, RUNNING, BROKEN_OFF) and one.why not in one.status:
+            found.append(f"{one.name}: {one.status}: {one.why}")
+    return found
+
+
+def show(folder: Path, console: Console | None = None, stages: Sequence[PipelineStage] = ()) -> None:
+    """Print the stages as boxes, each with what it takes. ``stages``: as of ``status``. ValueError: no pipeline is in
+    ``folder``."""
+    for one in _pipeline_in(folder, stages).stages:
         taken = [f"← {found.get('from')}" for found in one.inputs.values()]
         said = Text("\n".join([", ".join(words) for words in _words(one)] + taken))
         (console or Terminal()).print(Panel(said, title=Text(one.name), title_align="left", width=80))
 
 
-def _pipeline_in(folder: Path) -> RunRecord:
+def _pipeline_in(folder: Path, stages: Sequence[PipelineStage]) -> RunRecord:
     run = RunRecord(folder)
     read_stages(run)
+    run.stages = list(stages) or run.stages
     if not run.stages:
         why = "; ".join(run.notices) or f"no {STAGES} with stages is there"
         raise ValueError(f"{str(folder)!r} holds no pipeline ({why}); name the `output_dir` of one")
@@ -118,7 +148,13 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
                 path = f"M{WIDTH + 1:g} {boxes[other].bottom - 12:g}H{x:g}V{y:g}H{WIDTH + 7:g}"
                 arrows.append((path, f"M{WIDTH + 8:g} {y - 4:g}v8l-7 -4z"))
         height = 28 + LINE * len(lines)
-        shape = {"y": top, "height": height, "bottom": top + height, "state": one.status, "lines": lines}
+        shape = {
+            "y": top,
+            "height": height,
+            "bottom": top + height,
+            "state": re.sub(r"\W+", "-", one.status),
+            "lines": lines,
+        }
         boxes[one.name] = SimpleNamespace(name=one.name[: CHARACTERS - 4], **shape)
         top += height + DROP
     size = {"width": max([WIDTH, *lanes.values()]) + 4, "height": top - DROP + 2}
@@ -129,7 +165,8 @@ def _words(stage: PipelineStage) -> list[list[str]]:
     """Its kind, how far it is and its time; its facts."""
     found = numbers_of(stage)
     took = [duration(found.pop("seconds"))] if "seconds" in found else []
-    facts = [f"{name.replace('_', ' ')} {write(found[name])}" for name, write in FACTS.items() if name in found]
+    each = {name: [value] for name, value in found.items()}
+    facts = [f"{name.replace('_', ' ')} {_cell(each, name)}" for name in FACTS if name in found]
     return [[stage.kind, stage.status, *took], facts]
 
 
@@ -137,25 +174,28 @@ def numbers_of(stage: PipelineStage) -> dict[str, float]:
     """Its facts that are numbers, of an interval the value; and its seconds."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
     found["seconds"] = stage.seconds or None
+    found.setdefault(OUT_OF, found.get("traces"))
     return {name: float(one) for name, one in found.items() if is_number(one)}
 
 
 def stages_table(runs: Sequence[RunRecord]) -> Table:
-    """One row a stage, one column for each of `FACTS` that a stage has; the last row: tokens and time of all."""
-    found: dict[str, dict[str, list[float]]] = {}
-    kinds: dict[str, str] = {}
+    """One row a stage, one column for each of `FACTS` that a stage has; the last row: tokens and time of all. Stages of
+    one name and different kinds are different stages."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    kinds: dict[tuple[str, str], str] = {}
     total: dict[str, list[float]] = {name: [0.0] * len(runs) for name in _COST}
     for place, run in enumerate(runs):
         for one in run.stages:
-            kinds[one.name] = one.kind if one.status == "done" else f"{one.kind}, {one.status}"
+            key = (one.name, one.kind)
+            kinds[key] = one.kind if one.status == DONE else f"{one.kind}, {one.status}"
             for name, value in numbers_of(one).items():
-                found.setdefault(one.name, {}).setdefault(name, []).append(value)
+                found.setdefault(key, {}).setdefault(name, []).append(value)
                 if name in total:
                     total[name][place] += value
     columns = [name for name in FACTS if any(name in values for values in found.values())]
     rows = [
-        [f"{number}. {name}", kind, *(_said(found.get(name, {}).get(column, ()), column) for column in columns)]
-        for number, (name, kind) in enumerate(kinds.items(), start=1)
+        [f"{number}. {name}", kinds[name, kind], *(_cell(found.get((name, kind), {}), column) for column in columns)]
+        for number, (name, kind) in enumerate(kinds, start=1)
     ]
     rows.append(["all stages", "", *(_said(total.get(column, ()), column) for column in columns)])
     return Table(["stage", "kind", *(_COST.get(name, name.replace("_", " ")) for name in columns)], rows, packed=True)
@@ -164,18 +204,27 @@ def stages_table(runs: Sequence[RunRecord]) -> Table:
 def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
     """Stage → task → accuracy in each run, from the stages that evaluate the model of another: they are called by that
     one and by the task (`fusion-maths`). A further condition (``accuracy.no-thinking``) is a task of its own, a budget
-    is none; who takes no stage's model is about the start model."""
+    is none; who takes no stage's model is about the start model. Where runs have stages of one name and different
+    kinds, the kind stands beside it."""
     found: dict[str, dict[str, list[float]]] = {}
-    for one in (one for run in runs for one in run.stages if one.kind == "evaluate"):
-        of = one.inputs.get("model", {}).get("from", "").partition(".")[0]
-        words = re.split("[-_ ]+", re.sub(rf"(^|[-_]){re.escape(of)}(?=[-_]|$)", " ", one.name, count=1))
-        task = " ".join(word for word in words if word not in _JOINED) or "held-out problems"
-        for name, value in numbers_of(one).items():
-            fact, _, condition = name.partition(".")
-            if fact == "accuracy" and not re.search("budget|against", condition):
-                named = ", ".join(filter(None, (task, condition)))
-                found.setdefault(of or _START, {}).setdefault(named, []).append(value)
-    order = [_START, *dict.fromkeys(one.name for run in runs for one in run.stages)]
+    kinds: dict[str, list[str]] = {}
+    for name, kind in dict.fromkeys((one.name, one.kind) for run in runs for one in run.stages):
+        kinds.setdefault(name, []).append(kind)
+    for run in runs:
+        of_kind = {one.name: one.kind for one in run.stages}
+        for one in (one for one in run.stages if one.kind == EVALUATE):
+            of = one.inputs.get("model", {}).get("from", "").partition(".")[0]
+            words = re.split("[-_ ]+", re.sub(rf"(^|[-_]){re.escape(of)}(?=[-_]|$)", " ", one.name, count=1))
+            task = " ".join(word for word in words if word not in _JOINED) or "held-out problems"
+            called = f"{of} ({of_kind.get(of)})" if len(kinds.get(of, ())) > 1 else of or _START
+            for name, value in numbers_of(one).items():
+                fact, _, condition = name.partition(".")
+                if fact == "accuracy" and not re.search("budget|against", condition):
+                    named = ", ".join(filter(None, (task, condition)))
+                    found.setdefault(called, {}).setdefault(named, []).append(value)
+    order = [_START]
+    for name, several in kinds.items():
+        order += [f"{name} ({kind})" for kind in several] if len(several) > 1 else [name]
     return {of: found[of] for of in order if of in found}
 
 
@@ -200,6 +249,12 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
     figures = [one for one in comparison_figures(found[:_MOST_LINES]) if one.title.startswith(_CURVES)] if found else []
     foot = f"The first {_MOST_LINES} of {len(found)} stages are drawn." if len(found) > _MOST_LINES else ""
     return Section("Curves of the stages", f"One line a stage. {CURVES}", figures=figures, foot=foot)
+
+
+def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
+    """What a stage has of one fact; of rows, out of how many they were chosen."""
+    said, total = _said(found.get(name, ()), name), found.get(OUT_OF)
+    return f"{said} of {_said(total, 'rows')}" if said and total and name == "rows" else said
 
 
 def _said(values: Sequence[float], name: str) -> str:

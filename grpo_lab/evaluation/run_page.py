@@ -14,7 +14,7 @@ from grpo_lab.evaluation.comparison import rewrite_comparison
 from grpo_lab.evaluation.curation_page import read_curation
 from grpo_lab.evaluation.page import Card, Page, Section, Table, about, choose_samples, settings_section
 from grpo_lab.evaluation.panels import CURVES, EVALUATIONS, WEIGHTS, panel_figures, unit_of, weight_figures
-from grpo_lab.evaluation.pipeline_sections import pipeline_sections
+from grpo_lab.evaluation.pipeline_sections import open_questions, pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, paired_gain
 from grpo_lab.evaluation.run_record import (
     CURATION,
@@ -23,6 +23,7 @@ from grpo_lab.evaluation.run_record import (
     PIPELINE,
     ROUNDS,
     TRAINING,
+    PipelineStage,
     RunRecord,
     facts_of,
     read_run,
@@ -50,8 +51,9 @@ _CONTROL = (
 )
 
 
-def write_report(place: str | Path) -> Path:
+def write_report(place: str | Path, stages: Sequence[PipelineStage] = ()) -> Path:
     """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`; its path.
+    ``stages``: of a pipeline, as they stand now; default: as its last run left them.
 
     A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
     a comparison: it is made anew from its runs.
@@ -60,12 +62,13 @@ def write_report(place: str | Path) -> Path:
         ValueError: there is nothing of ours in ``place``; what is there, is left alone.
     """
     place = Path(place)
-    return rewrite_comparison(place) if place.is_file() else report_page(place).write(place / "report.html")
+    return rewrite_comparison(place) if place.is_file() else report_page(place, stages).write(place / "report.html")
 
 
-def report_page(folder: Path) -> Page:
+def report_page(folder: Path, stages: Sequence[PipelineStage] = ()) -> Page:
     """The page about what ``folder`` holds. Of several things the run's, and a notice names the others."""
     record = read_run(folder)
+    record.stages = list(stages) or record.stages
     if not record.kind:
         raise ValueError(f"{_without_a_page(folder)}; nothing was changed")
     if record.kind == CURATION:
@@ -134,7 +137,7 @@ def pipeline_page(record: RunRecord) -> Page:
         title=title_of(record),
         about=[],
         cards=[*accuracy_cards(record), Card("Stages done", f"{done}", f" of {len(stages)}")],
-        notices=notices_of(record),
+        notices=[*notices_of(record), *open_questions(stages)],
         sections=[
             *pipeline_sections([record]),
             *evaluation_sections(record),

@@ -29,21 +29,26 @@ from grpo_lab.reading import json_lines, read_record
 Series = list[tuple[int, float]]
 """(optimizer step, value), steps rising."""
 
+EVALUATE = "evaluate"
+"""The kind of a pipeline's stage that measures another's model."""
 TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
 PIPELINE, STAGES = "pipeline", "pipeline.json"
+WAITING, RUNNING, FAILED, BROKEN_OFF, DONE = "waiting", "running", "failed", "broken off", "done"
+"""How far a stage is: not begun; under way; ended by an error; ended by a stop or a kill; with its results."""
 _JUDGED = ("judge", "mode", "reward", "template", "thinking")
 _NUMBERED_LINES = 5
 
 
 @dataclass
 class PipelineStage:
-    """A stage as `pipeline.json` says it: done, running or waiting (it has not begun), why it was done, its settings,
-    setting → what it takes ``from`` (``stage.thing``), whose things those are, its facts."""
+    """A stage as `pipeline.json` says it: how far it is, why it was done, what ended it or is odd about it (``error``),
+    its settings, setting → what it takes ``from`` (``stage.thing``), whose things those are, its facts."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
     kind: str
-    status: str = "waiting"
+    status: str = WAITING
     why: str = ""
+    error: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     before: list[str] = field(default_factory=list)
@@ -165,8 +170,10 @@ def read_stages(record: RunRecord) -> None:
 
 
 def _read_answers(record: RunRecord) -> None:
-    """What a pipeline did to the answers to the problems that its stages were most often evaluated on."""
-    alike: dict[Any, list[EvaluationResult]] = {}
+    """What a pipeline did to the answers to the problems that its models were most often evaluated on: of the model
+    that the others come from, and of the one that comes from them. Where it ends in several (arms), none is its result,
+    and a notice says so."""
+    alike: dict[Any, dict[str, EvaluationResult]] = {}
     for stage in record.stages:
         for place in ("evaluation", "evaluation/before", "evaluation/after"):
             folder = record.folder / stage.name / place
@@ -175,10 +182,47 @@ def _read_answers(record: RunRecord) -> None:
                 if result and result.greedy:
                     judged = str([result.settings.get(key) for key in _JUDGED])
                     problems = tuple((one.problem, one.question) for one in result.greedy)
-                    alike.setdefault((judged, problems), []).append(result)
-    if alike:
-        first, *others = max(alike.values(), key=len)
-        record.before, record.after = (first, others[-1]) if others else (None, first)
+                    alike.setdefault((judged, problems), {})[_model_of(stage, place)] = result
+    if not alike:
+        return
+    found = max(alike.values(), key=len)
+    come_from = {model: _come_from(model, record.stages) & found.keys() for model in found}
+    first = [model for model, earlier in come_from.items() if not earlier]
+    last = [model for model in found if not any(model in earlier for earlier in come_from.values())]
+    if len(last) > 1:
+        named = ", ".join(model or "the start model" for model in last)
+        record.notices.append(
+            f"the pipeline ends in {len(last)} models that were evaluated on the same problems ({named}): none of them "
+            "is its result; the table stage × task has them side by side"
+        )
+    else:
+        record.after = found[last[0]]
+        record.before = found[first[0]] if len(first) == 1 and first != last else None
+
+
+def _model_of(stage: PipelineStage, place: str) -> str:
+    """The stage whose model was evaluated there; of what a stage began with `<stage> before`, of another model its
+    path."""
+    if place.endswith("before"):
+        return f"{stage.name} before"
+    if stage.kind != EVALUATE:
+        return stage.name
+    taken = stage.inputs.get("model", {}).get("from", "").partition(".")[0]
+    return taken or str(stage.settings.get("model", ""))
+
+
+def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
+    """Of which models (``_model_of``) it is made, over all stages before its own."""
+    known = {one.name: one for one in stages}
+    found: set[str] = set()
+    left = [name for name in [model.removesuffix(" before")] if name in known]
+    while left:
+        one = known[left.pop()]
+        named = one.settings.get("model")
+        path = named.get("path") if isinstance(named, dict) else named
+        found |= {*one.before, f"{one.name} before", str(path)}
+        left += one.before
+    return found - {model}
 
 
 def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, dict[str, float]]]:

@@ -16,8 +16,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.evaluation.run_record import DONE, RUNNING, WAITING
 from grpo_lab.io import write_whole_text
-from grpo_lab.pipelines.stage_record import DONE, RUNNING, WAITING, StageRecord, digests_of
+from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.reading import read_record
 from grpo_lab.runs.stage import Facts, plain_facts
 

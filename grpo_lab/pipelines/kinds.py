@@ -6,6 +6,7 @@ A kind is a class of settings (`grpo_lab.settings.settings`) with
     plan()    its words for ``--dry-run``; it may be left out, as the rest
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
     perhaps   names of those that it leaves where its settings say so
+    keeps     places in its folder of results that nobody takes; where one is gone, it is run in its folder again
     whole     true: asked to stop, it is broken off and done again
     ranks     true: it can be started by `accelerate launch` on several processes (``launch``)
     seed      its default, where it draws something: a pipeline's ``seed`` takes its place
@@ -91,7 +92,8 @@ def _measured(done: TrainingOutcome | Shortened) -> Facts:
 
 
 def _of_curation(done: Curated) -> Facts:
-    return {"rows": len(done.rows), "dropped": {one.name: one.dropped for one in done.report.filters}}
+    dropped = {one.name: one.dropped for one in done.report.filters}
+    return {"rows": len(done.rows), "out_of": len(done.rows) + sum(dropped.values()), "dropped": dropped}
 
 
 def _of_rounds(lines: Sequence[Mapping[str, Any]]) -> Facts:

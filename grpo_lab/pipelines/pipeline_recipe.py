@@ -67,7 +67,8 @@ class PipelineRecipe:
             raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
-        """Every stage after those whose things it takes. ValueError for a circle, or a stage that is none."""
+        """Every stage after those whose things it takes, else in the order in which they are written. ValueError for a
+        circle, or a stage that is none."""
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():
@@ -77,10 +78,15 @@ class PipelineRecipe:
                         f"{did_you_mean(before, named)}"
                     )
         try:
-            graph = TopologicalSorter({name: one.before for name, one in named.items()})
-            return [named[name] for name in graph.static_order()]
+            TopologicalSorter({name: one.before for name, one in named.items()}).prepare()
         except CycleError as error:
             raise ValueError(f"`stages`: each of {error.args[1]} waits for the next") from error
+        ordered: dict[str, StageSection] = {}
+        while len(ordered) < len(named):
+            ready = (one for one in self.stages if one.name not in ordered and ordered.keys() >= {*one.before})
+            one = next(ready)
+            ordered[one.name] = one
+        return list(ordered.values())
 
 
 def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", beside: Path = Path()) -> PipelineRecipe:

@@ -31,7 +31,8 @@ from grpo_lab.runs.differences import (
     refuse_other_rows,
     refuse_other_settings,
 )
-from grpo_lab.runs.folder import RUN, check_writable, cut_metrics, read_marker, record_of, write_run
+from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
+from grpo_lab.runs.metrics import cut_metrics
 from grpo_lab.trainer.resume.going_on import newest_read
 from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole, step_of

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from grpo_lab.io import write_whole_text
+from grpo_lab.pipelines.entries import PipelineFiles, entries_of
 from grpo_lab.pipelines.pipeline_recipe import PipelineRecipe
-from grpo_lab.pipelines.runner import entries_of, words_of_stage, write_state
+from grpo_lab.pipelines.runner import words_of_stage
 
 ASKED_EARLIER = {"open-mode": "append", "requeue": True, "signal": "B:TERM@600"}
 """Ten minutes before its end a job is told, and its stage keeps what it has (docs/resume.md)."""
@@ -31,7 +32,7 @@ def write_batch_scripts(recipe: PipelineRecipe) -> Path:
     """`slurm/<stage>.sbatch` and `slurm/submit.sh` in the output folder → the latter; a recipe's `slurm` over ours."""
     folder = recipe.output_dir / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
-    write_state(recipe, entries_of(recipe))
+    PipelineFiles(recipe, entries_of(recipe)).begin()
     lines = ["#!/bin/bash", "# Submits the stages, each after those that it reads: bash slurm/submit.sh", "set -eu"]
     for one in recipe.in_order():
         script = folder / f"{one.name}.sbatch"

@@ -1,34 +1,39 @@
-"""`stage.json` in a stage's folder: what the stage was made from, whether it is done, and its results.
+"""`stage.json` in a stage's folder: what the stage was made from, how far it is, its results and what it left.
 
-    {"name", "kind", "status": "running" | "done", "why", "settings", "inputs", "before", "seconds", "results",
-     "digests", "versions"}
+    {"name", "kind", "status": "running" | "failed" | "broken off" | "done", "why", "error", "settings", "inputs",
+     "before", "seconds", "results", "digests", "versions", "left", "taken"}
 
-Written whole before the stage begins and when it is done. A stage is done again only where what it is made from has
-changed (its settings; what an input holds, a model by its weights, tokenizer and template; a file or a folder that its
-settings name) or what it left is gone; a release of a library is recorded, and makes nothing again."""
+Written whole before the stage begins and when it ends. Whether it is to be done again ``pipelines.standing`` says, from
+this and from what is asked. ``left``: the files of its results; ``taken``: those that it was made from."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.evaluation.run_record import PipelineStage
-from grpo_lab.io import saving, write_json
-from grpo_lab.reading import Fields
-from grpo_lab.recipe.models import model_files
+from grpo_lab.evaluation.run_record import DONE, RUNNING, WAITING, PipelineStage
+from grpo_lab.io import write_json
+from grpo_lab.reading import Fields, checked_object
+from grpo_lab.recipe.digests import Seen, file_digest, remember, seen
+from grpo_lab.recipe.models import files_of_model, model_files
 from grpo_lab.runs.differences import differing, flat, versions
 from grpo_lab.runs.folder import STAGE, is_empty, read_marker
-from grpo_lab.runs.stage import Facts, console, plain_facts
+from grpo_lab.visible import visible
+
+Facts = dict[str, Any]
 
 PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples", "tokenizer")
 """Settings that name a file or a folder without a slash in it, too."""
-RUNNING, DONE, WAITING = "running", "done", "waiting"
-GOES_ON = "goes on"
+NEW, AGAIN, GOES_ON = "new", "again", "goes on"
+"""How the reason begins for which a stage is to be done."""
+_MOST_FILES = 2000
+"""More files than these of one place are read anew each time."""
+_LONGEST_ERROR = 500
 
 
 @dataclass
@@ -38,6 +43,8 @@ class StageRecord(PipelineStage):
 
     digests: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    left: Seen = field(default_factory=dict)
+    taken: Seen = field(default_factory=dict)
 
     FIELDS: ClassVar[Fields] = {
         **dict.fromkeys(("name", "kind", "status", "why"), str),
@@ -45,59 +52,110 @@ class StageRecord(PipelineStage):
         "before": list,
         "seconds": float | None,
     }
+    LATER: ClassVar[Fields] = {"error": str, "left": dict, "taken": dict}
+    """Fields that an earlier release did not write."""
 
     @classmethod
     def read(cls, folder: Path, name: str, kind: str) -> StageRecord:
         """Of the stage that worked in ``folder``. ValueError for a damaged file."""
-        found = read_marker(folder / STAGE, "move the folder away, and the stage is done again", cls.FIELDS)
-        return cls(**{"name": name, "kind": kind, **{f.name: found[f.name] for f in fields(cls) if f.name in found}})
+        advice = "move the folder away, and the stage is done again"
+        found = read_marker(folder / STAGE, advice, cls.FIELDS)
+        try:
+            checked_object(found, {name: kind for name, kind in cls.LATER.items() if name in found})
+        except ValueError as error:
+            raise ValueError(f"{folder / STAGE} is damaged ({error}): {advice}") from error
+        record = cls(**{"name": name, "kind": kind, **{f.name: found[f.name] for f in fields(cls) if f.name in found}})
+        remember(record.left, folder)
+        remember(record.taken)
+        return record
 
     def write(self, folder: Path) -> None:
         """To ``folder``, whole."""
         write_json(folder / STAGE, asdict(self))
 
-    def due(self, folder: Path, settings: Facts, digests: Mapping[str, str], left: Collection[str]) -> str:
-        """Why the stage in ``folder`` is to be done; empty where it is not. Nothing is written. ``left``: places of
-        what it leaves."""
+    def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
+        """Why a stage that is asked for with ``settings`` and made from ``digests`` is to be done; empty where it is
+        not. ``gone``: what it has left and is no longer there."""
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
-        gone = [place for place in left if not (folder / place).exists()]
         if self.status == WAITING:
-            return "new"
+            return NEW
         if changed:
-            return f"again: {'; '.join(changed)}"
-        if self.status == RUNNING:
+            return f"{AGAIN}: {'; '.join(changed)}"
+        if self.status != DONE:
             return GOES_ON
-        return f"again: its {gone[0]} is gone" if gone else ""
+        return f"{AGAIN}: its {gone[0]} is gone" if gone else ""
+
+    def due(self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]) -> str:
+        """The same of the stage in ``folder``; nothing is written. ``left``: places of what it leaves."""
+        return self.reason(settings, digests, [place for place in left if not (folder / place).exists()])
 
     def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
-        """Whether the stage in ``folder`` is to be done (``due``), and ``why``; its folder is then ready: as a killed
-        stage left it, or empty, and what was made from something else stands beside it as `<name>.before-<n>`."""
+        """Whether the stage in ``folder`` is to be done (``due``); its folder is ready then."""
         why = self.due(folder, settings, digests, left)
-        if not why:
-            return False
-        self.why = why
-        if why != GOES_ON:
+        if why:
+            self._prepare(folder, why, settings, digests, why != GOES_ON)
+        return bool(why)
+
+    def prepare(
+        self, folder: Path, why: str, settings: Mapping[str, Any], places: Mapping[str, Path], anew: bool
+    ) -> None:
+        """Make the ``folder`` of a stage that is to be done ready. ``places``: of what it is made from."""
+        self.taken = {file: one for place in places.values() for file, one in _few(files_of(place), None).items()}
+        self._prepare(folder, why, settings, digests_at(places), anew)
+
+    def _prepare(
+        self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str], anew: bool
+    ) -> None:
+        """As a killed stage left it, or (``anew``) empty, and what was in it stands beside it as
+        `<name>.before-<n>`."""
+        if anew:
             self.seconds = None
             if folder.is_dir() and not is_empty(folder):  # never emptied
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
                 folder.rename(next(place for place in beside if not place.exists()))
         folder.mkdir(parents=True, exist_ok=True)
-        self.status, self.settings, self.digests, self.versions = RUNNING, settings, digests, versions()
-        self.results = {}
+        self.status, self.why, self.error = RUNNING, why, ""
+        self.settings = dict(settings)
+        self.digests = dict(digests)
+        self.versions = versions()
+        self.results, self.left = {}, {}
         for one in self.inputs.values():
-            one["digest"] = digests.get(one["from"], "")
+            one["digest"] = self.digests.get(one["from"], "")
         self.write(folder)
-        return True
+
+    def finish(self, folder: Path, places: Iterable[str]) -> None:
+        """Done, with what is at ``places`` of ``folder``."""
+        self.status = DONE
+        self.left = {file: one for place in places for file, one in _few(files_of(folder / place), folder).items()}
+        self.write(folder)
+
+    def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
+        """Not done: why not."""
+        said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.status, self.error = status, visible(" ".join(said.split()))[:_LONGEST_ERROR]
+        self.write(folder)
 
 
-def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[str, str]:
-    """What ``inputs`` hold now (stage.thing → place), and each file and folder that ``settings`` name."""
-    places = dict(inputs)
+def _few(files: list[Path], folder: Path | None) -> Seen:
+    return seen(files, folder) if len(files) <= _MOST_FILES else {}
+
+
+def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
+    """What ``settings`` name that may be a file or a folder."""
     for setting, value in flat(settings):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and len(one) < 1000 and (setting.rpartition(".")[2] in PATHS or "/" in one):
-                places[one] = Path(one)
+                yield one
+
+
+def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[str, str]:
+    """What ``inputs`` hold now, and each file and folder that ``settings`` name."""
+    return digests_at({**inputs, **{one: Path(one) for one in named_in(settings)}})
+
+
+def digests_at(places: Mapping[str, Path]) -> dict[str, str]:
+    """What stands at each of ``places`` now; one where nothing does is left out."""
     return {name: digest for name, place in sorted(places.items()) if (digest := digest_of(place))}
 
 
@@ -105,23 +163,16 @@ def digest_of(place: Path) -> str:
     """Of a file; of a folder with a model (weights, tokenizer, template: `model_files`); of every file of another
     folder. Empty: nothing is there."""
     if place.is_file():
-        with place.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        return file_digest(place)
     if not place.is_dir():
         return ""
-    files = {file.relative_to(place).as_posix(): digest_of(file) for file in place.rglob("*") if file.is_file()}
-    held = model_files(str(place)) or files
+    held = model_files(str(place))
+    held = held or {file.relative_to(place).as_posix(): file_digest(file) for file in files_of(place)}
     return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], object]) -> None:
-    """Have ``make`` save a model in ``folder``, its tokenizer last, where it is not there, or was made from other
-    ``settings``; that one then stands beside it."""
-    plain = plain_facts(settings)
-    record = StageRecord.read(folder, folder.name, "start")
-    if record.begin(folder, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
-        console.print(f"{folder}: {record.why}", soft_wrap=True)
-        with saving(folder):
-            make()
-        record.status = DONE
-        record.write(folder)
+def files_of(place: Path) -> list[Path]:
+    """Those that ``digest_of`` is of."""
+    if not place.is_dir():
+        return [place] if place.is_file() else []
+    return files_of_model(place) or [file for file in place.rglob("*") if file.is_file()]

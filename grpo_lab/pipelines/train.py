@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,18 +17,19 @@ from transformers import TrainerCallback
 
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
 from grpo_lab.evaluation.measure import Blocks
-from grpo_lab.evaluation.run_record import last_verdict, left_out, read_run
+from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_run
 from grpo_lab.io import saving
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
-from grpo_lab.pipelines.stage_record import made_once
+from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
-from grpo_lab.runs.folder import RUN, MetricsFile, one_writer, read_marker, write_run
-from grpo_lab.runs.stage import At, Stage, carry_out, console
+from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
+from grpo_lab.runs.metrics import MetricsFile
+from grpo_lab.runs.stage import At, Stage, carry_out, console, plain_facts
 from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
 from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import Writer
@@ -139,6 +140,19 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
     if job.evaluation is not None:
         left.append(Stage("evaluation_after", lambda at: _evaluate(job, str(folder), "after"), **here))
     return left
+
+
+def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], object]) -> None:
+    """Have ``make`` save a model in ``folder``, its tokenizer last, where it is not there, or was made from other
+    ``settings``; that one then stands beside it."""
+    plain = plain_facts(settings)
+    record = StageRecord.read(folder, folder.name, "start")
+    if record.begin(folder, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
+        console.print(f"{folder}: {record.why}", soft_wrap=True)
+        with saving(folder):
+            make()
+        record.status = DONE
+        record.write(folder)
 
 
 def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path, seed: int = 0) -> Path:

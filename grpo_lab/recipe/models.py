@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_lab.io import check_place, is_local
 from grpo_lab.reading import read_record
+from grpo_lab.recipe.digests import file_digest
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.settings import hints_of, refuse_unknown, typed
 
@@ -36,7 +37,7 @@ _SETTINGS = (
     "*.tiktoken",
     "chat_template.*",
     "*.jinja",
-    "*/*.jinja",
+    "additional_chat_templates/*.jinja",  # and not those of checkpoints, which are removed
     "adapter_config.json",
     "*.py",
     "*.safetensors.index.json",
@@ -69,9 +70,7 @@ def model_files(model: str) -> dict[str, str]:
         if config is None:
             return {}
         folder = Path(config).parent  # the snapshot of one commit
-    files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
-    kept = [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
-    found = {file.relative_to(folder).as_posix(): _digest(file) for file in kept}
+    found = {file.relative_to(folder).as_posix(): _digest(file) for file in files_of_model(folder)}
     adapter = folder / "adapter_config.json"
     base = _said_in(adapter).get("base_model_name_or_path") if adapter.is_file() else None
     if base and str(base) != model:
@@ -79,12 +78,17 @@ def model_files(model: str) -> dict[str, str]:
     return found
 
 
+def files_of_model(folder: Path) -> list[Path]:
+    """The files in ``folder`` by which a model is known: weights, settings, tokenizer, templates."""
+    files = sorted({file for pattern in (*_WEIGHTS, *_SETTINGS) for file in folder.glob(pattern)})
+    return [file for file in files if file.is_file() and file.name not in _NO_WEIGHTS]
+
+
 def _digest(file: Path) -> str:
     if file.name in ("config.json", "generation_config.json", "adapter_config.json") and (settings := _said_in(file)):
         kept = {name: value for name, value in settings.items() if name not in _WRITTEN_BY_THE_SAVING}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    return file_digest(file)
 
 
 def _said_in(file: Path) -> dict[str, Any]:

@@ -7,11 +7,10 @@ import json
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from datasets import Image
 
 from grpo_lab.io import is_local
 from grpo_lab.recipe.models import model_files
@@ -109,6 +108,8 @@ def _shown(value: Any) -> str:
 
 def rows_fingerprint(rows: Any) -> dict[str, Any]:
     """Number and short hash of the rows in their order: names and values of their columns, an image by its bytes."""
+    from datasets import Image  # a second, and most of what stands here needs none
+
     for name, feature in (rows.features or {}).items():
         if isinstance(feature, Image):
             rows = rows.cast_column(name, Image(decode=False))
@@ -139,6 +140,11 @@ def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
 
 def versions() -> dict[str, str]:
     """Of Python, the machine and the packages that numbers depend on."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}"}
     for name in PACKAGES:
         try:

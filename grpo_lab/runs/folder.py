@@ -1,4 +1,4 @@
-"""A run's output folder: what marks it as whose, one process at a time that writes into it, and ``metrics.jsonl``.
+"""A run's output folder: what marks it as whose, and one process at a time that writes into it.
 
 ``run.lock`` is locked (POSIX, ``fcntl``) by the process that writes, and opened by the kernel when that is killed. On a
 file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL."""
@@ -6,21 +6,18 @@ file system without such locks nothing is guarded. ``trainer.train()`` in a scri
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import logging
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-from grpo_lab.io import append_json_line, no_link, write_json, write_whole_text
+from grpo_lab import locks
+from grpo_lab.io import no_link, write_json
 from grpo_lab.reading import Fields, read_record
 
 log = logging.getLogger(__name__)
@@ -37,11 +34,12 @@ class FolderGone(OSError):
 
 
 @contextmanager
-def one_writer(folder: Path) -> Iterator[None]:
-    """In the block the folder, made where it is not there, is this process's. ValueError: another process writes there
-    (which, where, since when), or a link stands in the place of the lock. FolderGone, in place of what came of the
-    block: half a run may stand where the folder was."""
-    file = folder / LOCK
+def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]:
+    """Hold ``lock`` in ``folder``, which is made where it is not there, for the block: no other process does, then.
+    ``what`` it is a lock of; default: of the folder. ValueError: another process has it (which, where, since when), or
+    a link stands in the place of the lock. FolderGone, in place of what came of the block: half a run may stand where
+    the folder was."""
+    file = folder / lock
     folder.mkdir(parents=True, exist_ok=True)
 
     def is_there() -> bool:
@@ -56,14 +54,16 @@ def one_writer(folder: Path) -> Iterator[None]:
             said = os.read(opened, 1000).decode(errors="replace").strip() or "another process"
             os.close(opened)
             raise ValueError(
-                f"`output_dir` {str(folder)!r} is in use: {said} writes there. Wait for its end, end it, or choose "
-                "another `--output_dir`"
+                f"{what or f'`output_dir` {str(folder)!r}'} is in use: {said} writes there. Wait for its end"
+                + (", or end it" if what else ", end it, or choose another `--output_dir`")
             )
         if is_there():
             break
         os.close(opened)  # one that its owner has just removed
     os.ftruncate(opened, 0)
     os.pwrite(opened, f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()},".encode(), 0)
+    name = os.path.abspath(file)
+    locks.HELD.add(name)
     try:
         yield
     finally:
@@ -71,21 +71,20 @@ def one_writer(folder: Path) -> Iterator[None]:
         if not gone:
             file.unlink(missing_ok=True)
         os.close(opened)
+        locks.HELD.discard(name)
         if gone:
             raise FolderGone(
-                f"{str(folder)!r} was moved away, or it and {LOCK} in it removed, while this wrote into it: what "
+                f"{str(folder)!r} was moved away, or it and {lock} in it removed, while this wrote into it: what "
                 "stands there now is not all of it"
             )
 
 
 def _locked(opened: int, file: Path) -> bool:
     try:
-        fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return locks.lock(opened)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
         log.warning("%s cannot be locked (%s): nobody keeps a second run out of this folder", file, error)
-    return True
+        return True
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
@@ -139,42 +138,30 @@ def problems_in(file: Path) -> int:
 
 
 def kept(recipe: Any) -> str:
-    """What is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint."""
+    """What is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint; of a
+    pipeline also what the stage under way has."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
     found = list(seconds) if isinstance(seconds, Mapping) else []
-    steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
-    found += [f"checkpoint-{max(steps)}"] if steps else []
-    samples = {name: problems_in(folder / f"{name}.jsonl") for name in ("pass_rates", "guesses", "samples")}
-    found += [f"{name.replace('_', ' ')} of {count:,} problems" for name, count in samples.items() if count]
+    names = [str(one.name) for one in getattr(recipe, "stages", ())]
+    done = [name for name in names if read_marker(folder / name / STAGE).get("status") == "done"]
+    found += [*done, *_half_done(folder)]
+    for name in names:
+        if name not in done:
+            found += [f"{name}: {one}" for one in _half_done(folder / name)]
     return f"{'; '.join(found)} in {folder} (the same command goes on)" if found else "nothing"
 
 
-class MetricsFile(TrainerCallback):  # type: ignore[misc]
-    """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside``: numbers that are written
-    in front of it, and in no other log."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.beside: Callable[[], Mapping[str, float]] = dict
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
-            append_json_line(self.path, {"step": state.global_step, **self.beside(), **logs})
-
-
-def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
-    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again, and so will, where it
-    is due, the evaluation after ``step``. Half a line goes, too."""
-    if file.is_file():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
-
-
-def _is_before(line: str, step: int, evaluation_due: bool) -> bool:
-    try:
-        row = json.loads(line)
-        again = evaluation_due and row["step"] == step and any(name.startswith("eval_") for name in row)
-        return line.endswith("\n") and bool(row["step"] <= step) and not again
-    except (ValueError, KeyError, TypeError):
-        return False
+def _half_done(folder: Path) -> list[str]:
+    """The newest checkpoint and the problems that were sampled in ``folder``, a command's, and in those of its
+    rounds."""
+    steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
+    found = [f"checkpoint-{max(steps)}"] if steps else []
+    for name in ("pass_rates", "guesses", "samples"):
+        count = sum(problems_in(file) for file in folder.glob(f"{name}.jsonl"))
+        found += [f"{name.replace('_', ' ')} of {count:,} problems"] if count else []
+    for file in sorted(folder.glob("round-*/samples.jsonl")):
+        if not (file.parent / "sample.json").is_file():
+            found.append(f"{file.parent.name}, samples of {problems_in(file):,} problems")
+    answers = sum(problems_in(file) + 1 for file in folder.glob("evaluation/answers.*.jsonl"))
+    return found + ([f"blocks of answers: {answers:,}"] if answers else [])

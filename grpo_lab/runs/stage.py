@@ -32,6 +32,10 @@ Report = Callable[[Any, str, float | None], None]
 """``report(at, stage, None)`` before a stage, with its seconds afterwards."""
 
 console = Terminal()
+SECONDS_BETWEEN_COLLECTIONS = 0.5
+"""Less than loading a model takes, and as much as looking for what nobody holds takes beside all libraries."""
+_collected = [0.0]
+"""When that was last done."""
 
 
 @dataclass
@@ -90,9 +94,12 @@ def under_way(stop: StopRequests, whole: bool) -> Iterator[None]:
     """Around a stage and its marker: a stop ends it where it looks, one that is ``whole`` anywhere."""
     with nullcontext() if whole else stop.held():
         yield
-    gc.collect()  # and the accelerator's memory, of models that nobody holds any more
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    began = time.perf_counter()
+    if began - _collected[0] > SECONDS_BETWEEN_COLLECTIONS:
+        gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        _collected[0] = time.perf_counter()
 
 
 def plain_facts(found: Mapping[str, Any] | None) -> Facts:

@@ -110,7 +110,8 @@ class Build:
             raise ValueError(f"`rows` come to none: there were {len(asked)}, and {counts} are asked for")
         write_json_lines(at.folder / ROWS, chosen)
         dropped = {"the same row": len(asked) - len(different), "not drawn": len(different) - len(chosen)}
-        return {"rows": len(chosen), "kept": len(chosen), "sources": counts, "dropped": dropped}
+        facts = {"rows": len(chosen), "kept": len(chosen), "out_of": len(asked)}
+        return {**facts, "sources": counts, "dropped": dropped}
 
     def counts(self, there: Mapping[str, int]) -> dict[str, int]:
         """Rows to draw of each source. ValueError for more than there are."""

@@ -43,6 +43,7 @@ class Evaluate:
     """
 
     leaves: ClassVar[Mapping[str, str]] = {}
+    keeps: ClassVar[Sequence[str]] = (EVALUATION,)
     whole: ClassVar[bool] = True
     ranks: ClassVar[bool] = True
     model: str

@@ -144,7 +144,8 @@ class Select:
         return f"{type(self._ways()[0]).__name__.lower()} {told(self._ways()[0])}".strip()
 
     def run(self, at: At) -> Facts:
-        return choose(samples_in(Path(self.samples)), self._ways()[0], at.folder)
+        samples = samples_in(Path(self.samples))
+        return {**choose(samples, self._ways()[0], at.folder), "out_of": sum(len(one.scores) for one in samples)}
 
 
 def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:

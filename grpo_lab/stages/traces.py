@@ -163,7 +163,10 @@ class FilterTraces:
         ]
         write_json_lines(at.folder / ROWS, rows)
         solved = len({trace["row"] for trace in left})
-        return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left), "dropped": dropped}
+        return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left)} | {
+            "out_of": len(traces),
+            "dropped": dropped,
+        }
 
     def _filtered(self, left: list[Trace]) -> Iterator[tuple[str, list[Trace]]]:
         """What is left after each filter that is set."""

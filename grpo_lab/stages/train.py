@@ -20,7 +20,7 @@ from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection
 from grpo_lab.runs.console import settings_in_words, told
-from grpo_lab.runs.folder import MetricsFile, cut_metrics
+from grpo_lab.runs.metrics import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings

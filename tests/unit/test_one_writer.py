@@ -23,7 +23,8 @@ from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.run_folder import refuse_folder
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.runs.folder import LOCK, FolderGone, MetricsFile, is_empty, one_writer, write_run
+from grpo_lab.runs.folder import LOCK, FolderGone, is_empty, one_writer, write_run
+from grpo_lab.runs.metrics import MetricsFile
 
 HOLDS = """
 import sys

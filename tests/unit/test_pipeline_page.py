@@ -20,7 +20,8 @@ from grpo_lab.cli import main
 from grpo_lab.evaluation.pipeline_sections import DROP, WIDTH, drawing, matrix, show, stages_table, status
 from grpo_lab.evaluation.run_record import PipelineStage, read_run
 from grpo_lab.evaluation.terminal import Terminal
-from unit.test_report import Page, assert_self_contained, page_of
+from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from unit.test_report import Page, assert_self_contained, page_of, result
 from unit.test_report_kinds import compared, curated, pipelined
 
 
@@ -128,6 +129,65 @@ def test_folders_that_are_gone_or_damaged(tmp_path: Path) -> None:
     assert "rl-maths/evaluation could not be read" in text
     assert "Curves of the stages" not in text
     assert "5. rl-maths evaluate 75.0%" in text
+
+
+def test_of_arms_none_is_the_headline(tmp_path: Path) -> None:
+    """The first answers stood against those of whichever arm came last."""
+    pipelined(tmp_path)
+    said = json.loads((tmp_path / "pipeline.json").read_text())
+    taken = {"model": {"from": "student.model", "digest": "0a"}}
+    arm = {"name": "student-maths", "kind": "evaluate", "status": "done", "inputs": taken, "before": ["student"]}
+    (tmp_path / "pipeline.json").write_text(json.dumps({**said, "stages": [*said["stages"], arm]}))
+    result([1.0, 1.0, 1.0, 1.0]).write(tmp_path / "student-maths" / "evaluation")
+    change(tmp_path, "student", before=["traces", "rl"])  # after RL: one chain
+    run = read_run(tmp_path)
+    assert [one.accuracy.value for one in (run.before, run.after) if one and one.accuracy] == [0.25, 1.0]
+    change(tmp_path, "student", before=["traces"])  # beside it
+    run = read_run(tmp_path)
+    assert (run.before, run.after) == (None, None)
+    assert any("ends in 2 models that were evaluated on the same problems (rl, student)" in one for one in run.notices)
+    text = page_of(tmp_path).text
+    assert "Gain, same problems" not in text
+    assert "ends in 2 models" in text
+
+
+def test_stages_of_one_name_and_two_kinds_are_two(tmp_path: Path) -> None:
+    """`compare` said the mean over an SFT and a DPO."""
+    for name, kind, accuracy in (("a", "rl", 0.5), ("b", "dpo", 1.0)):
+        pipelined(tmp_path / name)
+        change(tmp_path / name, "rl", kind=kind, results={"steps": 60 if kind == "rl" else 20})
+        change(tmp_path / name, "rl-maths", results={"accuracy": accuracy})
+    runs = [read_run(tmp_path / name) for name in "ab"]
+    rows = [[cell for cell in row if cell] for row in stages_table(runs).rows]
+    assert ["4. rl", "rl", "60", "1 min 30 s"] in rows
+    assert ["8. rl", "dpo", "20", "1 min 30 s"] in rows
+    found = matrix(runs)
+    assert (found["rl (rl)"]["maths"], found["rl (dpo)"]["maths"]) == ([0.5], [1.0])
+
+
+def test_rows_say_out_of_how_many(tmp_path: Path) -> None:
+    pipelined(tmp_path)
+    change(tmp_path, "traces", results={"rows": 4, "out_of": 1200})
+    assert "4 of 1,200" in stages_table([read_run(tmp_path)]).rows[2]
+    change(tmp_path, "traces", results={"rows": 4, "traces": 12})  # of an earlier release
+    assert "4 of 12" in stages_table([read_run(tmp_path)]).rows[2]
+    shown = next(box for box in drawing(read_run(tmp_path).stages).boxes if box.name == "traces")
+    assert "rows 4 of 12" in " ".join(shown.lines)
+
+
+def test_stages_stand_in_the_order_in_which_they_are_written(tmp_path: Path) -> None:
+    """R1's arms stood before the stages that they are compared with."""
+    own = {"stage": "merge", "model": "m", "short_model": "n"}
+    names = ["base", "first", "second", "arm"]
+    taken: dict[str, dict[str, str]] = {"first": {"model": "base.model"}, "second": {"model": "first.model"}}
+    taken["arm"] = {"model": "base.model"}
+    stages = [{**own, "name": name, "inputs": taken.get(name, {})} for name in names]
+    for one in stages[1:]:
+        one.pop("model")
+    recipe = pipeline_from({"output_dir": str(tmp_path), "stages": stages})
+    assert [one.name for one in recipe.in_order()] == names
+    turned = pipeline_from({"output_dir": str(tmp_path), "stages": stages[::-1]})
+    assert [one.name for one in turned.in_order()] == ["base", "arm", "first", "second"]
 
 
 # --- boxes and arrows ---------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from grpo_lab.pipelines.run_folder import claim, going_on, is_begun, refuse_anot
 from grpo_lab.pipelines.train import _evaluate, _is_measured, train
 from grpo_lab.recipe.sections import Recipe, recipe_from
 from grpo_lab.runs.differences import rows_fingerprint, versions
-from grpo_lab.runs.folder import cut_metrics, read_marker, write_run
+from grpo_lab.runs.folder import read_marker, write_run
+from grpo_lab.runs.metrics import cut_metrics
 from grpo_lab.runs.stop import Interrupted, heed_stop_file
 from grpo_lab.trainer.resume.state import STATE, write_state
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken

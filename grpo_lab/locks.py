@@ -1,0 +1,88 @@
+"""Locks of files that the kernel opens with the process which holds them, however that ends.
+
+They are POSIX locks: a process that the holder has started, and that outlives it for a moment, does not inherit them.
+A process that was killed keeps its own until the kernel has put all of it away, which takes as long as its memory is
+large and its last write to the disk is slow: who asks meanwhile waits for that."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+LONGEST_END = 60.0
+"""Seconds that an ending process is waited for."""
+_ON_LINUX = sys.platform == "linux"
+_STRUCT = "hhqqi" if _ON_LINUX else "qqihh"
+"""``struct flock``: type, whence, start, length, process; on macOS start, length, process, type, whence."""
+_EXITING, _SIGKILL = 0x4, 1 << 8
+HELD: set[str] = set()
+"""The files that this process has locked: closing one more of their descriptors would open the lock."""
+
+
+def lock(opened: int) -> bool:
+    """Lock the file for this process; False: another one, which lives, has it. OSError: a file system without locks."""
+    last = time.monotonic() + LONGEST_END
+    looks = 0
+    while not _taken(opened):
+        looks += 1
+        holder = _holder(opened)
+        if time.monotonic() > last or (looks > 1 and holder is not None and not _is_ending(holder)):
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a process has ``file`` locked, this one or another; also where that cannot be known."""
+    if os.path.abspath(file) in HELD:
+        return True
+    try:
+        opened = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        holder = _holder(opened)
+        return holder is not None and not _is_ending(holder)
+    except OSError:
+        return True
+    finally:
+        os.close(opened)
+
+
+def _taken(opened: int) -> bool:
+    try:
+        fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _holder(opened: int) -> int | None:
+    """The process that has the file locked; 0: one of another machine or container; None: nobody."""
+    whole_file = (os.SEEK_SET, 0, 0, 0)
+    asked = (fcntl.F_WRLCK, *whole_file) if _ON_LINUX else (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
+    found = struct.unpack(_STRUCT, fcntl.fcntl(opened, fcntl.F_GETLK, struct.pack(_STRUCT, *asked)))
+    kind, process = (found[0], found[4]) if _ON_LINUX else (found[3], found[2])
+    return None if kind == fcntl.F_UNLCK else max(0, process)
+
+
+def _is_ending(process: int) -> bool:
+    """Whether it was killed and is not gone yet."""
+    if not process:
+        return False
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return True  # it has just gone
+    pending = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return words[0] in "ZX" or bool(int(words[6]) & _EXITING) or any(one & _SIGKILL for one in pending)

@@ -1,0 +1,146 @@
+"""The stages of a pipeline's recipe as they can be carried out, and the files in which it says how far they are.
+
+``run.json`` says whose the folder is, ``pipeline.yaml`` what is asked for, ``pipeline.json`` how far every stage is:
+all of it follows from the recipe and the stages' own `stage.json`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.evaluation.run_record import DONE, PIPELINE, STAGES
+from grpo_lab.io import write_whole_text
+from grpo_lab.pipelines.kinds import kind_of
+from grpo_lab.pipelines.outlook import in_stage
+from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, StageSection, plain_recipe
+from grpo_lab.pipelines.stage_record import StageRecord, named_in
+from grpo_lab.pipelines.standing import Asked, Standing, look_at, standing, state_of
+from grpo_lab.recipe.yaml import set_at, written
+from grpo_lab.runs.differences import OF_NO_FILE, versions
+from grpo_lab.runs.folder import STAGE, write_run
+from grpo_lab.runs.stage import plain_facts
+from grpo_lab.settings import read
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stage that can be carried out: its section, its folder, the places of what it reads (stage.thing → place in the
+    pipeline's folder), its kind with its settings."""
+
+    number: int
+    section: StageSection
+    folder: Path
+    takes: Mapping[str, str]
+    kind: Any
+
+    @property
+    def name(self) -> str:
+        return self.section.name
+
+    @property
+    def results(self) -> list[str]:
+        """Places in its folder of all that it leaves and keeps."""
+        return [*getattr(self.kind, "leaves", {}).values(), *getattr(self.kind, "keeps", ())]
+
+    @cached_property
+    def asked(self) -> Asked:
+        """What the recipe asks of it."""
+        no_matter = {*OF_NO_FILE, *getattr(self.kind, "no_matter", ())}
+        kept = {name: value for name, value in plain_facts(self.section.settings).items() if name not in no_matter}
+        perhaps = getattr(self.kind, "perhaps", ())
+        leaves = [place for thing, place in getattr(self.kind, "leaves", {}).items() if thing not in perhaps]
+        keeps = list(getattr(self.kind, "keeps", ()))
+        named = sorted({*named_in(kept)})
+        return Asked({**kept, "inputs": dict(self.section.inputs)}, dict(self.takes), named, leaves, keeps)
+
+    def record(self) -> StageRecord:
+        """As its folder says it, with what it takes now."""
+        found = StageRecord.read(self.folder, self.name, self.section.stage)
+        found.before = [*self.section.before]
+        taken = self.section.inputs.items()
+        found.inputs = {setting: {"from": one, "digest": found.digests.get(one, "")} for setting, one in taken}
+        return found
+
+    def standing(self, record: StageRecord, before: Mapping[str, Standing]) -> Standing:
+        """What has to be done with it (``pipelines.standing``)."""
+        return standing(record, self.asked, look_at(self.folder.parent, self.name, record, self.asked), before)
+
+
+def entries_of(recipe: PipelineRecipe) -> list[Entry]:
+    """The stages in their order, each of its kind with its settings and inputs. ValueError for what does not fit."""
+    ordered, found = recipe.in_order(), list[Entry]()
+    kinds = {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages}
+    for number, section in enumerate(ordered, 1):
+        if recipe.seed is not None and hasattr(kinds[section.name], "seed"):
+            section = replace(section, settings={"seed": recipe.seed, **section.settings})
+        given = plain_facts(section.settings)
+        takes: dict[str, str] = {}
+        for setting, wanted in section.inputs.items():
+            before, _, thing = wanted.partition(".")
+            leaves = getattr(kinds[before], "leaves", {})
+            if thing not in leaves:
+                had = sorted(leaves) or "nothing"
+                raise ValueError(f"`stages`: {section.name!r} takes {wanted!r}; {before!r} leaves {had}")
+            takes[wanted] = (Path(before) / leaves[thing]).as_posix()
+            set_at(given, setting, str(recipe.output_dir / takes[wanted]), f"stages.{section.name}.inputs.")
+        if section.launch and not getattr(kinds[section.name], "ranks", False):
+            raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
+        with in_stage(section.name):
+            kind = read(kinds[section.name], given, f"stages.{section.name}")
+        found.append(Entry(number, section, recipe.output_dir / section.name, takes, kind))
+    return found
+
+
+@dataclass
+class PipelineFiles:
+    """The three files of a pipeline's folder. Of a stage whose own file is as it was, nothing is read again."""
+
+    recipe: PipelineRecipe
+    entries: Sequence[Entry]
+    _said: dict[str, tuple[Any, str, bool]] = field(default_factory=dict)
+    """Stage → what its file was like, its part of `pipeline.json`, whether it is done."""
+
+    def begin(self) -> None:
+        """Whose the folder is, what is asked for, and how far every stage is."""
+        folder = self.recipe.output_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        write_run(folder, {"name": self.recipe.name, "pipeline": PIPELINE, "versions": versions()})
+        write_whole_text(folder / RECIPE, written(plain_recipe(self.recipe)))
+        self.write()
+
+    def write(self) -> None:
+        """`pipeline.json`."""
+        folder = self.recipe.output_dir
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(opened, fcntl.LOCK_EX)  # jobs of two stages may write there at once (``only``)
+            parts = [self._part(entry) for entry in self.entries]
+            about = {"name": self.recipe.name, "pipeline": PIPELINE, "finished": all(done for _, done in parts)}
+            head = json.dumps(about, indent=1)[:-2]
+            stages = ",\n".join(text for text, _ in parts)
+            write_whole_text(folder / STAGES, f'{head},\n "stages": [\n{stages}\n ]\n}}\n')
+        finally:
+            os.close(opened)
+
+    def _part(self, entry: Entry) -> tuple[str, bool]:
+        try:
+            found = os.stat(entry.folder / STAGE)
+            stamp: Any = (found.st_mtime_ns, found.st_size, found.st_ino)
+        except OSError:
+            stamp = None
+        then, text, done = self._said.get(entry.name, ("", "", False))
+        if then != stamp or not (text and (done or stamp is None)):
+            record = entry.record()
+            record.status = state_of(entry.folder.parent, record)
+            said = {name: one for name, one in asdict(record).items() if name not in ("left", "taken")}
+            text, done = json.dumps({**said, "asked": asdict(entry.asked)}, default=str), record.status == DONE
+            self._said[entry.name] = (stamp, text, done)
+        return text, done

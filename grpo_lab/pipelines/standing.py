@@ -1,0 +1,167 @@
+"""What has to be done with each stage of a pipeline now, and why: one answer for `run`, `--only`, `--dry-run`,
+`status`, `show` and the report.
+
+    new       it has not begun                       waits     it is done, and a stage that it reads is not
+    again     what it is made from has changed, or   goes on   it was broken off, has failed, or a result that nobody
+              what others take of it is gone                   takes (an evaluation) is gone
+    done      nothing
+
+A stage that waits is done again where what it reads comes out in another way. An output that was edited counts as it
+now is: who takes it is done again, and its own stage says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from grpo_lab.evaluation import pipeline_sections, write_report
+from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, RUNNING, STAGES, PipelineStage
+from grpo_lab.locks import is_locked
+from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, StageRecord, digests_at
+from grpo_lab.recipe.digests import is_as_seen
+
+WAITS, NOTHING = "waits", "done"
+TO_DO_AGAIN = "done, to do again"
+LOCK_OF_STAGE = "{}.stage.lock"
+"""In the pipeline's folder, held by the process that does the stage."""
+
+
+class Standing(NamedTuple):
+    """What has to be done with a stage, and why. ``edited``: files of its results that are not as it left them."""
+
+    state: str
+    why: str
+    edited: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a pipeline asks of a stage now, as ``pipeline.json`` keeps it.
+
+    settings: those that anything follows from, and its ``inputs``. takes: stage.thing → place in the pipeline's folder.
+    named: files and folders that the settings name. leaves: places in its own folder that others can take; keeps: those
+    of results that nobody takes."""
+
+    settings: Mapping[str, Any]
+    takes: Mapping[str, str]
+    named: Sequence[str] = ()
+    leaves: Sequence[str] = ()
+    keeps: Sequence[str] = ()
+
+    @property
+    def before(self) -> list[str]:
+        """The stages whose things it takes."""
+        return list(dict.fromkeys(one.partition(".")[0] for one in self.takes))
+
+    def places(self, folder: Path) -> dict[str, Path]:
+        """Of all that it is made from, in a pipeline's ``folder``."""
+        return {name: folder / place for name, place in self.takes.items()} | {one: Path(one) for one in self.named}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen of a stage: what it is made from, which of what it left is gone or edited."""
+
+    digests: Mapping[str, str]
+    gone: Sequence[str] = ()
+    lost: Sequence[str] = ()
+    edited: Sequence[str] = ()
+
+
+def standing(record: StageRecord, asked: Asked, look: Look, before: Mapping[str, Standing]) -> Standing:
+    """Decide; nothing is read. ``before``: of the stages that it takes things of."""
+    edited = tuple(look.edited)
+    why = record.reason(asked.settings, look.digests, look.gone)
+    if why:
+        return Standing(why.partition(":")[0], why, edited)
+    if look.lost:
+        return Standing(GOES_ON, f"{GOES_ON}: its {look.lost[0]} is gone", edited)
+    left = [name for name in asked.before if name in before and before[name].state != NOTHING]
+    if left:
+        return Standing(WAITS, f"waits for {', '.join(left)}", edited)
+    return Standing(NOTHING, record.why, edited)
+
+
+def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
+    """See what ``standing`` asks for, in the pipeline's ``folder``."""
+    digests = digests_at(asked.places(folder))
+    place = folder / name
+    gone = [one for one in asked.leaves if not (place / one).exists()]
+    edited: list[str] = []
+    lost: list[str] = []
+    for file, then in record.left.items() if record.status == DONE else ():
+        if not (place / file).is_file():
+            inside = any(file == kept or file.startswith(f"{kept}/") for kept in asked.keeps)
+            (lost if inside else gone).append(file)
+        elif not is_as_seen(place / file, then):
+            edited.append(file)
+    return Look(digests, gone, lost, edited)
+
+
+def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, StageRecord]) -> dict[str, Standing]:
+    """The standing of each stage, in the order of ``asked``: each after those that it takes things of."""
+    found: dict[str, Standing] = {}
+    for name, one in asked.items():
+        found[name] = standing(records[name], one, look_at(folder, name, records[name], one), found)
+    return found
+
+
+def state_of(folder: Path, record: StageRecord) -> str:
+    """How far a stage is: one that says it runs, and whose lock nobody holds, was broken off."""
+    locked = record.status == RUNNING and is_locked(folder / LOCK_OF_STAGE.format(record.name))
+    return BROKEN_OFF if record.status == RUNNING and not locked else record.status
+
+
+def stages_now(folder: Path) -> list[PipelineStage]:
+    """The stages of the pipeline in ``folder`` as they stand now, for who shows them; empty where it does not say what
+    it asks of them (an earlier release) or is damaged, which its reader names."""
+    try:
+        listed = json.loads((folder / STAGES).read_text(encoding="utf-8"))["stages"]
+        asked = {str(one["name"]): Asked(**one["asked"]) for one in listed}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    records = {str(one["name"]): _record(folder, one) for one in listed}
+    shown = list[PipelineStage]()
+    for name, stands in survey(folder, asked, records).items():
+        record = records[name]
+        status, why = state_of(folder, record), record.why
+        if stands.state in (AGAIN, GOES_ON, WAITS) and record.status == DONE:
+            status, why = TO_DO_AGAIN if stands.state != WAITS else f"{DONE}, {stands.why}", stands.why
+        elif stands.state == AGAIN:
+            why = stands.why
+        edited = f"{', '.join(stands.edited)} edited since" if stands.edited else ""
+        error = record.error if record.status == FAILED else edited
+        shown.append(replace(record, status=status, why=why, error=error))
+    return shown
+
+
+def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:
+    """Of a stage's own file; a damaged one is a failure that is said."""
+    name, kind = str(said["name"]), str(said.get("kind"))
+    try:
+        found = StageRecord.read(folder / name, name, kind)
+    except ValueError as error:
+        return StageRecord(name, kind, FAILED, error=str(error))
+    found.inputs = {key: {**one, **found.inputs.get(key, {})} for key, one in said.get("inputs", {}).items()}
+    found.before = list(said.get("before", ()))
+    return found
+
+
+def status(folder: Path, console: Console | None = None) -> None:
+    """Print how far every stage is. ValueError: no pipeline is in ``folder``."""
+    pipeline_sections.status(folder, console, stages_now(folder))
+
+
+def show(folder: Path, console: Console | None = None) -> None:
+    """The same as a drawing."""
+    pipeline_sections.show(folder, console, stages_now(folder))
+
+
+def report(place: Path) -> Path:
+    """Write the page of what is in ``place``; of a pipeline with its stages as they stand now."""
+    return write_report(place, stages_now(place))

@@ -1,0 +1,53 @@
+"""Digests of files, each file read once: what is known of one holds as long as its size and its time of change do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Seen = dict[str, list[Any]]
+"""File → its size, its time of change in nanoseconds, its digest."""
+KNOWN: dict[str, tuple[int, int, str]] = {}
+_A_TICK = 50_000_000
+"""Nanoseconds in which a file system may give two changes one time."""
+
+
+def file_digest(file: Path) -> str:
+    """What ``file`` holds, as 16 hexadecimal digits of its SHA-256."""
+    name, found = os.path.abspath(file), file.stat()
+    stamp = (found.st_size, found.st_mtime_ns)
+    known = KNOWN.get(name)
+    if known is not None and known[:2] == stamp:
+        return known[2]
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    if time.time_ns() - found.st_mtime_ns > _A_TICK:
+        KNOWN[name] = (*stamp, digest)
+    return digest
+
+
+def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
+    """Of each of ``files``, by its place in ``folder``; without one by its whole path."""
+    found: Seen = {}
+    for file in files:
+        stat = file.stat()
+        name = os.path.abspath(file) if folder is None else file.relative_to(folder).as_posix()
+        found[name] = [stat.st_size, stat.st_mtime_ns, file_digest(file)]
+    return found
+
+
+def remember(files: Mapping[str, Any], folder: Path = Path()) -> None:
+    """What was ``seen`` is known; entries that are none are passed over."""
+    for name, one in files.items():
+        if isinstance(one, list) and len(one) == 3:
+            KNOWN.setdefault(os.path.abspath(folder / name), (one[0], one[1], str(one[2])))
+
+
+def is_as_seen(file: Path, then: Any) -> bool:
+    """Whether ``file``, which is there, holds what it held ``then``."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns] == then[:2] or (stat.st_size == then[0] and file_digest(file) == then[2])
