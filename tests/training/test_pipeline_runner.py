@@ -299,7 +299,7 @@ def test_a_launched_stage_that_is_asked_to_stop_ends_with_what_it_has(
         for one in (running, *children):
             forked.end_with_children(one.pid)
     assert [*out.glob(keeps)]
-    assert stages(out)["stage"]["status"] == "running"
+    assert stages(out)["stage"]["status"] == "broken off"
 
 
 def test_batch_scripts_wait_for_what_they_read(tmp_path: Path) -> None:
