@@ -23,8 +23,8 @@ from grpo_lab.pipelines.entries import Entry, PipelineFiles, entries_of
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.outlook import Outlook, in_stage
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, plain_recipe
-from grpo_lab.pipelines.stage_record import StageRecord
-from grpo_lab.pipelines.standing import AGAIN, LOCK_OF_STAGE, NEW, NOTHING, Standing, report, status, survey
+from grpo_lab.pipelines.stage_record import AGAIN, NEW, StageRecord
+from grpo_lab.pipelines.standing import LOCK_OF_STAGE, NOTHING, Standing, report, status, survey
 from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.runs.differences import earlier_run
 from grpo_lab.runs.folder import LOCK, STAGE, one_writer

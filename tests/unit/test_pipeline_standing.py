@@ -19,8 +19,8 @@ from grpo_lab.cli import main
 from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
-from grpo_lab.pipelines.stage_record import StageRecord, digest_of
-from grpo_lab.pipelines.standing import AGAIN, GOES_ON, NEW, NOTHING, WAITS, Asked, Look, Standing, standing
+from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, NEW, StageRecord, digest_of
+from grpo_lab.pipelines.standing import NOTHING, WAITS, Asked, Look, Standing, standing
 from grpo_lab.recipe import digests
 from grpo_lab.runs import stage as runs_stage
 from grpo_lab.runs.folder import kept
@@ -82,9 +82,6 @@ def said(out: Path, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert main(["pipeline", "status", str(out)]) == 0
     return " ".join(capsys.readouterr().out.split())
-
-
-DONE_RECORD = StageRecord("b", "k", "done", "new", settings={"n": 1}, digests={"a.rows": "0"})
 
 
 @pytest.mark.parametrize(
