@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, parser, record_file, table
-from grpo_lab.pipelines.stage_record import made_once
+from grpo_lab.pipelines.train import made_once
 
 DATA = {"loader": "word_problems", "steps": [1, 3], "largest": 20, "template": "chat"}
 TOKENS = 120
