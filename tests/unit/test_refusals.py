@@ -33,6 +33,8 @@ SAMPLERS = ALL[1:]
 TRAINED = ("rounds", "long2short")
 ELSEWHERE = {"loader": "math", "source": "/no/such/rows"}
 
+ADAPTER = ["--use_vllm", "true", "--rollout", "{sync: adapter}"]
+
 WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     # the output folder
     (ALL, ["--output_dir", "TMP/file"], r"`output_dir` .*/file' cannot be written: .*/file: that is no folder; "
@@ -106,6 +108,20 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
         "must be"),
     (("train",), ["--report_to", "wandbb"], r"`report_to` names 'wandbb'; did you mean 'wandb'\? Allowed: \["),
     (TRAINED, ["--training.report_to", "wandbb"], "`training.report_to` names 'wandbb'; did you mean 'wandb'"),
+    # what the trainer would refuse of its model, and of too few rows
+    (("train",), ["--update", "{share_prompts: on}", "--model.lora", "{r: 2, lora_dropout: 0.1}"],
+        "`update.share_prompts` is on, and a dropout of 0.1 is active"),
+    (("train",), ["--update", "{share_prompts: on}", "--model_init_kwargs", "{attn_implementation: eager}"],
+        "`update.share_prompts` is on, and the model's attention is 'eager'"),
+    (("train",), [*ADAPTER], "`rollout.sync` is 'adapter', and the model has no adapter"),
+    (("train",), [*ADAPTER, "--model.lora", "{r: 2, use_dora: true}"], "engines know no `use_dora` of LoRA"),
+    (("train",), [*ADAPTER, "--model.lora", "{r: 600}"], "600"),
+    (("train",), ["--rollout", "{generate: groups}", "--model.lora", "{r: 2, lora_dropout: 0.1}"],
+        "`rollout.generate` is 'groups', and dropout is active"),
+    (("train",), ["--rollout", "{generate: groups}", "--use_vllm", "true"],
+        "`rollout.generate` has no effect with `use_vllm: true`"),
+    (("train",), ["--data.n", "1"], "`data` has 1 rows, and a generation batch takes 2 different ones"),
+    (("train",), ["--steps_per_generation", "8"], "`data` has 8 rows, and a generation batch takes 16 different ones"),
     # a recipe of another command
     (SAMPLERS, ["--rewards", "[accuracy]"], "this is a recipe of `grpo-lab train`, since it has `rewards`; `grpo-lab"),
     (("train", "rounds"), ["--filters.band.low", "0"], "this is a recipe of `grpo-lab curate`, since it has `filters`"),
