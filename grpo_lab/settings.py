@@ -13,7 +13,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import field
 from enum import Enum
@@ -59,12 +59,23 @@ def no_such_setting(key: object, allowed: Iterable[str]) -> str:
 def refuse_unknown(
     given: Iterable[str], allowed: Iterable[str], where: str, instead: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """``UnknownSettingError`` for the first of ``given`` that is not ``allowed``. ``where`` names the place,
-    ``instead`` says what to do of names that once were allowed."""
-    known = set(allowed)
+    """``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place, ``instead``
+    says what to do of names that once were allowed."""
+    known, found = set(allowed), []
     for key in (key for key in given if key not in known):
         said = f"has no setting {key!r} any more: {instead[key]}" if key in instead else no_such_setting(key, known)
-        raise UnknownSettingError(f"{where} {said}")
+        found.append(UnknownSettingError(f"{where} {said}"))
+    if found:
+        raise all_of(found)
+
+
+def all_of(mistakes: Sequence[Exception]) -> Exception:
+    """Several mistakes as one; a single one as it is, and one that is said twice once."""
+    said = dict.fromkeys(map(str, mistakes))
+    if len(said) == 1:
+        return mistakes[0]
+    kind = UnknownSettingError if all(isinstance(one, UnknownSettingError) for one in mistakes) else ValueError
+    return kind(f"{len(said)} mistakes. " + ". ".join(f"({at}) {one}" for at, one in enumerate(said, start=1)))
 
 
 def refuse_unknown_arguments(
@@ -165,7 +176,8 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
         others = {key: one for key, one in value.items() if key not in known}
         given = {key: one for key, one in value.items() if key in known}
         if others and not rest:
-            raise PydanticCustomError("unknown", "{said}", {"said": no_such_setting(next(iter(others)), known)})
+            said = "; it ".join(no_such_setting(one, known) for one in others)
+            raise PydanticCustomError("unknown", "{said}", {"said": said})
         return {**given, rest: others} if rest else given
 
     def decorate(kind: type[T]) -> type[T]:
@@ -212,14 +224,16 @@ def from_json(value: Any, where: str) -> Any:
 
 @contextmanager
 def _in_our_words(where: str, root: str) -> Iterator[None]:
-    """pydantic's first finding as a ``ValueError`` of one sentence."""
+    """What pydantic finds as a ``ValueError``, a sentence each."""
     try:
         yield
     except ValidationError as error:
-        found = error.errors()[0]
-        path = [where] if where else []
-        path += [str(step) for step in found["loc"] if step not in _COLLECTED]
-        raise _sentence(found, path, root) from None
+        mistakes = []
+        for found in error.errors():
+            path = [where] if where else []
+            path += [str(step) for step in found["loc"] if step not in _COLLECTED]
+            mistakes.append(_sentence(found, path, root))
+        raise all_of(mistakes) from None
 
 
 _FORMS = dict.fromkeys(("mapping_type", "dict_type"), "a mapping")
@@ -257,7 +271,15 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""
-    return {name: _converted(value, declared.get(name), f"{prefix}{name}") for name, value in values.items()}
+    found, mistakes = {}, []
+    for name, value in values.items():
+        try:
+            found[name] = _converted(value, declared.get(name), f"{prefix}{name}")
+        except ValueError as error:
+            mistakes.append(error)
+    if mistakes:
+        raise all_of(mistakes)
+    return found
 
 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 def loading(model: str) -> Iterator[None]:
     """What is raised for a model that is not there, or whose files are broken, as a ``ValueError`` of one line."""
     try:
+        _reach_hub(model)
         yield
     except MemoryError:
         raise
@@ -164,6 +165,23 @@ def loading(model: str) -> Iterator[None]:
             f"{model!r} is neither a folder with a saved model here nor a model that the hub gives ({said}). Without "
             "network, name a local folder"
         ) from error
+
+
+def _reach_hub(model: str) -> None:
+    """ConnectionError where ``model`` is on a hub that cannot be reached. It is asked once, where the cache has
+    nothing: its client tries for half a minute."""
+    import httpx
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if is_local(model) or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    hub = HfApi()
+    try:
+        hub.model_info(model, timeout=10)
+    except (httpx.NetworkError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        raise ConnectionError(f"{hub.endpoint} cannot be reached: {error}") from error
+    except Exception as error:  # whoever loads it says it better
+        log.debug("the hub says of %s: %s", model, error)
 
 
 def lora_config(section: ModelSection) -> Any:

@@ -25,6 +25,7 @@ from grpo_lab.settings import (
     Positive,
     Switch,
     Temperature,
+    UnknownSettingError,
     Whole,
     must_be,
     read,
@@ -213,8 +214,39 @@ TELLING = {
 """Sections, and values of ``method``, that one command alone has."""
 
 
+ELSEWHERE = {
+    "model_name_or_path": "`model: {path: …}`",
+    "dataset_name": "`data: {loader: …, source: …}`, with a loader for its columns (`gsm8k`, `math`, `file`, a team's)",
+    "dataset_config": "an argument of the loader in `data`",
+    "dataset_mixture": "a stage `build` of a pipeline, or a loader of your own",
+    "dataset_prompt_column": "an argument of the loader in `data`",
+    **dict.fromkeys(("dataset_train_split", "dataset_split"), "`data: {split: …}`"),
+    "dataset_test_split": "`evaluation: {data: {split: …}}`, or `eval_dataset`",
+    "reward_funcs": "`rewards: [accuracy, …]`",
+    "reward_model_name_or_path": "a folder or hub name in `rewards`",
+    **dict.fromkeys(("torch_dtype", "dtype"), "`model_init_kwargs: {dtype: …}`"),
+    "attn_implementation": "`model_init_kwargs: {attn_implementation: …}`",
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "`model_init_kwargs: {quantization_config: …}`"),
+    "use_peft": "`model: {lora: {…}}`, or nothing",
+    **{f"lora_{name}": f"`model: {{lora: {{{name}: …}}}}`" for name in ("r", "target_modules")},
+    **{name: f"`model: {{lora: {{{name}: …}}}}`" for name in ("lora_alpha", "lora_dropout")},
+    "system_prompt": "`data: {template: …}`",
+    "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
+}
+"""Words of TRL's scripts and of open-r1 → what is written here instead."""
+
+
+def refuse_words_from_elsewhere(written: Mapping[str, Any]) -> None:
+    """ValueError for all of them, with what is written here instead."""
+    if found := [f"{key!r} is {ELSEWHERE[key]}" for key in written if key in ELSEWHERE]:
+        raise UnknownSettingError(
+            f"the recipe has words of another framework: {'; '.join(found)} here (docs/coming_from_trl.md)"
+        )
+
+
 def check_command(written: Mapping[str, Any], command: str) -> None:
-    """ValueError for a recipe of another command, and for an output folder without a name."""
+    """ValueError for a recipe of another command or framework, and for an output folder without a name."""
+    refuse_words_from_elsewhere(written)
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
         if other != command:
