@@ -326,4 +326,5 @@ def facts_of(record: RunRecord) -> Facts:
     named = [accumulation, settings.get("steps_per_generation") or accumulation, settings.get("num_iterations", 1)]
     last = settings.get("max_steps", 0)
     known = all(isinstance(n, int) and n > 0 for n in named) and settings.get("generation_batch_size") is None
-    return Facts(named[1] * named[2] / named[0] if known else None, last if isinstance(last, int) else 0)
+    updates = named[1] * named[2] / named[0] if known else None
+    return Facts(updates, last if isinstance(last, int) else 0, bool(record.summary.get("own_loss")))

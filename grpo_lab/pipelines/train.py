@@ -34,6 +34,7 @@ from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_sign
 from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import Writer
 from grpo_lab.trainer.generation.in_step import PolicySampler
+from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.whole import broken_weights
 
@@ -225,6 +226,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         "processes": trainer.accelerator.num_processes,
         "seed": trainer.args.seed,
         "exact_update": trainer.exact_update.described(),
+        **({"own_loss": True} if has_own_loss(trainer) else {}),
         "versions": versions(),
         "seconds": seconds,
         "finished": False,

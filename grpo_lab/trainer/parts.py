@@ -12,7 +12,7 @@ import torch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import Given
 from grpo_lab.trainer.critic import CriticAlone, with_critic
-from grpo_lab.trainer.exactness.loss_proof import prove_loss
+from grpo_lab.trainer.exactness.loss_proof import has_formula, prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.overlap import Overlap
@@ -89,7 +89,7 @@ class Parts:
         if trainer.lab_settings.token_weights_every is not None:
             trainer.add_callback(self.update.weights)
         if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
-            trainer.add_callback(HealthLine())
+            trainer.add_callback(HealthLine(own_loss=has_own_loss(trainer)))
             one_line_for(trainer)
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
@@ -138,6 +138,13 @@ class Parts:
         rows = (self.prompts, self.generation_buffer, self.partial)
         for part in (*rows, self.reference, self.kl, self.guard, self.due_evaluation, self.preference):
             part.load(saved)
+
+
+def has_own_loss(trainer: Any) -> bool:
+    """Whether the loss is a team's: its method, or a part without a formula here."""
+    objective = trainer.algorithm.objective
+    overridden = trainer.team_overrides_token_loss or trl_bridge.teams(trainer, "_compute_loss") is not None
+    return overridden or (objective is not None and not has_formula(objective))
 
 
 def prove(trainer: Any) -> None:

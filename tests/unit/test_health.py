@@ -224,6 +224,7 @@ def test_loss_zero_is_healthy_only_at_one_update_a_batch() -> None:
     assert "loss 0 is right" in verdict.line
     for updates in (2, None):
         assert tripped(run(ZERO), Facts(updates)) == set()
+    assert tripped(run(ZERO), Facts(1, own_loss=True)) == set()  # of a loss that nobody here knows
 
 
 def test_a_reward_at_its_ceiling_is_fine() -> None:

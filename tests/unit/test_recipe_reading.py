@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from grpo_lab.cli import _parser, main
@@ -19,9 +20,11 @@ from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.recipe.job import numbers_read
+from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
-from grpo_lab.recipe.sections import DataSection, RewardSection, SamplingSettings, recipe_from
+from grpo_lab.recipe.sections import DataSection, ModelSection, RewardSection, SamplingSettings, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml, written
 from grpo_lab.runs.differences import refuse_other_rows, rows_fingerprint
 from grpo_lab.runs.folder import read_marker, write_run
@@ -466,3 +469,37 @@ def test_a_folder_that_no_file_system_takes_is_one_line(
     for command in (["train", "--config", "r.yaml"], ["pipeline", "run", "p.yaml"]):
         assert main([*command, *words, "--dry-run"]) == 2
         assert "`output_dir`" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_words_of_other_frameworks_are_answered_all_at_once() -> None:
+    """They were "needs `model`, and has none"."""
+    theirs = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["accuracy"], "torch_dtype": "bfloat16"}
+    for reader in (recipe_from, curation_recipe_from):
+        with pytest.raises(ValueError, match="words of another framework") as caught:
+            reader({**theirs, "attn_implementation": "sdpa"})
+        for one in ("`model: {path: …}`", "`data: {loader: …", "`rewards: [", "{dtype: …}", "{attn_implementation: …}"):
+            assert one in str(caught.value)
+
+
+def test_several_mistakes_are_said_in_one_go() -> None:
+    with pytest.raises(ValueError, match=r"^3 mistakes\. \(1\) ") as caught:
+        recipe_from({**GOOD, "data": {**DATA, "limit": 0}, "cold_start": True, "rewards": "accuracy"})
+    for one in ("`data.limit` is 0", "`cold_start` is True", "`rewards` is 'accuracy'"):
+        assert one in str(caught.value)
+    with pytest.raises(ValueError, match=r"2 mistakes.*'lerning_rate'; did you mean.*'max_stps'; did you mean"):
+        numbers_read(recipe_from({**GOOD, "lerning_rate": 1, "max_stps": 2}))
+
+
+def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client tried for 29 seconds."""
+    asked = []
+
+    def away(self: Any, name: str, **_: Any) -> Any:
+        asked.append(name)
+        raise httpx.ConnectError("no name")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", away)
+    with pytest.raises(ValueError, match=r"'runs/start' is neither .*cannot be reached: no name"):
+        load_tokenizer(ModelSection(path="runs/start"))
+    assert asked == ["runs/start"]

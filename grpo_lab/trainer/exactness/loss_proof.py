@@ -154,6 +154,11 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
     return float(average(losses, _DENOMINATORS))
 
 
+def has_formula(objective: Objective) -> bool:
+    """Whether surrogate and aggregation are written out as formulas."""
+    return None not in (_literal_of(objective.surrogate), _literal_of(objective.aggregate))
+
+
 def _literal_of(part: Any) -> Any:
     """The formula of this very class or function: a subclass that changes the tensors has not written it out."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)

@@ -67,8 +67,9 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
     ``state.log_history``, which checkpoints carry: a resumed run goes on where it stopped.
     """
 
-    def __init__(self, every: int = 20) -> None:
-        self.every = every
+    def __init__(self, every: int = 20, own_loss: bool = False) -> None:
+        """``own_loss``: the loss is a team's, of which nobody here knows what its value says."""
+        self.every, self.own_loss = every, own_loss
         self.said: Diagnosis | None = None
         self._since = 0
 
@@ -77,7 +78,7 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
             return
         optimizer, updates = more.get("optimizer"), args.steps_per_generation * args.num_iterations
         moves = None if optimizer is None else any(float(group["lr"]) != 0 for group in optimizer.param_groups)
-        facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), moves)
+        facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), self.own_loss, moves)
         verdict = diagnose([row for row in state.log_history if "loss" in row], facts)
         self._since += 1
         ends = state.global_step >= state.max_steps
