@@ -141,11 +141,15 @@ class CodeReward:
             input/output pair.
         wall_s: seconds on the clock for one completion and all its tests. A verdict comes at most a second later.
         memory_bytes: address space of the program.
+        batch_s: seconds that each worker may lose, for every thousand completions begun, to those that end at a limit.
+            After half of it a completion has a tenth of its time; after all of it none is begun. Those that are not
+            judged so are None, and counted.
         workers: completions judged at once; None: one a core, shared among the ranks of this machine.
         walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the
             machine gives.
 
-    ``counts`` tallies ``passed``, ``failed``, ``limit`` and ``unusable`` since construction.
+    What the machine ended (SIGKILL that no limit sent, as when its memory runs out) is judged once more, alone, and
+    then None. ``counts`` tallies ``passed``, ``failed``, ``limit``, ``unusable``, ``unjudged`` since construction.
     """
 
     columns = ("tests",)  # what `LabTrainer` looks for in the data set before anything is loaded
@@ -157,19 +161,21 @@ class CodeReward:
         timeout_s: float = 5.0,
         wall_s: float = 30.0,
         memory_bytes: int = 1 << 30,
+        batch_s: float = 300.0,
         workers: int | None = None,
         walls: list[str] | None = None,
     ) -> None:
         if score not in ("all", "share"):
             raise ValueError(f"score must be 'all' or 'share'; got {score!r}")
-        if not (timeout_s > 0 and wall_s > 0):
-            raise ValueError(f"timeout_s and wall_s must be positive seconds; got {timeout_s!r} and {wall_s!r}")
+        if not (timeout_s > 0 and wall_s > 0 and batch_s > 0):
+            got = f"{timeout_s!r}, {wall_s!r} and {batch_s!r}"
+            raise ValueError(f"timeout_s, wall_s and batch_s must be positive seconds; got {got}")
         if memory_bytes < 1 << 26:
             raise ValueError(f"memory_bytes must be at least 2**26, what Python itself needs; got {memory_bytes}")
         self.score = score
         self.__name__ = "code_reward"  # TRL names its metrics after this
         self.counts: Counter[str] = Counter()
-        self._judge = CodeJudge(timeout_s, wall_s, memory_bytes, workers, walls)
+        self._judge = CodeJudge(timeout_s, wall_s, memory_bytes, batch_s, workers, walls)
         self._said = False
 
     def __repr__(self) -> str:
@@ -188,18 +194,19 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order; None where a row's tests cannot be used. With TRL's ``log_metric``, shares are logged."""
+        """Rewards in order; None where a row's tests cannot be used, or where nothing was judged. Shares go to TRL's
+        ``log_metric``."""
         if completions is None:
             raise ValueError("CodeReward needs completions=[...]; got none")
         if tests is None:
             raise ValueError(f"CodeReward needs the column 'tests'; the columns given are {sorted(columns)}")
         trials = self.judge(completions, tests, entry_point)
         if log_metric is not None and trials:
-            for name in ("limit", "unusable"):
+            for name in ("limit", "unusable", "unjudged"):
                 log_metric(f"code_reward/{name}", sum(trial.end == name for trial in trials) / len(trials))
             log_metric("code_reward/walls", float(len(self.in_force)))
         paid = [float(one.all_passed) if self.score == "all" else one.passed / max(one.total, 1) for one in trials]
-        return [None if one.end == "unusable" else score for one, score in zip(trials, paid, strict=True)]
+        return [score if one.scorable else None for one, score in zip(trials, paid, strict=True)]
 
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None

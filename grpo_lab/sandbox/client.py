@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
-from grpo_lab.sandbox.pool import Limits, WorkerPool
+from grpo_lab.sandbox.pool import JobOutcome, WorkerPool
+from grpo_lab.sandbox.workers import Limits
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
 _AT_LEAST = {
@@ -32,16 +33,21 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tests passed of all; ``end``: ``limit`` where time, memory or a worker is lost, ``unusable``: no tests."""
+    """Tests passed of all; ``end``: ``limit`` where time or memory ran out, ``unusable``: no tests, ``unjudged``: what
+    ran it was killed from outside twice, or its batch had no time left."""
 
     passed: int
     total: int
-    end: Literal["done", "limit", "unusable"]
+    end: Literal["done", "limit", "unusable", "unjudged"]
     why: str = ""
 
     @property
+    def scorable(self) -> bool:
+        return self.end not in ("unusable", "unjudged")
+
+    @property
     def all_passed(self) -> bool:
-        return self.end != "unusable" and 0 < self.total == self.passed
+        return self.scorable and 0 < self.total == self.passed
 
 
 class CodeJudge:
@@ -49,10 +55,20 @@ class CodeJudge:
     use: one of these cannot be put up, or none is named and too little can."""
 
     def __init__(
-        self, cpu_seconds: float, wall_seconds: float, memory_bytes: int, workers: int | None, walls: list[str] | None
+        self,
+        cpu_seconds: float,
+        wall_seconds: float,
+        memory_bytes: int,
+        batch_seconds: float,
+        workers: int | None,
+        walls: list[str] | None,
     ) -> None:
-        late = wall_seconds + 0.8  # a worker has this long to say that time is up before it is killed itself
-        limits = Limits(cpu_seconds=wall_seconds, wall_seconds=late, memory_bytes=memory_bytes + (1 << 30))
+        limits = Limits(
+            cpu_seconds=wall_seconds,
+            wall_seconds=wall_seconds + 0.8,  # a worker has this long to say that time is up before it is killed itself
+            memory_bytes=memory_bytes + (1 << 30),
+            batch_seconds=batch_seconds,
+        )
         ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.pool = WorkerPool(_HANDLER, limits=limits, size=workers or max(1, own_cores() // ranks))
         self._common = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_bytes": memory_bytes}
@@ -93,8 +109,13 @@ class CodeJudge:
             {**common, "kind": tests.kind, "program": program, "tests": tests.tests, "entry_point": tests.entry_point}
             for program, tests in trials
         ]
-        done = self.pool.run(jobs)
-        return [Trial(**one.value) if one.status == "ok" else Trial(0, 0, "limit", one.reason) for one in done]
+        return [self._trial(one) for one in self.pool.run(jobs)]
+
+    def _trial(self, found: JobOutcome) -> Trial:
+        if found.status == "ok":
+            return Trial(**found.value)
+        kept_apart = {"namespaces", "seccomp"} & set(self.walls)  # else the program may have killed its worker itself
+        return Trial(0, 0, "unjudged" if found.status == "unjudged" and kept_apart else "limit", found.reason)
 
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""

@@ -6,9 +6,10 @@ into something by model text still only hands over plain data.
 
 The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by
 `{"gone": n}` when that worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one
-of `{"ok": value}`, `{"crash": reason}` (the text exhausted memory or the stack), `{"bug": traceback}` (our handler
-raised), each with `"rss"`, the memory held, in bytes. The exit code of a worker that ends by itself is the last frame
-on its socket, `{"ended": code}`: the fork server keeps a copy of it for that.
+of `{"ok": value}` (with `"cost"`, seconds, where the handler ended it at a limit), `{"crash": reason}` (the text
+exhausted memory or the stack), `{"killed": reason}` (what the handler ran was ended from outside), `{"bug": traceback}`
+(our handler raised), each with `"peak"`, the most memory held, in bytes. How a worker has ended is the last frame on
+its socket, `{"ended": code, "peak": bytes}`: the fork server keeps a copy of it for that.
 
 The trainer is gone when the control socket closes, or when this process has another parent (a fork of the trainer may
 hold the socket open). All workers are then killed, whatever they are at.
@@ -25,17 +26,47 @@ import resource
 import select
 import signal
 import socket
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import psutil
 
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.sandbox.wire import HEADER, frame
 
 Handler = Callable[[Any], Any]
+FROM_OUTSIDE = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM})
+"""Signals that no limit of a worker's own sends: the kernel's when memory runs out, or somebody's."""
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+@dataclass(frozen=True)
+class AtLimit:
+    """What a handler returns for a job that it ended at a limit of its own: the job's value, and what it cost."""
+
+    value: Any
+    seconds: float
+
+
+class KilledFromOutside(Exception):
+    """A handler raises it where a process that it ran for the job was ended by neither it nor a limit. ``greedy``: that
+    process had taken much of what it may (``took_much``)."""
+
+    def __init__(self, reason: str, greedy: bool) -> None:
+        super().__init__(reason)
+        self.greedy = greedy
+
+
+def peak_bytes(usage: resource.struct_rusage) -> int:
+    """The most memory that a process held."""
+    return usage.ru_maxrss * _MAXRSS_UNIT
+
+
+def took_much(peak: int, memory_bytes: int) -> bool:
+    """Whether who held so much of its limit brought the end of the machine's memory about itself."""
+    return peak > max(memory_bytes // 2, 1 << 27)
 
 
 def take_frame(buffer: bytearray) -> Any | None:
@@ -53,7 +84,12 @@ def take_frame(buffer: bytearray) -> Any | None:
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
     """The reply to one job, and whether the process may go on (after exhausted memory it may not)."""
     try:
-        return {"ok": handler(payload)}, True
+        value = handler(payload)
+        if isinstance(value, AtLimit):
+            return {"ok": value.value, "cost": value.seconds}, True
+        return {"ok": value}, True
+    except KilledFromOutside as error:
+        return {"killed": str(error), "greedy": error.greedy}, True
     except MemoryError:
         return {"crash": "memory limit reached"}, False
     except RecursionError:
@@ -68,7 +104,8 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     channel.sendall(frame({"ready": os.getpid()}))
-    own, buffer, healthy = psutil.Process(), bytearray(), True
+    buffer = bytearray()
+    healthy = True
     while healthy:
         message = take_frame(buffer)
         if message is None:
@@ -79,12 +116,13 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
             continue
         # The kernel ends this process when the job has used up its processor time, wherever in C code it may be; and
         # by the second timer should the trainer be killed meanwhile, when nobody is left to do it.
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s * message["share"])
         signal.setitimer(signal.ITIMER_REAL, self_destruct_s)
         reply, healthy = _answer(handler, message["job"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.sendall(frame({**reply, "rss": own.memory_info().rss}, most=None))
+        peak = peak_bytes(resource.getrusage(resource.RUSAGE_SELF))
+        channel.sendall(frame({**reply, "peak": peak}, most=None))
 
 
 class ForkServer:
@@ -112,12 +150,13 @@ class ForkServer:
                     with contextlib.suppress(BlockingIOError):
                         self._woken.recv(1 << 12)
                 for number, (pid, channel) in list(self._workers.items()):
-                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    ended, status, usage = os.wait4(pid, os.WNOHANG)
                     if ended:
                         del self._workers[number]
                         with channel, contextlib.suppress(OSError):
                             channel.setblocking(False)
-                            channel.send(frame({"ended": os.waitstatus_to_exitcode(status)}))
+                            code = os.waitstatus_to_exitcode(status)
+                            channel.send(frame({"ended": code, "peak": peak_bytes(usage)}))
                 if self._control in readable and not self._receive():
                     return
         finally:

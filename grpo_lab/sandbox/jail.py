@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import math
 import os
+import resource
 import select
 import signal
 import tempfile
@@ -27,6 +29,7 @@ from grpo_lab.sandbox import kernel, walls
 from grpo_lab.sandbox.walls import Cell
 
 _CLEARING_S, _GRACE_S = 0.5, 0.7
+_CLOCK_TICK_S = 0.1
 _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -35,13 +38,15 @@ _ALIVE, _FAULT = 8, 9
 
 
 class Jailed:
-    """A running jail. ``status`` is None while it runs, then its exit status (128 + n when signal n ended it).
-    ``fault``: why its walls could not be put up, so that its task never began."""
+    """A running jail. ``status`` is None while it runs, then its exit status (−n when signal n ended it); ``usage``:
+    what all of it used; ``stopped``: by us. ``fault``: why its walls could not be put up: its task never began."""
 
     def __init__(self, watcher: int, fault: int) -> None:
         self._watcher, self._fault_pipe = watcher, fault
         self._handle = os.pidfd_open(watcher)
         self.status: int | None = None
+        self.usage: resource.struct_rusage | None = None
+        self.stopped = False
         self.fault = ""
 
     def fileno(self) -> int:
@@ -50,13 +55,14 @@ class Jailed:
 
     def poll(self) -> int | None:
         if self.status is None:
-            pid, raw = os.waitpid(self._watcher, os.WNOHANG)
+            pid, raw, usage = os.wait4(self._watcher, os.WNOHANG)
             if pid:
-                self._end(raw)
+                self._end(raw, usage)
         return self.status
 
-    def _end(self, raw: int) -> None:
+    def _end(self, raw: int, usage: resource.struct_rusage) -> None:
         self.status = os.waitstatus_to_exitcode(raw)
+        self.usage = usage
         with contextlib.suppress(BlockingIOError):
             self.fault = os.read(self._fault_pipe, 4096).decode("utf-8", "replace")
         os.close(self._fault_pipe)
@@ -66,11 +72,20 @@ class Jailed:
         """End it and everything in it; back when nothing of it is left."""
         if self.poll() is not None:
             return
+        self.stopped = True
         os.kill(self._watcher, signal.SIGTERM)
         if not select.select([self._handle], [], [], _GRACE_S)[0]:
             os.kill(self._watcher, signal.SIGKILL)
         if self.status is None:
-            self._end(os.waitpid(self._watcher, 0)[1])
+            _, raw, usage = os.wait4(self._watcher, 0)
+            self._end(raw, usage)
+
+    def killed_from_outside(self, cpu_seconds: float) -> bool:
+        """Whether SIGKILL ended it that was neither ours nor the limit of its processor time. Behind ``namespaces`` or
+        ``seccomp`` no program can send it to itself."""
+        if self.status != -signal.SIGKILL or self.stopped or self.usage is None:
+            return False
+        return self.usage.ru_utime + self.usage.ru_stime < math.ceil(cpu_seconds) - _CLOCK_TICK_S
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
@@ -132,7 +147,11 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     own_user = "user" in cell.walls and "namespaces" not in cell.walls
     _end_descendants(walls.job_user(job) if own_user else None)
-    return status if status >= 0 else 128 - status
+    if status < 0:  # ended by a signal: this process by the same, which no exit status can be made to look like
+        with contextlib.suppress(OSError):  # not SIGKILL's, which is as it is
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def _end_descendants(user: int | None) -> None:

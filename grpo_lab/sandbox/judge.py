@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.sandbox import kernel, tester, walls
+from grpo_lab.sandbox.fork_server import AtLimit, KilledFromOutside, peak_bytes, took_much
 from grpo_lab.sandbox.jail import Jailed, empty_folder, spawn
 from grpo_lab.sandbox.walls import Cell
 from grpo_lab.sandbox.wire import frame
@@ -74,11 +76,26 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
             said += chunk
 
 
-def judge(job: dict[str, Any]) -> dict[str, Any]:
+def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
     """A ``client.Trial`` of ``{"kind", "program", "tests", …}``, as a dictionary; or which walls can be put up."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
+    begun, used = time.monotonic(), _processor_seconds()
+    verdict = _judged(job)
+    if verdict["end"] != "limit":
+        return verdict
+    slept = time.monotonic() - begun >= job["wall_seconds"]
+    return AtLimit(verdict, job["wall_seconds"] if slept else _processor_seconds() - used)
+
+
+def _processor_seconds() -> float:
+    """What all jails that have ended used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _judged(job: dict[str, Any]) -> dict[str, Any]:
     up = frozenset(job["walls"])
     if "namespaces" not in up:
         kernel.hide_memory()
@@ -123,7 +140,7 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
             signs, ended = _follow(testing, report, _OUTPUT_BYTES, deadline)
             if not signs.endswith(b"."):
                 select.select([program], [], [], 0.1)  # nobody asks any more, so that it ends by itself, or has ended
-            ended = ended and program.poll() != 128 + signal.SIGKILL  # which is how its processor time ends
+            ended = ended and program.poll() != -signal.SIGKILL  # which is how its processor time ends
         finally:
             os.close(report)
             testing.kill()
@@ -136,6 +153,8 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
     whole = signs.endswith(b".") and not failed and passed >= total
     total = max(total, passed + failed)
     if not whole:
+        _refuse_killed(program, cell, "the program")
+        _refuse_killed(testing, for_tests, "its tester")
         passed = min(passed, total - 1)  # what ends a run between two tests is a failure too
     return _verdict("done" if ended else "limit", passed, total)
 
@@ -164,8 +183,18 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
             process.kill()
     if process.fault:
         raise RuntimeError(_NO_WALLS + process.fault)
+    _refuse_killed(process, cell, "the program")
     right = ended and process.status == 0 and _lines(said.decode("utf-8", "replace")) == _lines(expected)
-    return right, ended and process.status != 128 + signal.SIGKILL
+    return right, ended and process.status != -signal.SIGKILL
+
+
+def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
+    """``KilledFromOutside``: its end says nothing of the program. Where a program may end itself so, it is its own."""
+    if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
+        peak = 0 if process.usage is None else peak_bytes(process.usage)
+        unbounded = "seccomp" not in cell.walls  # memory in files of its own is no part of the peak
+        greedy = unbounded or took_much(peak, cell.memory_bytes)
+        raise KilledFromOutside(f"{who} was ended by SIGKILL", greedy)
 
 
 def _lines(text: str) -> list[str]:

@@ -1,22 +1,15 @@
 """A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
 Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), out of a
-signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all. Why our
-own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a training
-script without a `__name__` guard would start a second training. The other side of this one is `fork_server`.
+signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
+import math
 import os
-import select
 import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -26,160 +19,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_lab.io import own_cores
-from grpo_lab.sandbox.fork_server import take_frame
-from grpo_lab.sandbox.wire import frame
+from grpo_lab.sandbox.workers import ForkServerProcess, Limits, VerifierError, WorkerProcess
 
+_LOG = logging.getLogger("grpo_lab")
 _MOST_LOST = 8  # workers of one round whose end was nobody's fault
-_BOOT = (
-    "import json, sys; spec = json.loads(sys.argv[1]); sys.path[:] = spec['path']; "
-    "from grpo_lab.sandbox.fork_server import main; main(*spec['args'])"
-)
-# What a worker sees of the environment. Tokens and keys of the training run are not among it; a fixed hash seed makes
-# sympy's orderings, and with them the verdicts, the same in every process.
-_INHERITED = "PATH LANG LC_ALL LD_LIBRARY_PATH PYTHONHOME VIRTUAL_ENV TMPDIR COVERAGE_PROCESS_START"
-_FIXED = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-_ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
 
 
-class VerifierError(RuntimeError):
-    """A bug in a verifier or a worker that cannot start: ours to fix, never the model's fault."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one job may use up: `cpu_seconds`, enforced by the kernel (processor time, so that a busy machine makes no
-    right answer a timeout), and `wall_seconds`, the end of one that sleeps or starves; and one worker: address space,
-    and `startup_seconds` on the clock for its imports."""
-
-    cpu_seconds: float = 5.0
-    wall_seconds: float = 30.0
-    memory_bytes: int = 1 << 30
-    startup_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        for name in ("cpu_seconds", "wall_seconds", "startup_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
-        if self.memory_bytes < 1 << 28:
-            raise ValueError(f"memory_bytes must be at least 2**28, what imports need; got {self.memory_bytes}")
-
-
-class ForkServerProcess:
-    """The child that imports the handler and forks the workers (`fork_server.main`); its imports go on at first."""
-
-    def __init__(self, handler: str, limits: Limits) -> None:
-        self._handler, self._limits = handler, limits
-        self._control, theirs = socket.socketpair()
-        self._count, self._buffer = 0, bytearray()
-        with theirs:
-            longest = 2.0 * limits.wall_seconds + 10.0
-            args = [theirs.fileno(), os.getpid(), handler, limits.memory_bytes, limits.cpu_seconds, longest]
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps({"path": sys.path, "args": args})],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _INHERITED.split() if name in os.environ} | _FIXED,
-                start_new_session=True,  # Ctrl-C in the trainer's terminal is the trainer's to handle
-            )
-
-    def fork(self) -> WorkerProcess:
-        """A new worker, ready as soon as the imports are done. `VerifierError` where this process is no more."""
-        self._count += 1
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [frame({"fork": self._count})], [theirs.fileno()])
-            except OSError as error:
-                ours.close()
-                code = self.process.poll()
-                why = f"the process that starts workers of {self._handler} has ended with code {code}"
-                raise VerifierError(why) from error
-        return WorkerProcess(self, self._count, ours, self._limits)
-
-    def kill(self, number: int) -> None:
-        """End that worker, its process group with it, and wait until they are gone."""
-        try:
-            self._control.settimeout(_ANSWER_SECONDS)
-            self._control.sendall(frame({"kill": number}))
-            while (answer := take_frame(self._buffer)) is None or answer["gone"] != number:
-                chunk = self._control.recv(1 << 12)
-                if not chunk:
-                    return self.end()  # it has ended, and its workers with it
-                self._buffer += chunk
-        except OSError:
-            self.end(at_once=True)
-
-    def end(self, at_once: bool = False) -> None:
-        """End it and all workers, and reap it. `at_once`: do not wait for its imports."""
-        with contextlib.suppress(OSError):  # `close` alone says nothing while a fork of the trainer has it too
-            self._control.shutdown(socket.SHUT_RDWR)
-        self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if at_once else _ANSWER_SECONDS)
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-class WorkerProcess:
-    """One worker. `pid` is known once it is ready, and has said hello; `deadline` is monotonic seconds."""
-
-    def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
-        self._server, self._number, self._channel, self._limits = server, number, channel, limits
-        self._buffer = bytearray()
-        self.since = time.monotonic()
-        self.pid: int | None = None
-        self.deadline = self.since + limits.startup_seconds
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
-
-    def send(self, payload: Any) -> bool:
-        """Hand over a job and start its clock; False when the process is no longer there to take it."""
-        if select.select([self], [], [], 0)[0]:
-            return False  # nobody has asked it anything, so this is how it ended
-        self.since = time.monotonic()
-        self.deadline = self.since + self._limits.wall_seconds
-        self._channel.settimeout(self._limits.wall_seconds)
-        try:
-            self._channel.sendall(frame({"job": payload}, most=None))
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, None while it is incomplete; an end is a `crash`, a `timeout`, or `lost`."""
-        try:
-            chunk = self._channel.recv(1 << 16)
-        except OSError:
-            chunk = b""
-        self._buffer += chunk
-        message = take_frame(self._buffer)
-        if message is None:
-            if chunk:
-                return None
-            return {"crash": "it ended within a reply"} if self._buffer else {"lost": "ended with its fork server"}
-        code = message.get("ended")
-        if code is None:
-            return dict(message)
-        if code == -signal.SIGPROF:
-            return {"timeout": f"used up {self._limits.cpu_seconds:g} s of processor time"}
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return {"crash": f"the process {how}"}
-
-    def kill(self) -> None:
-        """End the process group now: no zombie stays."""
-        self._server.kill(self._number)
-        self._channel.close()
+_Status = Literal["ok", "timeout", "crash", "unjudged"]
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What became of one job: `ok` with the handler's value, `timeout` or `crash` with a reason; wall-clock seconds."""
+    """What became of one job: `ok` with the handler's value; with a reason `timeout` or `crash`, which are the job's
+    own doing, or `unjudged`: its process was killed from outside twice, or the batch had no time left; wall-clock
+    seconds."""
 
-    status: Literal["ok", "timeout", "crash"]
+    status: _Status
     value: Any
     reason: str
     seconds: float
@@ -274,6 +129,30 @@ class WorkerPool:
                 raise
 
 
+class Patience:
+    """The time that a batch may lose to jobs which end at their limit. After half of it each further job has a tenth of
+    its time, so that honest ones are still judged; after all of it no further one is begun.
+
+    Counted is what a limit counts: processor time, or the clock where that ended it. So a busy machine loses no more.
+    """
+
+    def __init__(self, limits: Limits, workers: int, jobs: int) -> None:
+        self._allowed = limits.batch_seconds * workers * math.ceil(jobs / 1000)
+        self.lost = 0.0
+
+    @property
+    def over(self) -> bool:
+        return self.lost >= self._allowed
+
+    @property
+    def share(self) -> float:
+        """How much of its time the next job has."""
+        return 0.1 if self.lost >= self._allowed / 2 else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.lost:.3g} s of this batch went to answers that end at their limit (`batch_s`)"
+
+
 class _Round:
     def __init__(self, pool: WorkerPool, payloads: Sequence[Any]) -> None:
         self.pool = pool
@@ -283,19 +162,36 @@ class _Round:
         self.results: dict[int, JobOutcome] = {}
         self.todo = deque(range(len(payloads)))
         self.job_of: dict[WorkerProcess, int] = {}
+        self.killed: set[int] = set()
+        self.again: deque[int] = deque()
+        self.patience = Patience(pool.limits, pool.size, len(payloads))
 
     def outcomes(self) -> list[JobOutcome]:
-        while self.todo or self.job_of:
+        while self.todo or self.again or self.job_of:
+            self._choose()
             while len(self.workers) < min(self.pool.size, len(self.todo) + len(self.job_of)):
                 self.workers.append(self.pool.fork_server().fork())
             for worker in list(self.workers):
                 if self.todo and worker.pid and worker not in self.job_of:
-                    if worker.send(self.payloads[self.todo[0]]):
+                    if worker.send(self.payloads[self.todo[0]], self.patience.share):
                         self.job_of[worker] = self.todo.popleft()
                     else:  # it had died while idle: no fault of this job
                         self._end(worker)
             self._collect([worker for worker in self.workers if worker in self.job_of or not worker.pid])
-        return [self.results[job] for job in range(len(self.payloads))]
+        found = [self.results[job] for job in range(len(self.payloads))]
+        if unjudged := [one.reason for one in found if one.status == "unjudged"]:
+            _LOG.warning("%d of %d answers were not judged: %s", len(unjudged), len(found), unjudged[-1])
+        return found
+
+    def _choose(self) -> None:
+        """What was killed is judged again at the end, alone: nothing of this batch takes its memory then."""
+        if self.patience.over:
+            for job in (*self.todo, *self.again):
+                self.results[job] = JobOutcome("unjudged", None, str(self.patience), 0.0)
+            self.todo.clear()
+            self.again.clear()
+        if self.again and not (self.todo or self.job_of):
+            self.todo.append(self.again.popleft())
 
     def _collect(self, waiting: list[WorkerProcess]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -317,31 +213,64 @@ class _Round:
             raise VerifierError(f"the verifier {self.pool.handler} raised:\n{message['bug']}")
         if "ready" in message:
             worker.pid = message["ready"]
-        elif "lost" in message and self.lost < _MOST_LOST and (self.lost or self.pool.pids):
-            self.lost += 1  # somebody killed the fork server, whose imports had worked: another worker does its job
+        elif "lost" in message or not worker.pid:
+            self._lose(worker, message)
+        elif "killed" in message:
+            self._judge_again(worker, message["killed"], message["greedy"])
+        elif "ok" in message:
+            self.patience.lost += message.get("cost", 0.0)
+            self._finish(worker, "ok", message["ok"], "")
+            if message["peak"] > self.pool.limits.memory_bytes // 2:
+                self._end(worker)  # its caches have grown; the next, innocent job must not pay for them
+        elif "timeout" in message:
+            self._run_out(worker, self.pool.limits.cpu_seconds, message["timeout"])
+        else:
+            self._finish(worker, "crash", None, message["crash"])
+            self._end(worker)
+
+    def _lose(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        """Somebody killed the fork server, or a worker that was not ready: another worker does its job. An end of the
+        imports' own doing is a bug, and so is one that comes again and again."""
+        how = worker.server.ended() if "lost" in message else message.get("crash", "")
+        self.lost += 1
+        if not (how and not self.pool.pids) and self.lost <= _MOST_LOST:
             if worker in self.job_of:
                 self.todo.appendleft(self.job_of.pop(worker))
-            self._end(worker)
-        elif not worker.pid:
-            raise VerifierError(f"a worker of {self.pool.handler} ended before it was ready: {message}")
-        elif "ok" in message:
-            self._finish(worker, "ok", message["ok"], "")
-            if message["rss"] > self.pool.limits.memory_bytes // 2:
-                self._end(worker)  # its caches have grown; the next, innocent job must not pay for them
+        elif worker in self.job_of:
+            self._finish(worker, "unjudged", None, f"{self.lost} times its fork server was ended from outside")
         else:
-            status: Literal["timeout", "crash"] = "timeout" if "timeout" in message else "crash"
-            self._finish(worker, status, None, message.get(status) or message["lost"])
-            self._end(worker)
+            why = how or f"was ended from outside, {self.lost} times"
+            raise VerifierError(f"a process of the verifier {self.pool.handler} {why} before it was ready")
+        self._end(worker)
+
+    def _judge_again(self, worker: WorkerProcess, why: str, greedy: bool) -> None:
+        """Neither the job nor a limit ended it. The second time it is nobody's verdict; but who had taken much of the
+        memory that it may has brought that about."""
+        job = self.job_of[worker]
+        if job not in self.killed:
+            self.killed.add(job)
+            self.again.append(self.job_of.pop(worker))
+        else:
+            self._finish(worker, "crash" if greedy else "unjudged", None, f"{why}, twice")
+        self._end(worker)
 
     def _expire(self, worker: WorkerProcess) -> None:
         limits = self.pool.limits
         if not worker.pid:
             seconds = f"{limits.startup_seconds} s (Limits.startup_seconds)"
             raise VerifierError(f"a worker of {self.pool.handler} was not ready after {seconds}")
-        self._finish(worker, "timeout", None, f"no result within {limits.wall_seconds:g} s")
+        self._run_out(worker, limits.wall_seconds, f"no result within {limits.wall_seconds * worker.share:g} s")
+
+    def _run_out(self, worker: WorkerProcess, seconds: float, why: str) -> None:
+        """It has used up its share of these seconds."""
+        self.patience.lost += seconds * worker.share
+        if worker.share < 1.0:
+            self._finish(worker, "unjudged", None, f"{why}; {self.patience}")
+        else:
+            self._finish(worker, "timeout", None, why)
         self._end(worker)
 
-    def _finish(self, worker: WorkerProcess, status: Literal["ok", "timeout", "crash"], value: Any, why: str) -> None:
+    def _finish(self, worker: WorkerProcess, status: _Status, value: Any, why: str) -> None:
         self.results[self.job_of.pop(worker)] = JobOutcome(status, value, why, time.monotonic() - worker.since)
 
     def _end(self, worker: WorkerProcess) -> None:

@@ -4,7 +4,8 @@ A *bug in a verifier* is an exception (`VerifierError`); *bad model text* is a v
 the standard library: math-verify and sympy are imported inside the worker processes, never in the trainer's.
 """
 
-from grpo_lab.sandbox.pool import JobOutcome, Limits, VerifierError, WorkerPool
+from grpo_lab.sandbox.pool import JobOutcome, WorkerPool
+from grpo_lab.sandbox.workers import Limits, VerifierError
 from grpo_lab.verifiers.math_equality import MathVerifier
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
 

@@ -16,7 +16,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from grpo_lab.sandbox.pool import Limits, WorkerPool
+from grpo_lab.sandbox.pool import WorkerPool
+from grpo_lab.sandbox.workers import Limits
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
 from grpo_lab.verifiers.closeness import relative_closeness
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number

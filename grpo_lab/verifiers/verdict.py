@@ -11,7 +11,8 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """The six ends of a comparison. Only `EQUAL` earns a reward; only `UNPARSEABLE_GOLD` leaves a row unscored."""
+    """The seven ends of a comparison. Only `EQUAL` earns a reward; `UNPARSEABLE_GOLD` and `UNJUDGED` leave a row
+    unscored. `UNJUDGED`: its worker was killed from outside twice, or the batch had no time left."""
 
     EQUAL = "equal"
     NOT_EQUAL = "not_equal"
@@ -19,6 +20,7 @@ class Verdict(StrEnum):
     UNPARSEABLE_ANSWER = "unparseable_answer"
     TIMEOUT = "timeout"
     CRASH = "crash"
+    UNJUDGED = "unjudged"
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ ELSEWHERE = {
     "accuracy_reward/unscorable_gold": "unit/test_accuracy.py",
     "accuracy_reward/timeout": "unit/test_accuracy.py",
     "accuracy_reward/no_answer": "unit/test_accuracy.py",
+    "accuracy_reward/unjudged": "unit/test_accuracy.py",
+    "code_reward/unjudged": "unit/test_code_killed.py",
     "code_reward/limit": "unit/test_code_reward.py",
     "code_reward/unusable": "unit/test_code_reward.py",
     "code_reward/walls": "unit/test_code_reward.py",

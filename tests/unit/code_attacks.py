@@ -135,6 +135,13 @@ FORGED = {
     "a million brackets": "x = " + "(" * 100_000 + ")" * 100_000,
     "a segmentation fault": "import ctypes\ndef add(a, b): ctypes.string_at(0)",
     "aborts": "import os\ndef add(a, b): os.abort()",
+    "leaves as if it had been killed": "import os\ndef add(a, b): os._exit(137)",
+    "leaves as if its watcher had been killed": "import os\ndef add(a, b): os._exit(247)",
+    "kills itself by a timer": "import ctypes, struct, time\ndef add(a, b):\n    c = ctypes.CDLL(None); at = "
+        "ctypes.create_string_buffer(8)\n    what = ctypes.create_string_buffer(struct.pack('QiiQQ', 0, 9, 0, 0, 0) + "
+        "bytes(40))\n    when = ctypes.create_string_buffer(struct.pack('qqqq', 0, 0, 0, 1))\n    c.syscall(222, 1, "
+        "what, at)\n    c.syscall(223, struct.unpack('i', at.raw[:4])[0], 0, when, None)\n    time.sleep(0.1)\n    "
+        "return 0",
     "kills itself": "import os, signal\ndef add(a, b): os.kill(os.getpid(), signal.SIGKILL)",
     "starts another Python on its "
     "channel": "import os, sys\ndef add(a, b): os.execv(sys.executable, [sys.executable, '-S', '-c', 'import os; "

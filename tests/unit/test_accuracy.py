@@ -10,6 +10,9 @@ import threading
 import pytest
 
 from grpo_lab.rewards import AccuracyReward
+from grpo_lab.rewards.math.accuracy import _judgement
+from grpo_lab.rewards.math.extraction import extract_answer
+from grpo_lab.verifiers import JobOutcome, MathVerdict, Verdict
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +112,27 @@ def test_what_trl_passes_along_is_accepted_and_shares_are_logged(strict: Accurac
     assert logged == {  # of 4 rows: one empty gold; one without an answer
         "accuracy_reward/unscorable_gold": 0.25,
         "accuracy_reward/timeout": 0.0,
+        "accuracy_reward/unjudged": 0.0,
         "accuracy_reward/no_answer": 0.25,
     }
+
+
+def test_what_was_not_judged_is_none_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of two readings says no (18 is not 1.5, it may be so many dozens), or where there is no answer."""
+    reward = AccuracyReward()
+    lost = JobOutcome("unjudged", None, "the process was ended by SIGKILL, twice", 0.1)
+    monkeypatch.setattr(reward._verifier.pool, "run", lambda jobs: [lost] * len(jobs))
+    logged: dict[str, float] = {}
+    completions = ["\\boxed{x+1}", "\\boxed{18}", "nothing", "\\boxed{18}"]
+    solutions = ["x^2", "18", "x^2", "19"]
+    rewards = reward(completions=completions, solution=solutions, log_metric=logged.__setitem__)
+    assert rewards == [None, 1.0, None, 0.0]
+    assert reward.counts["unjudged"] == 2
+    assert logged["accuracy_reward/unjudged"] == 0.5
+    (judged,) = reward.judge(completions[:1], solutions[:1])
+    assert (judged.verdict, judged.reason) == (Verdict.UNJUDGED, "the process was ended by SIGKILL, twice")
+    unsure = [MathVerdict(Verdict.NOT_EQUAL, "numbers"), MathVerdict(Verdict.UNJUDGED, "lost")]
+    assert _judgement("18", extract_answer("\\boxed{1.5}"), unsure).reward is None
 
 
 @pytest.mark.slow

@@ -481,6 +481,7 @@ def test_message_lists_order_and_repeats(reward: CodeReward) -> None:
     assert logged == {
         "code_reward/limit": 0.0,
         "code_reward/unusable": 0.25,
+        "code_reward/unjudged": 0.0,
         "code_reward/walls": float(len(reward.in_force)),
     }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_lab.sandbox.pool import Patience
 from grpo_lab.verifiers import Limits, VerifierError, WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -258,6 +259,99 @@ def test_a_fork_server_killed_while_a_worker_starts_costs_no_job(pool: WorkerPoo
     outcomes = pool.run([f"open({str(begun)!r}, 'w') and {anew}", "6"])
     killer.join()
     assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
+
+
+def test_a_fork_server_killed_while_it_imports_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, killed = tmp_path / "begun", tmp_path / "killed"
+    waits = f"if not os.path.exists({str(killed)!r}):\n    open({str(begun)!r}, 'w')\n    time.sleep(600)"
+    (tmp_path / "handler_that_waits.py").write_text(f"import os, time\n{waits}\nevaluated = eval\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = WorkerPool("handler_that_waits:evaluated", size=2)
+
+    def kill() -> None:
+        while not begun.exists():
+            time.sleep(0.02)
+        killed.touch()
+        assert pool.fork_server_pid is not None
+        os.kill(pool.fork_server_pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcomes = pool.run(["5", "6"])
+    killer.join()
+    assert [(outcome.status, outcome.value) for outcome in outcomes] == [("ok", 5), ("ok", 6)]
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("os._exit(3)", "ended with exit code 3"), ("os.abort()", "SIGABRT"), ("os.kill(os.getpid(), 9)", "9 times")],
+)
+def test_imports_that_end_by_themselves_or_always_are_a_bug(
+    ending: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "handler_that_ends.py").write_text(f"import os\n{ending}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(VerifierError, match=rf"{said}.* before it was ready"):
+        WorkerPool("handler_that_ends:evaluated", size=1).run(["5"])
+
+
+def killed(log: Path, condition: str, number: int = 9, holding: int = 0) -> str:
+    """A job that somebody kills while it holds so many bytes, where the condition is true of its number of tries."""
+    tries = f"(open({str(log)!r}, 'a').write('k'), os.path.getsize({str(log)!r}))[1]"
+    end = f"len(b'x' * {holding}) >= 0 and os.kill(os.getpid(), {number})"
+    return f"[5 for os in [__import__('os')] if not ({tries} {condition} and {end})][0]"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_job_whose_worker_is_killed_from_outside_is_judged_again_alone_and_last(
+    number: int, pool: WorkerPool, tmp_path: Path
+) -> None:
+    log, others = tmp_path / "log", tmp_path / "others"
+    other = f"open({str(others)!r}, 'a').write('o')"
+    alone = f"({killed(log, '== 1', int(number))}, __import__('os').path.getsize({str(others)!r}))"
+    outcomes = pool.run([alone, *[other] * 9])
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 10
+    assert outcomes[0].value == [5, 9]
+    assert log.read_text() == "kk"
+
+
+def test_killed_twice_it_is_unjudged_and_with_much_memory_a_crash(
+    pool: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    greedy = WorkerPool("builtins:eval", limits=Limits(memory_bytes=1 << 28), size=1)
+    for one, holding, status in ((pool, 0, "unjudged"), (greedy, 160 << 20, "crash")):
+        log = tmp_path / status
+        outcomes = one.run([killed(log, "> 0", holding=holding), "1"])
+        assert [outcome.status for outcome in outcomes] == [status, "ok"]
+        assert "SIGKILL, twice" in outcomes[0].reason
+        assert log.read_text() == "kk"  # and no third time
+    greedy.close()
+    assert "1 of 2 answers were not judged: the process was ended by SIGKILL, twice" in caplog.text
+
+
+def test_a_batch_of_hostile_jobs_ends_in_its_time_and_honest_ones_are_still_judged() -> None:
+    """Of processor time, so that it is the same on a busy machine: 1 + 1 of 4 s are half, then 0.1 s each."""
+    limits = Limits(cpu_seconds=1.0, wall_seconds=600.0, batch_seconds=4.0)
+    pool = WorkerPool("builtins:eval", limits=limits, size=1)
+    bomb = "9**9**9**9"
+    outcomes = pool.run([bomb, "1", bomb, "2", *[bomb, "3"] * 3, *[bomb] * 200])
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses[:10] == ["timeout", "ok", "timeout", "ok", *["unjudged", "ok"] * 3]
+    assert set(statuses[10:]) == {"unjudged"}
+    assert "0.1 s of processor time; 2.1 s of this batch went to answers that end at their limit" in outcomes[4].reason
+    assert sum(outcome.seconds > 0 for outcome in outcomes) == 2 + 20 + 5  # the others were not begun
+    assert [outcome.status for outcome in pool.run(["1"])] == ["ok"]  # each batch has its own
+    pool.close()
+
+
+def test_what_a_batch_may_lose() -> None:
+    patience = Patience(Limits(cpu_seconds=5.0, wall_seconds=30.0, batch_seconds=60.0), workers=2, jobs=1001)
+    assert (patience.share, patience.over) == (1.0, False)  # 240 s: two workers, two thousand jobs begun
+    patience.lost = 120.0
+    assert (patience.share, patience.over) == (0.1, False)
+    patience.lost = 240.0
+    assert patience.over
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")

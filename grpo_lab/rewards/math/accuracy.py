@@ -32,6 +32,7 @@ _SHORT = 60
 T = TypeVar("T")
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
 _NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
+_UNSCORED = (Verdict.UNPARSEABLE_GOLD, Verdict.UNJUDGED)
 _UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
@@ -64,7 +65,7 @@ class Judgement:
 
     @property
     def reward(self) -> float | None:
-        if self.verdict is Verdict.UNPARSEABLE_GOLD:
+        if self.verdict in _UNSCORED:
             return None
         return 1.0 if self.verdict is Verdict.EQUAL else 0.0
 
@@ -94,7 +95,13 @@ class AccuracyReward:
         fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
         timeout_s: processor seconds for one comparison (and six times that on the clock); then the answer is wrong.
         memory_bytes: memory limit of a worker.
+        batch_s: seconds that each worker may lose, for every thousand comparisons begun, to answers that end at their
+            limit. After half of it an answer has a tenth of its time; after all of it none is begun. Those that are not
+            judged so are None, and counted as `unjudged`.
         workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
+
+    An answer whose worker was killed from outside (as when the machine's memory runs out) is judged once more, alone,
+    and then None.
 
     `counts` tallies verdicts since construction (keys: values of `Verdict`, and `no_answer`).
     """
@@ -109,6 +116,7 @@ class AccuracyReward:
         fast_path: bool = True,
         timeout_s: float = 5.0,
         memory_bytes: int = 1 << 30,
+        batch_s: float = 60.0,
         workers: int | None = None,
     ) -> None:
         if mode not in ("strict", "lenient"):
@@ -116,7 +124,9 @@ class AccuracyReward:
         self.mode = mode
         self.__name__ = "accuracy_reward"  # TRL names its metrics after this
         self.counts: Counter[str] = Counter()
-        limits = Limits(cpu_seconds=timeout_s, wall_seconds=6 * timeout_s, memory_bytes=memory_bytes)
+        limits = Limits(
+            cpu_seconds=timeout_s, wall_seconds=6 * timeout_s, memory_bytes=memory_bytes, batch_seconds=batch_s
+        )
         self._verifier = MathVerifier(fast_path=fast_path, limits=limits, workers=workers)
 
     def __repr__(self) -> str:
@@ -142,6 +152,7 @@ class AccuracyReward:
             shares = {
                 "unscorable_gold": found[Verdict.UNPARSEABLE_GOLD],
                 "timeout": found[Verdict.TIMEOUT] + found[Verdict.CRASH],
+                "unjudged": found[Verdict.UNJUDGED],
                 "no_answer": sum(judgement.answer is None for judgement in judgements),
             }
             for name, count in shares.items():
@@ -212,8 +223,9 @@ def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, 
 
 
 def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]) -> Judgement:
-    verdict = next((one for one in found if one.equal), found[0])
-    if answer is None and verdict.verdict is not Verdict.UNPARSEABLE_GOLD:
+    unjudged = [one for one in found if one.verdict is Verdict.UNJUDGED]  # it may have been equal
+    verdict = next((one for one in found if one.equal), (unjudged or found)[0])
+    if answer is None and verdict.verdict not in _UNSCORED:
         verdict = _NO_ANSWER
     if verdict.equal and answer is not None and "=" in answer.text and "=" not in str(gold):
         # `4 = 3`, `x = 2 + 2 = 3`: the last two sides are arithmetic, and differ; not what is read in part (`2\pi`)
@@ -271,9 +283,17 @@ class BoxedReward(AccuracyReward):
         fast_path: bool = True,
         timeout_s: float = 5.0,
         memory_bytes: int = 1 << 30,
+        batch_s: float = 60.0,
         workers: int | None = None,
     ) -> None:
-        super().__init__("strict", fast_path=fast_path, timeout_s=timeout_s, memory_bytes=memory_bytes, workers=workers)
+        super().__init__(
+            "strict",
+            fast_path=fast_path,
+            timeout_s=timeout_s,
+            memory_bytes=memory_bytes,
+            batch_s=batch_s,
+            workers=workers,
+        )
         if isinstance(unreadable, bool) or not -1e6 < unreadable <= 0:
             raise ValueError(f"unreadable must be a number at most 0; got {unreadable!r}")
         self.unreadable = float(unreadable)
