@@ -44,6 +44,7 @@ _TEXT_HEAD = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathb
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _WRAPPING = (("**", "**"), ("__", "__"), ("*", "*"), ("`", "`"), ('"', '"'), ("'", "'"), ("``", "``"))
 _THOUSANDS_SPACE = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_THOUSANDS_TIE = re.compile(r"(?<=\d)(?:~|\\ )(?=\d{3}(?!\d))")
 _NEGATIVE_SPACE = re.compile(r"(?<=\d),?\\!\s*,?\s*(?=\d{3}(?!\d))|(?<=\d)\\[,;:](?=\d{3}(?!\d))")
 _SIGNED_CURRENCY = re.compile(rf"([+-]?)\s*(?:US|USD|Rs\.?)?\s*(?:\\\$|[{re.escape(CURRENCY)}])\s*(?=[-+.\d\\])")
 _MIXED = re.compile(r"([+-]?\d+)\s+(\d+)\s*/\s*(\d+)")
@@ -169,6 +170,7 @@ def canonical(text: str) -> str:
     text = text.rstrip(CURRENCY.replace("$", "")).rstrip() if text[-1:] in CURRENCY[1:] else text
     text = re.sub(r"^([+-]?\d[\d,.]*)\s*\\?\$$", r"\1", text)
     text = re.sub(r"^\+\s?(?=[.\d])", "", text)
+    text = _THOUSANDS_TIE.sub(" ", text)
     if _THOUSANDS_SPACE.fullmatch(text):
         text = text.replace(" ", "")
     if _LEADING_ZERO_COMMA.fullmatch(text):

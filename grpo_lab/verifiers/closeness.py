@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 _DIGITS, _EXACT, _NEARLY = 60, 40, 12
 """Digits that are computed; in which exact sides agree; in which sides with variables and decimals do."""
 _ZEROS_AT_MOST = 400
+_MOST_SYMBOLS = 3
 _MAGNITUDES = (0, -25)
 _OF_POLYNOMIALS = 25
 
@@ -110,3 +112,33 @@ def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool)
         if abs(one - other) > max(abs(one), abs(other)) / 10**digits:
             return False
     return True
+
+
+def equal_where_real(gold: Any, answer: Any) -> bool:
+    r"""Whether roots or logarithms of variables are equal wherever they are real numbers, and real in the same places:
+    `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
+    `2\ln x`."""
+    from sympy import Expr, Float, Rational
+
+    if not all(isinstance(side, Expr) and _has_root(side) and not side.has(Float) for side in (gold, answer)):
+        return False
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if not 0 < len(symbols) <= _MOST_SYMBOLS or gold.free_symbols != answer.free_symbols:
+        return False
+    met = False
+    for signs in product((1, -1), repeat=len(symbols)):
+        for size in (Rational(137, 101), Rational(29, 83)):
+            point = {one: sign * (size + Rational(3 * n, 7)) for n, (one, sign) in enumerate(zip(symbols, signs))}
+            values = [_value(side.xreplace(point)) for side in (gold, answer)]
+            real = [value is not None and bool(value.is_real) for value in values]
+            if real[0] != real[1] or (real[0] and not _same(values[0], values[1], False)):
+                return False
+            met = met or real[0]
+    return met
+
+
+def _has_root(side: Any) -> bool:
+    from sympy import Pow, log
+
+    roots = (one for one in side.atoms(Pow) if one.exp.is_Rational and not one.exp.is_Integer)
+    return any(one.free_symbols for one in (*roots, *side.atoms(log)))

@@ -19,8 +19,10 @@ from typing import Any
 from grpo_lab.sandbox.pool import WorkerPool
 from grpo_lab.sandbox.workers import Limits
 from grpo_lab.verifiers.canonical import canonical, inside_text_group, prose_words, text_key
-from grpo_lab.verifiers.closeness import relative_closeness
+from grpo_lab.verifiers.choices import Choice, read_choice
+from grpo_lab.verifiers.closeness import equal_where_real, relative_closeness
 from grpo_lab.verifiers.exact_numbers import compare_numbers, compare_plain_numbers, decimals_compared, is_plain_number
+from grpo_lab.verifiers.quantity import exact_value
 from grpo_lab.verifiers.side_by_side import MANY, is_many, read_together
 from grpo_lab.verifiers.units import without_unit_at_end
 from grpo_lab.verifiers.verdict import MathVerdict, Verdict
@@ -33,7 +35,6 @@ _NUMBER_WORDS = re.compile(
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
-_LABELLED_CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[).:])\s*\S.*", re.DOTALL)
 _CACHE_LIMIT = 1 << 16
 MOST_CHARACTERS = 2000
 """Longer answers are refused unread (`unparseable_answer`), longer golds are unusable."""
@@ -59,7 +60,8 @@ def kind_of_gold(gold: str) -> GoldKind:
         return GoldKind.NUMBER
     if inside_text_group(gold) is not None:
         return GoldKind.TEXT
-    if _CHOICE.fullmatch(gold) or (_LABELLED_CHOICE.fullmatch(gold) and "\\" not in gold):
+    choice = read_choice(gold)
+    if _CHOICE.fullmatch(gold) or (choice is not None and (choice.wrapped or "\\" not in gold)):
         return GoldKind.TEXT
     words = prose_words(gold)
     if not words:
@@ -68,12 +70,40 @@ def kind_of_gold(gold: str) -> GoldKind:
     return GoldKind.TEXT if one_word and not _NUMBER_WORDS.fullmatch(gold) else GoldKind.UNUSABLE
 
 
-def _choice_label(text: str) -> str | None:
-    """`C` of `C`, `(C)`, `\\text{(C)}`, `(C) 18 apples`."""
+def names_choice(gold: str) -> bool:
+    """Whether a gold is a choice: its letter, with or without what stands behind it."""
+    spelled = canonical(gold)
+    return kind_of_gold(spelled) is GoldKind.TEXT and _choice_of(spelled) is not None
+
+
+def _same_choice(gold: str, answer: str) -> bool:
+    """Whether both name one choice: its letter, unless the numbers behind it differ; or what stands behind the gold's
+    letter, where the answer has none."""
+    wanted = _choice_of(gold)
+    given = _choice_of(answer)
+    if wanted is None:
+        return False
+    behind = canonical(wanted.behind)
+    if given is None:
+        return bool(text_key(behind)) and _same_text(behind, answer)
+    return wanted.label == given.label and not _other_number(behind, canonical(given.behind))
+
+
+def _choice_of(text: str) -> Choice | None:
     inside = inside_text_group(text)
     text = (text if inside is None else inside).strip()
-    label = _CHOICE.fullmatch(text) or _LABELLED_CHOICE.fullmatch(text)
-    return label[label.lastindex or 0] if label else None
+    label = _CHOICE.fullmatch(text)
+    return Choice(label[1], "", wrapped=False) if label else read_choice(text)
+
+
+def _same_text(one: str, other: str) -> bool:
+    value = exact_value(one)
+    return text_key(one) == text_key(other) if value is None else value == exact_value(other)
+
+
+def _other_number(one: str, other: str) -> bool:
+    values = (exact_value(one), exact_value(other))
+    return None not in values and values[0] != values[1]
 
 
 class MathVerifier:
@@ -148,8 +178,7 @@ class MathVerifier:
         if len(answer) > MOST_CHARACTERS:
             return MathVerdict(Verdict.UNPARSEABLE_ANSWER, f"longer than {MOST_CHARACTERS} characters")
         if kind is GoldKind.TEXT:
-            label = _choice_label(gold)
-            same = text_key(gold) == text_key(answer) or (label is not None and label == _choice_label(answer))
+            same = text_key(gold) == text_key(answer) or _same_choice(gold, answer)
             return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):
             return MathVerdict(Verdict.NOT_EQUAL, MANY)
@@ -203,7 +232,7 @@ def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
     answer = [_named_alike(one, gold) for one in _parse(job["answer"], letter_units=not variables)]
     if not answer:
         return {"verdict": "unparseable_answer", "reason": "math-verify cannot read the answer"}
-    same = _verify(gold, answer, decimals_compared(job["gold"]))
+    same = _verify(gold, answer, decimals_compared(job["gold"])) or equal_where_real(gold[0], answer[0])
     return {"verdict": "equal" if same else "not_equal", "reason": "math-verify"}
 
 

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from grpo_lab.verifiers.canonical import TEXT_GROUP, canonical, prose_words
 from grpo_lab.verifiers.exact_numbers import is_plain_number
-from grpo_lab.verifiers.notation import as_scientific
+from grpo_lab.verifiers.notation import as_scientific, ungrouped
 from grpo_lab.verifiers.quantity import exact_value, in_digits, is_value_word, read_quantity
 from grpo_lab.verifiers.units import LETTER_UNITS, SPACED_UNITS, UNITS, is_unit_word
 
@@ -103,6 +103,10 @@ def _share(flat: str) -> str | None:
 def read_together(gold: str, answer: str) -> tuple[str, str]:
     """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number, beside
     which `x = 18` is 18, `12,5` 12.5 and `20 km/h` 20. Lists stay lists."""
+    if is_plain_number(gold):
+        answer = ungrouped(answer, commas=True)
+    elif is_plain_number(answer):
+        gold = ungrouped(gold, commas=False)  # 12,34,567 may be a list
     spelled = (gold, answer)
     gold = as_scientific(gold, spelled[1], exact_value(spelled[1]))
     answer = as_scientific(answer, spelled[0], exact_value(spelled[0]))

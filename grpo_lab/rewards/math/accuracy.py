@@ -24,11 +24,13 @@ from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_i
 from grpo_lab.rewards.math.extraction import Answer, boxed_answers, extract_answer
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
 from grpo_lab.verifiers.canonical import canonical
+from grpo_lab.verifiers.choices import read_choice
 from grpo_lab.verifiers.exact_numbers import without_thousands
+from grpo_lab.verifiers.math_equality import names_choice
 from grpo_lab.verifiers.side_by_side import in_figures
 from grpo_lab.verifiers.written import number_text
 
-_SHORT = 60
+_SHORT, _LONGEST_CHOICE = 60, 200
 T = TypeVar("T")
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
 _NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
@@ -46,7 +48,9 @@ def gold_answer(solution: Any) -> str | None:
     text = solution.strip()
     marked = extract_answer(text)
     if marked is not None and not marked.weak:
-        return marked.text
+        return marked.labelled or marked.text
+    if len(text) <= _LONGEST_CHOICE and "\n" not in text and (choice := read_choice(text)) and choice.behind:
+        return text
     if (len(text) <= _SHORT and "\n" not in text and " " not in text) or is_expression(text.replace("$", "")):
         return stated_expression(text) or text
     labelled = (text[:1].isupper() and text[1:2] in ".):") or (text[:1] == "(" and text[2:3] == ")")
@@ -172,7 +176,7 @@ class AccuracyReward:
         answers = _once(self.read, [completion_text(completion) for completion in completions])
         # Without an answer the gold is still checked, against itself: None must not depend on what the model wrote.
         read = [
-            _readings(gold, gold if answer is None else answer.text, unit) if gold else []
+            _readings(gold, gold if answer is None else _beside(gold, answer), unit) if gold else []
             for gold, answer, unit in zip(golds, answers, _once(asked_unit, questions), strict=True)
         ]
         pairs = [pair for readings in read for pair in readings]
@@ -212,6 +216,11 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
     """`read` of each, called once for equal texts: a group shares its gold, and may repeat its completions."""
     known: dict[str, T] = {text: read(text) for text in dict.fromkeys(t for t in texts if isinstance(t, str))}
     return [known[text] if isinstance(text, str) else read(text) for text in texts]
+
+
+def _beside(gold: str, answer: Answer) -> str:
+    """What of the answer is compared: with its letter beside a choice, `(A) 5 apples`; else what stands behind it."""
+    return answer.labelled if answer.labelled and names_choice(gold) else answer.text
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:

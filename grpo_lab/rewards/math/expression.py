@@ -60,12 +60,16 @@ _POWER_OF_TEN = (
     r"(?:[eE][-+−]?\d{1,4}(?!\w)"
     r"|\s?(?:[×·⋅*xX]|\\times|\\cdot)\s?10\s?(?:\^\s?(?:\{\s?[-+−]?\d{1,4}\s?\}|[-+−]?\d{1,4})|[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,4}))?"
 )
+_GROUPS = r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?(?![\d.,]*\d)|\d{1,3}(?:~\d{3})+(?!\d)"
+_SPACED_GROUPS = r"\d{1,3}(?:(?: |\\ |\\,)\d{3})+(?:[.,]\d+)?(?![\d-])"
 NUMBER = re.compile(
-    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)(?:\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
+    rf"(?<![A-Za-z\d_.])(?:(?<![\w)\]}}])[-+−–])?[{_CURRENCY_CLASS}]?(?<!\d)"
+    rf"(?:{_GROUPS}|\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
     r"(?:/\d+(?!\d|/))?(?:\s?\\?%|\s?percent\b)?"
 )
 _LEADING = re.compile(
-    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
+    rf"(?:[-+−–]\s?)?\\?[{_CURRENCY_CLASS}]?\s?"
+    rf"(?:{_GROUPS}|{_SPACED_GROUPS}|\d[\d,]*(?:\.\d+)?|\.\d+){_POWER_OF_TEN}"
     rf"(?:\s?[-+*/^×÷=:]\s?[-+−]?[{_CURRENCY_CLASS}]?\d[\d,]*(?:\.\d+)?)*(?:\s?\\?%|\s?percent\b)?"
 )
 _LIST_GLUE = re.compile(r"\s*(?:,|;|,?\s?and|,?\s?or)?\s*")

@@ -19,6 +19,7 @@ from grpo_lab.rewards.math.expression import (
     stated_expression,
     stated_in_words,
 )
+from grpo_lab.verifiers.choices import read_choice
 
 _NUMBERED = re.compile(r"(\d{1,3})[.)]\s+[^\W\d_]")
 _HEADING = re.compile(r"(?:step|part|case|solution|question|problem)\b", re.IGNORECASE)
@@ -48,6 +49,7 @@ _CHECKING = re.compile(
 )
 _LAST_LETTER = re.compile(r"(?<![A-Za-z'\d])(?<!not )(?<!nor )(?<!than )([A-H])(?![A-Za-z'\d])")
 _TASK_IN_LINE = re.compile(r"\s(?:Question|Problem|Exercise|Q|User|Human)\s?\d{0,3}:")
+_EMPTY_SET = re.compile(r"[\s$]*(?:∅|\\\{\s*\\\})[\s$]*")
 _WINDOW = 700
 _KEPT = 24
 _LONGEST_READ = 4000
@@ -134,13 +136,15 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """`text` as written, the `marker` that led to it, its place `[start, end)`; `weak`: plain words after a phrase."""
+    """`text` as written, the `marker` that led to it, its place `[start, end)`; `weak`: plain words after a phrase;
+    `labelled`: all of it, where it begins with the letter of a choice, `(A) 5 apples`."""
 
     text: str
     marker: Marker
     start: int
     end: int
     weak: bool = False
+    labelled: str | None = None
 
 
 def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
@@ -204,6 +208,8 @@ def _final(own: list[Answer], text: str) -> Answer:
         if not _belong_together(text[box.end : group[0].start]):
             break
         group.insert(0, box)
+    if len(group) == 1:
+        return group[0]
     return Answer(joined([box.text for box in group]), "boxed", group[0].start, group[-1].end)
 
 
@@ -243,9 +249,12 @@ def _answer_tags(text: str) -> list[Answer]:
         inner_start = text.rfind("<answer>", start, stop) + len("<answer>")
         content = text[inner_start:stop]
         inner = _untagged_markers(content)
-        stated = _final(inner, content).text if inner else _read(content)
+        final = _final(inner, content) if inner else None
+        stated = _read(content) if final is None else final.text
+        labelled = _labelled(content) if final is None else final.labelled
         if stated:
-            found.append(Answer(stated, "answer_tag", start, len(text) if end == -1 else end + len("</answer>")))
+            after = len(text) if end == -1 else end + len("</answer>")
+            found.append(Answer(stated, "answer_tag", start, after, labelled=labelled))
         start = -1 if end == -1 else text.find("<answer>", end)
     return found
 
@@ -254,13 +263,29 @@ def _read(content: str) -> str:
     """The expression that the content of a firm marker states, or its words as they are."""
     if len(content) > _LONGEST_READ:
         return content.strip()
-    return stated_expression(content) or stated_in_words(content) or content.strip()
+    said = _behind_label(content)
+    return stated_expression(said) or stated_in_words(said) or content.strip()
+
+
+def _labelled(content: str) -> str | None:
+    """The content, where a choice's letter stands before something: `(A) 5 apples`."""
+    content = content.strip()
+    return content if len(content) <= _WINDOW and _behind_label(content) != content else None
+
+
+def _behind_label(content: str) -> str:
+    choice = read_choice(content.strip()) if len(content) <= _WINDOW else None
+    return choice.behind if choice is not None and choice.behind else content
 
 
 def boxed_answers(text: str) -> list[Answer]:
     """Outermost closed boxes with something in them."""
     boxes = [(a, b, text[inside:end]) for a, b, inside, end in _first_and_last(closed_boxes(text))]
-    return [Answer(_read(inside), "boxed", start, end) for start, end, inside in boxes if any(map(str.isalnum, inside))]
+    return [
+        Answer(_read(inside), "boxed", start, end, labelled=_labelled(inside))
+        for start, end, inside in boxes
+        if any(map(str.isalnum, inside)) or _EMPTY_SET.fullmatch(inside)
+    ]
 
 
 def _hashes(text: str) -> list[Answer]:
@@ -287,13 +312,15 @@ def _phrases(text: str) -> list[Answer]:
 
 def _stated(content: str, marker: Marker, start: int, content_start: int) -> list[Answer]:
     """The answer in a marker's content: what it states, or a few plain words (weak); else it is no marker."""
-    answer = stated_expression(content)
+    said = _behind_label(content)
+    answer = stated_expression(said)
     words = content.strip(" \t*_.\"'")
     if answer is None:
         words = stated_in_words(words) or words
     if answer is None and number_in_words(words) is None and not 0 < len(words.split()) <= 3:
         return []
-    return [Answer(answer or words, marker, start, content_start + len(content), weak=answer is None)]
+    end, labelled = content_start + len(content), _labelled(content)
+    return [Answer(answer or words, marker, start, end, weak=answer is None, labelled=labelled)]
 
 
 def _line(text: str, start: int) -> str:
