@@ -40,7 +40,12 @@ def small(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["pipeline_quickstart", "pipeline"])
-def test_both_can_be_read_and_the_second_sft_is_from_the_base(name: str, tmp_path: Path) -> None:
+def test_both_can_be_read_and_the_second_sft_is_from_the_base(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a team's own general rows lie
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "general.jsonl").write_text('{"prompt": "Say hello.", "completion": "Hello."}\n')
     written = read_yaml(R1 / f"{name}.yaml", {"output_dir": str(tmp_path / "out")})
     plan = plan_of_pipeline(pipeline_from(written))
     assert len([title for title in plan if title[:1].isdigit()]) == len(written["stages"])

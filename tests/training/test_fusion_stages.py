@@ -47,7 +47,8 @@ def samples_file(folder: Path) -> Path:
     def line(row: int, *judged: tuple[str, float | None]) -> dict[str, Any]:
         problem = {"prompt": [{"role": "user", "content": f"Q{row}"}], "solution": "2"}
         completions = [[{"role": "assistant", "content": text}] for text, _ in judged]
-        return {"row": row, "problem": problem, "completions": completions, "scores": [score for _, score in judged]}
+        scores, lengths = [score for _, score in judged], [9 for _ in judged]
+        return {"row": row, "problem": problem, "completions": completions, "scores": scores, "lengths": lengths}
 
     other = CLOSED.replace("1+1", "3-1")
     lines = [
@@ -224,7 +225,7 @@ def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
     written = read_yaml(RECIPES / name, {"output_dir": str(tmp_path / "out")})
     for stage in written["stages"]:
         if "n" in stage.get("data", {}):
-            stage["data"] = {**stage["data"], "n": 8}
+            stage["data"] = {**stage["data"], "n": 64}
     recipe = pipeline_from(written)
     plan = plan_of_pipeline(recipe)
     assert len(plan) == len(recipe.stages) + 3

@@ -351,9 +351,9 @@ def test_mistakes_are_named(tmp_path: Path, method: str, changes: dict[str, Any]
         recipe(tmp_path, tmp_path, method, **changes)
 
 
-def test_models_that_cannot_be_merged_are_said_before_the_first_evaluation(tmp_path: Path) -> None:
+def test_models_that_cannot_be_merged_are_said_before_the_first_evaluation(tiny_folder: Path, tmp_path: Path) -> None:
     """A hub name "holds neither model.safetensors nor …", after a whole evaluation."""
-    given = {"short_model": str(tmp_path / "short"), "data": None, "training": None}
+    given = {"short_model": str(tiny_folder), "data": None, "training": None}
     written = recipe(tmp_path, tmp_path, "merge", **{**given, "model": {"path": "Qwen/Qwen2.5-1.5B-Instruct"}})
     with pytest.raises(ValueError, match=r"Qwen/Qwen2.5-1.5B-Instruct is no folder here"):
         long2short(written)
@@ -375,11 +375,11 @@ def test_recipes_load(path: Path) -> None:
     assert loaded.evaluation is not None
 
 
-def test_golds_that_no_answer_can_meet_stop_the_run_before_it_samples(tmp_path: Path) -> None:
+def test_golds_that_no_answer_can_meet_stop_the_run_before_it_samples(tiny_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1+1?", "solution": "unknown"}\n')
     rows = {"loader": "file", "source": str(file), "template": "none"}
-    shortened = recipe(tmp_path, tmp_path / "none", "dpo", data=rows, reward="accuracy", evaluation=None)
+    shortened = recipe(tmp_path, tiny_folder, "dpo", data=rows, reward="accuracy", evaluation=None)
     with pytest.raises(ValueError, match="gold answers are unusable"):
         long2short(shortened)
 

@@ -177,7 +177,7 @@ def test_more_rows_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`rows\.a\.count` asks for 4 rows of 'a', which has 3 different ones"):
         done(Build, {"rows": {"a": {"file": file, "count": 4}}}, tmp_path)
     (tmp_path / "b.jsonl").write_text('{"prompt": "p"}\n')
-    with pytest.raises(ValueError, match=r"`rows\.b`: .*b\.jsonl has a row without `prompt` or `completion`"):
+    with pytest.raises(ValueError, match=r"`rows\.b\.file`: .*b\.jsonl, line 1: it has no `completion`"):
         done(Build, {"rows": {"b": str(tmp_path / "b.jsonl")}}, tmp_path)
 
 
