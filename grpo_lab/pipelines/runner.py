@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -73,14 +73,15 @@ def run_pipeline(
 def forget_stages(recipe: PipelineRecipe) -> None:
     """Remove every stage that is in the folder, whichever recipe left it; of a link the link alone. ValueError: another
     process is at one of them. Nothing else is touched."""
-    folder = recipe.output_dir
-    for place in sorted(folder.iterdir()):
-        if "." not in place.name and (place / STAGE).is_file():
-            with _held(place):
-                if place.is_symlink():
-                    place.unlink()
-                else:
-                    shutil.rmtree(place)
+    found = [one for one in sorted(recipe.output_dir.iterdir()) if "." not in one.name and (one / STAGE).is_file()]
+    with ExitStack() as held:
+        for place in found:  # all of them, before the first one goes
+            held.enter_context(_held(place))
+        for place in found:
+            if place.is_symlink():
+                place.unlink()
+            else:
+                shutil.rmtree(place)
 
 
 @contextmanager

@@ -247,6 +247,7 @@ def test_every_stage_holds_its_lock(out: Path, busy: subprocess.Popen[str], caps
             run_pipeline(edited, only=only)
     with pytest.raises(ValueError, match=in_use):
         run_pipeline(edited, overwrite=True)
+    assert (out / "first" / "rows.jsonl").is_file()  # refused before anything goes
     run_pipeline(edited, only="other")
     mark(out / "second", status="running")
     assert re.search(r"second [^.]*\.?[^.]*Rows, running", said(out, capsys))
