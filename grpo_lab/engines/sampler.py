@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 
+#: what a rendering decides itself, as TRL's trainer does
+RENDERING = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "padding",
+    "return_dict", "return_tensors", "tokenize", "tools", "truncation",
+)  # fmt: skip
 #: limits of a chat template, which is a program that came with the model: seconds, bytes, characters
 TEMPLATE_SECONDS, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 20.0, 1 << 30, 10_000_000
 
@@ -77,6 +82,16 @@ class RenderedPrompt:
 
     text: str
     ids: list[int]
+
+
+def check_template_kwargs(kwargs: Any, where: str = "chat_template_kwargs") -> None:
+    """ValueError for what a chat template is not to be told: one rendering is that of all."""
+    for name in kwargs or ():
+        if name in RENDERING:
+            raise ValueError(
+                f"`{where}` has {name!r}, which decides how a prompt is rendered, in training and everywhere alike; it "
+                "takes what the template itself knows, such as `enable_thinking`"
+            )
 
 
 def render_prompt(

@@ -37,7 +37,7 @@ from grpo_lab.labs.experiment import (
 from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
-from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe
+from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe, template_kwargs_of
 from grpo_lab.recipe.yaml import PLACES, read_yaml, shipped_recipe
 from grpo_lab.registry import load_named
 from grpo_lab.runs.differences import OF_NO_FILE, plain_settings
@@ -147,7 +147,9 @@ class Arms:
         if given := self.given_start(options):
             return given
         recipe = self.with_changes(options, self.said.settings)
-        return str(shared_start(recipe.model, recipe.cold_start, self.own_start(options)))
+        told = template_kwargs_of(recipe.arguments)
+        place = self.own_start(options)
+        return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=told))
 
     def make_ready(self, options: Options) -> None:
         options.start = self.start(options)

@@ -18,7 +18,7 @@ from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_re
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.parts import scoring_nothing
 from grpo_lab.recipe.rows import asking_the_hub_once
-from grpo_lab.recipe.sections import ModelSection, Recipe
+from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.runs.console import count_of, settings_in_words, told
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
@@ -160,7 +160,9 @@ def first_prompt(recipe: Recipe, rows: Any) -> str:
     if own is None or isinstance(prompt, str):
         return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
     tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
-    return repr(render_prompt(prompt, tokenizer).text) if tokenizer.chat_template else f"{prompt!r} (no chat template)"
+    if not tokenizer.chat_template:
+        return f"{prompt!r} (no chat template)"
+    return repr(render_prompt(prompt, tokenizer, template_kwargs_of(recipe.arguments)).text)
 
 
 def own_tokenizer(section: ModelSection) -> str | None:

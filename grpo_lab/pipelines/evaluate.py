@@ -15,8 +15,15 @@ from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.engines.sampler import check_template_kwargs
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
-from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, EvaluationSection, RewardSection
+from grpo_lab.recipe.sections import (
+    STRICT_ACCURACY,
+    DataSection,
+    EvaluationSection,
+    RewardSection,
+    template_kwargs_of,
+)
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 from grpo_lab.runs.folder import LOCK, one_writer
 from grpo_lab.settings import read
@@ -70,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--temperature", "of the samples (default: 1.0)", type=float)
     add(how, "--seed", "of the samples (default: 0); the rows' is --data.seed", type=int)
     add(how, "--thinking", "what the chat template is told, `enable_thinking`", nargs="+", choices=["on", "off"])
+    told = "what the chat template is told besides, as YAML: '{reasoning_effort: low}' (default: nothing, or as --like)"
+    add(how, "--chat-template-kwargs", told, metavar="MAPPING")
     add(how, "--thinking-budget", "tokens of thinking, or none", nargs="+", metavar="TOKENS")
     add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
     measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"
@@ -165,6 +174,8 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             written["n"] = said.get("limit", 500)
     section = replace(plan.section, data=with_every_argument(read(DataSection, {**written, **rows}, "--data")))
     given = {name: said[name] for name in _GIVEN if name in said}
+    if "chat_template_kwargs" in said:
+        given["chat_template_kwargs"] = _told(said["chat_template_kwargs"])
     if "measures" in said:
         given["measures"] = {**section.measures, **_measures(said["measures"])}
     section = replace(section, **given)
@@ -252,6 +263,17 @@ def _value(name: str, text: str) -> Any:
     return next(iter(parse_overrides([f"--{name}={f'[{text}]' if listed else text}"]).values()))
 
 
+def _told(text: str) -> dict[str, Any]:
+    """``--chat-template-kwargs`` as a mapping. ValueError: it is none, or decides how prompts are rendered."""
+    found = _value("chat-template-kwargs", text)
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"--chat-template-kwargs is {text!r}; it must be a mapping, such as '{{enable_thinking: false}}'"
+        )
+    check_template_kwargs(found, "--chat-template-kwargs")
+    return dict(found)
+
+
 def _measures(said: list[str]) -> dict[str, RewardSection]:
     found = {}
     for name, _, reward in (one.partition("=") for one in said):
@@ -288,7 +310,7 @@ def held_out_like(run: str | Path) -> HeldOut:
     if section is None:
         raise ValueError(f"--like {str(run)!r}: that run has no `evaluation`; describe the rows with --data")
     flat = written.get("arguments", written)  # a run's own copy keeps the trainer's settings apart
-    parsed = read(EvaluationSection, _as_written(section), "evaluation")
+    parsed = read(EvaluationSection, _as_written(section), "evaluation").rendered_as(template_kwargs_of(flat))
     tokens = parsed.max_new_tokens or flat.get("max_completion_length", 512)
     if tokens is None:
         raise ValueError(

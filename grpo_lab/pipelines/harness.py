@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import compress
 from pathlib import Path
@@ -25,13 +26,14 @@ from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ModelSection, RewardSection
 from grpo_lab.settings import read
+from grpo_lab.stages.evaluate import conditions_in, told_template
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
 
 ROWS = "rows.jsonl"
 _SAID = {"model", "tokenizer", "data", "like", "source", "split", "templates", "limit", "mode", "max_new_tokens"}
-_SAID |= {"output", "command", "traceback", "verbose"}
+_SAID |= {"output", "command", "traceback", "verbose", "chat_template_kwargs"}
 _TASK = """\
 # {about}
 # Written by `grpo-lab harness`; run by
@@ -96,8 +98,10 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
     words, context = found[0], context_of_config(found[1])
     reward = {"name": plan.section.reward.name, **plan.section.reward.arguments}
     _judge(json.dumps(reward))
-    rows = load_rows(plan.section.data, "evaluation.data").to_list()
-    prompts = [render_prompt(row["prompt"], words) for row in rows]
+    way = next(iter(conditions_in(plan.section).values()))
+    rows = load_rows(replace(plan.section.data, template=way.template), "evaluation.data").to_list()
+    told = told_template(plan.section, way)
+    prompts = [render_prompt(row["prompt"], words, told) for row in rows]
     fits = [context is None or len(one.ids) + plan.max_new_tokens <= context for one in prompts]
     if context is not None and not any(fits):
         raise ValueError(too_long("shortest", min(len(one.ids) for one in prompts), plan.max_new_tokens, context))

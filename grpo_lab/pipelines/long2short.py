@@ -175,12 +175,13 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     def train(at: At) -> Facts:
         kind: Any = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
-        stage = kind(path, str(at.folder / ROWS), sampling.seed, training)
+        stage = kind(path, str(at.folder / ROWS), sampling.seed, training, sampling.chat_template_kwargs)
         return _delivered(at, stage.run(at, made_from=_fingerprint(recipe)))
 
     def measure(name: str, model: str) -> Stage:
         assert recipe.evaluation is not None
-        kind = Evaluate(model, recipe.evaluation, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        section = recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
+        kind = Evaluate(model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
         return Stage(name, lambda at: kind.measured(at.folder / EVALUATION / name), whole=True)
 
     if recipe.method == "merge":
@@ -263,6 +264,8 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
 def _fingerprint(recipe: Long2ShortRecipe) -> str:
     """What a training that was stopped is known by, as in an earlier version's ``run.json``."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
+    if not said["sampling"]["chat_template_kwargs"]:
+        del said["sampling"]["chat_template_kwargs"]
     if asked := said["evaluation"]:  # what it did not know counts where it is set
         said["evaluation"] = {name: value for name, value in asked.items() if value or name in EVALUATION_THEN}
     return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])

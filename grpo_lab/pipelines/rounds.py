@@ -232,7 +232,8 @@ class RoundStages:
         recipe, cold = self.recipe, self.recipe.cold_start
         data, training = (None, {}) if cold is None else (cold.data, cold.arguments)
         training = {"use_cpu": recipe.sampling.use_cpu, **training}
-        return ColdStart(recipe.model, data, recipe.sampling.seed, training).run(at, self.cold_rows)
+        template = recipe.sampling.chat_template_kwargs
+        return ColdStart(recipe.model, data, recipe.sampling.seed, training, template).run(at, self.cold_rows)
 
     def sample(self, at: Round) -> Facts:
         """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
@@ -260,13 +261,15 @@ class RoundStages:
         reference, pairs = None, recipe.pairs
         if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
             reference = load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
-        facts = kind(begin, str(at.folder / ROWS), seed, training).run(at, reference)
+        template = recipe.sampling.chat_template_kwargs
+        facts = kind(begin, str(at.folder / ROWS), seed, training, template).run(at, reference)
         return {"from": "base" if begin != at.current else "last", **facts}
 
     def evaluate(self, at: Round) -> Facts:
         """`evaluation/`: the model that the round leaves on the held-out rows."""
         assert self.recipe.evaluation is not None
-        sampling, section = self.recipe.sampling, self.recipe.evaluation
+        sampling = self.recipe.sampling
+        section = self.recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
         kind = Evaluate(at.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
         return kind.measured(at.folder / EVALUATION)
 

@@ -156,7 +156,13 @@ def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], obje
         record.write(folder)
 
 
-def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path, seed: int = 0) -> Path:
+def shared_start(
+    model: ModelSection,
+    cold: ColdStartSection | None,
+    start: Path,
+    seed: int = 0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Path:
     """Where the model lies after the cold start that several trainings begin from: made once, and again where it was
     made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold start."""
     if cold is None:
@@ -166,10 +172,12 @@ def shared_start(model: ModelSection, cold: ColdStartSection | None, start: Path
     def make() -> None:
         loaded, tokenizer = load_model(model, seed)
         rows = load_rows(cold.data, "cold_start.data")
-        cold_start(loaded, tokenizer, rows, start, {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments})
+        arguments = {"seed": seed, "use_cpu": True, "bf16": False, **cold.arguments}
+        cold_start(loaded, tokenizer, rows, start, arguments, chat_template_kwargs=chat_template_kwargs)
         tokenizer.save_pretrained(start)
 
-    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed}, make)
+    told = {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **told}, make)
     return start
 
 
@@ -183,7 +191,8 @@ def _make_start(job: Job, start: Path) -> None:
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}
         with saving(start):
-            cold_start(model, tokenizer, job.cold_rows, start, arguments)
+            told = config.chat_template_kwargs
+        cold_start(model, tokenizer, job.cold_rows, start, arguments, chat_template_kwargs=told)
     elif config.should_save:
         with saving(start):
             model.save_pretrained(start)

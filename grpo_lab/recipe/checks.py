@@ -6,18 +6,18 @@ Tokens are counted as each stage counts them, by the recipe's own tokenizer; row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
 
-from grpo_lab.engines.sampler import context_of_config, render_prompt, too_long
+from grpo_lab.engines.sampler import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
-from grpo_lab.trainer.supervised.methods import check_rows, check_training
+from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
 EVALUATION_TOKENS = 512
 """Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
@@ -68,9 +68,10 @@ def check_room(
         return "no limit"
     if held_out is not None:
         assert recipe.evaluation is not None
-        check_held_out(recipe.evaluation.max_new_tokens, evaluation_tokens(recipe), held_out["prompt"], words, context)
+        section = recipe.evaluation.rendered_as(config.chat_template_kwargs)
+        check_held_out(section, evaluation_tokens(recipe), held_out["prompt"], words, context)
     if recipe.cold_start is not None and cold_rows is not None:
-        _check_cold_start(recipe.cold_start, cold_rows, words, context)
+        _check_cold_start(recipe.cold_start, cold_rows, words, context, config.chat_template_kwargs)
     limit = completion_limit(config)
     if limit is not None and limit >= context:  # a slip of the pen, or meant for another model
         raise ValueError(
@@ -91,35 +92,40 @@ def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
         raise ValueError(f"`evaluation.by` is {evaluation.by!r}; the columns of `evaluation.data` are {there}")
 
 
-def check_held_out(own: int | None, otherwise: int, prompts: Sequence[Any], words: Any, context: int) -> None:
-    """At least one prompt must fit: others are left out by the evaluation. ``own``: ``evaluation.max_new_tokens``,
-    ``otherwise``: what is in force without it."""
+def check_held_out(
+    section: EvaluationSection, otherwise: int, prompts: Sequence[Any], words: Any, context: int
+) -> None:
+    """At least one prompt must fit: others are left out by the evaluation. ``otherwise``: what is in force without
+    ``evaluation.max_new_tokens``."""
+    own = section.max_new_tokens
     new = otherwise if own is None else own
-    shortest = shortest_prompt(prompts, words, context - new)
+    shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
     if shortest is not None and shortest + new > context:
         name = "`evaluation.max_new_tokens`"
         setting = f"`max_completion_length` (no {name})" if own is None else name
         raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
 
 
-def shortest_prompt(prompts: Iterable[Any], words: Any, room: int) -> int | None:
+def shortest_prompt(
+    prompts: Iterable[Any], words: Any, room: int, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int | None:
     """Tokens of the shortest prompt, or of the first that fits into ``room``; None where there is none."""
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
-        tokens = len(render_prompt(prompt, words).ids)
+        tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
         shortest = tokens if shortest is None else min(shortest, tokens)
         if tokens <= room:
             break
     return shortest
 
 
-def _check_cold_start(section: ColdStartSection, rows: Any, words: Any, context: int) -> None:
+def _check_cold_start(
+    section: ColdStartSection, rows: Any, words: Any, context: int, chat_template_kwargs: Mapping[str, Any] | None
+) -> None:
     """Prompt and worked solution, cut at ``cold_start.max_length``, must fit in the context."""
     if cut_to_fit(section, context):
         return
-    pairs = ((row["prompt"], row["worked_solution"]) for row in rows)
-    whole = (a + b if isinstance(a, str) else [*a, {"role": "assistant", "content": b}] for a, b in pairs)
-    longest = longest_prompt(whole, words, context)
+    longest = longest_row(worked_pairs(rows), words, context, chat_template_kwargs)
     if longest > context:
         limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
         raise ValueError(
@@ -148,10 +154,29 @@ def longest_prompt(
     prompts: Iterable[Any], words: Any, limit: int = 0, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> int:
     """Tokens of the longest prompt, 0 where none can have more than ``limit``: a token stands for at least one byte."""
+    return _longest(prompts, limit, _bytes, lambda prompt: render_prompt(prompt, words, chat_template_kwargs))
+
+
+def longest_row(
+    rows: Iterable[Mapping[str, Any]], words: Any, limit: int, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> int:
+    """Tokens of the longest prompt with its completion, as `longest_prompt` counts them."""
+
+    def rendered(row: Mapping[str, Any]) -> Any:
+        if isinstance(row["prompt"], str):
+            return render_prompt(row["prompt"] + row["completion"], words)
+        return render_pair(row["prompt"], row["completion"], words, chat_template_kwargs)[1]
+
+    return _longest(rows, limit, lambda row: _bytes(row["prompt"]) + _bytes(row["completion"]), rendered)
+
+
+def _longest(
+    several: Iterable[Any], limit: int, size: Callable[[Any], int], rendered: Callable[[Any], RenderedPrompt]
+) -> int:
     longest, added = 0, None
-    for prompt in prompts:
-        if added is None or _bytes(prompt) + added > limit:
-            tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
+    for one in several:
+        if added is None or size(one) + added > limit:
+            tokens = len(rendered(one).ids)
             added = tokens if added is None else added  # what the template adds, and no less
             longest = max(longest, tokens)
     return longest

@@ -103,6 +103,8 @@ class Job:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         if evaluation is not None:
             evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
+            told: Any = config.chat_template_kwargs
+            evaluation = evaluation.rendered_as(told)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -232,11 +234,12 @@ def check_model(
     if known is None:
         return None
     words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length
+    told = sampling.chat_template_kwargs
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit, told)
         if shortest is not None and shortest + limit > min(lengths):
             raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None and context is not None:
-        checks.check_held_out(evaluation.max_new_tokens, limit, asked.held_out["prompt"], words, context)
+        checks.check_held_out(evaluation.rendered_as(told), limit, asked.held_out["prompt"], words, context)
     return known

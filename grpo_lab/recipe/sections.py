@@ -5,16 +5,18 @@ Our sections are the fields of ``Recipe``; every other key is a field of ``LabCo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from grpo_lab.engines.sampler import check_template_kwargs
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
@@ -121,6 +123,23 @@ _FACTS = re.compile(
 )
 
 
+def _of_template(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        check_template_kwargs(kwargs)
+    except ValueError as error:
+        raise PydanticCustomError("must_be", "{said}", {"said": str(error)}) from error
+    return kwargs
+
+
+TemplateKwargs = Annotated[Mapping[str, Any], AfterValidator(_of_template)]
+
+
+def template_kwargs_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``chat_template_kwargs`` among flat settings, which TRL takes as JSON, too."""
+    said = arguments.get("chat_template_kwargs") or {}
+    return dict(json.loads(said) if isinstance(said, str) else said)
+
+
 @settings()
 class EvaluationSection:
     """``evaluation``: held-out rows, greedy (and sampled) accuracy before and after.
@@ -137,6 +156,7 @@ class EvaluationSection:
         by: a column of the rows that says how hard they are (`steps`, `level`): accuracy at each of its values, too.
         log_probs: the model's log-probs of its answers, for calibration.
         use_vllm, engine: vLLM in the place of transformers, and its options; not on the way.
+        chat_template_kwargs: what the chat template is told (default: as in the run whose evaluation it is).
     """
 
     data: DataSection
@@ -156,6 +176,12 @@ class EvaluationSection:
     log_probs: Switch | None = None  # as in the records of earlier runs
     use_vllm: Switch | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
+        """This evaluation, its prompts rendered with ``kwargs``, the run's, where it says nothing."""
+        said = self.chat_template_kwargs is not None
+        return self if said or not kwargs else replace(self, chat_template_kwargs=dict(kwargs))
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)
@@ -295,6 +321,7 @@ class SamplingSettings:
         seed: everything sampled follows from it, from the prompts and from the two sizes above.
         use_vllm, engine: vLLM in the place of transformers, and its options (`dtype`, `max_model_len`, …).
         use_cpu: stay on the CPU where there is a GPU.
+        chat_template_kwargs: what the chat template is told, such as ``enable_thinking: false``.
     """
 
     n_samples: Positive = 10
@@ -306,6 +333,7 @@ class SamplingSettings:
     use_vllm: Switch = False
     engine: Mapping[str, Any] = field(default_factory=dict)
     use_cpu: Switch = False
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)

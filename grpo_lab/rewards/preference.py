@@ -69,7 +69,8 @@ class PreferenceReward:
         config, self.tokenizer = saved_config(self.model, HEAD), saved_tokenizer(self.model)
         if config.num_labels != 1:
             raise ValueError(f"`model` {self.model!r} has {config.num_labels} labels; a reward is one number")
-        self.context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+        self.context = limit if limit > 0 else math.inf  # XLNet's is -1: none
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
         if self.seen is None and self.every is not None:

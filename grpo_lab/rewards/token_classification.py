@@ -68,8 +68,8 @@ class TokenClassificationSteps(SplitStepReward):
         config = saved_config(self.source, "TokenClassification", instead) if named else model.config
         self.model_tokenizer = saved_tokenizer(self.source) if model_tokenizer is None else model_tokenizer
         self.good = _label(good, config, self.source)
-        own = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.max_length: int | None = max_length or own
+        own = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+        self.max_length: int | None = max_length or (own if own > 0 else None)  # XLNet's is -1: none
         self._separator_ids = self._ids(separator)
         if not self._separator_ids:
             raise ValueError(f"`separator` {separator!r} is no token of {self.source}'s tokenizer: nothing to score")

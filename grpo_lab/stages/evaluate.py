@@ -171,6 +171,12 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
     return found
 
 
+def told_template(section: EvaluationSection, way: Condition) -> dict[str, Any]:
+    """What the chat template is told in a condition."""
+    mode = {} if way.thinking is None else {"enable_thinking": way.thinking}
+    return {**(section.chat_template_kwargs or {}), **mode}
+
+
 class HeldOutRows:
     """A recipe's ``evaluation``, loaded: its conditions, rows by template (in a plan None where they are not here),
     rewards; how it is asked."""
@@ -201,11 +207,11 @@ class HeldOutRows:
     ) -> Callable[..., EvaluationResult]:
         """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
         not know, a budget without room."""
-        sampler, mode = writer.sampler, {} if way.thinking is None else {"enable_thinking": way.thinking}
+        sampler, told = writer.sampler, told_template(self.section, way)
         limits = self._limits(way, writer.tokenizer, writer.stops)
         if limits is not None:
             sampler = BudgetedSampler(sampler, limits, in_step)
-        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": mode}
+        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": told}
         said = about(model, self.section, way)
         return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
 
@@ -214,7 +220,8 @@ class HeldOutRows:
         rows = self.rows[way.template]
         if way.thinking is not None and rows is not None:
             prompt = rows[0]["prompt"]
-            both = {render_prompt(prompt, tokenizer, {"enable_thinking": on}).text for on in (True, False)}
+            modes = [{**told_template(self.section, way), "enable_thinking": on} for on in (True, False)]
+            both = {render_prompt(prompt, tokenizer, mode).text for mode in modes}
             if len(both) == 1:
                 raise ValueError(
                     f"`evaluation.thinking` has no effect: with template {way.template!r} the prompt is the same in "
@@ -234,11 +241,12 @@ class HeldOutRows:
         if known is None:
             return
         tokenizer, context = known[0], context_of_config(known[1])
-        own, otherwise = self.section.max_new_tokens, self.asked["max_new_tokens"]
         for way in self.ways.values():
             self._limits(way, tokenizer)
             if context is not None and self.rows[way.template] is not None:
-                check_held_out(own, otherwise, self.rows[way.template]["prompt"], tokenizer, context)
+                asked = replace(self.section, chat_template_kwargs=told_template(self.section, way))
+                prompts = self.rows[way.template]["prompt"]
+                check_held_out(asked, self.asked["max_new_tokens"], prompts, tokenizer, context)
 
 
 def measure_conditions(
@@ -294,6 +302,7 @@ def about(model: str, section: EvaluationSection, way: Condition | None = None) 
         "budget_text": None if asked.budget is None else section.budget_text,
         "engine": {"vllm": dict(section.engine)} if section.use_vllm else None,
         "log_probs": section.log_probs or None,
+        "chat_template_kwargs": dict(section.chat_template_kwargs or {}) or None,
     }
     return {
         "model": model,

@@ -145,7 +145,8 @@ class ModelSampler:
 
     def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
-        return render_prompt(prompt, self.tokenizer, chat_template_kwargs).ids
+        told = {**self.settings.chat_template_kwargs, **(chat_template_kwargs or {})}
+        return render_prompt(prompt, self.tokenizer, told).ids
 
     def tokens(self, completion: Any) -> int:
         """Length of a completion's text in this model's tokens, without an end token."""

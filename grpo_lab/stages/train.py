@@ -18,7 +18,7 @@ from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
-from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection
+from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection, TemplateKwargs
 from grpo_lab.runs.console import settings_in_words, told
 from grpo_lab.runs.metrics import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import At, Facts
@@ -50,6 +50,7 @@ class Train:
     rows: str
     seed: Whole = 0
     training: Training = field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
 
     def plan(self) -> str:
         check_supervised(self.method, self.training)
@@ -96,6 +97,10 @@ class RewardModel(Train):
     method: ClassVar[Any] = "reward"
     held_out: Number = 0.2
 
+    def __post_init__(self) -> None:
+        if self.chat_template_kwargs:
+            raise ValueError("`chat_template_kwargs` has no effect on a reward model; leave it out")
+
     def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
         from grpo_lab.rewards.preference import PreferenceReward, holds_out
 
@@ -120,6 +125,7 @@ class ColdStart:
     data: DataSection | None = None
     seed: Whole = 0
     training: Training = field(default_factory=dict)
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
 
     def plan(self) -> str:
         check_supervised("sft", self.training, "cold_start")
@@ -237,10 +243,12 @@ def learn(
     from datasets import Dataset
 
     counted = TrainingFacts(at.folder / "metrics.jsonl")
-    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or asdict(stage))) as training:
+    template = getattr(stage, "chat_template_kwargs", {})
+    own = {name: value for name, value in asdict(stage).items() if value or name != "chat_template_kwargs"}
+    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or own)) as training:
         counted.begin(training.step)
         with whole_folder(at.folder / MODEL) as place:
-            more |= {"callbacks": [counted, *callbacks], "train": training}
+            more |= {"callbacks": [counted, *callbacks], "train": training, "chat_template_kwargs": template}
             arguments = {"seed": stage.seed, **stage.training}
             train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)

@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig
 
+from grpo_lab.engines.sampler import check_template_kwargs
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers
@@ -169,6 +170,7 @@ def given(
     algorithm = args.algorithm.with_hooks(cls)
     check_hooks(cls, algorithm, base)
     check_loss_type(cls, args, algorithm)
+    check_template_kwargs(args.chat_template_kwargs)
     check_budget(algorithm.objective, args.max_completion_length)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)

@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
+from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.io import check_place, is_local
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of
@@ -168,8 +169,7 @@ def check_prompt_lengths(
     Returns a sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after
     it. ``ValueError``: a prompt fills the context.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    known = getattr(text, "max_position_embeddings", None), "`max_position_embeddings` of the model"
+    known = context_of_config(config), "`max_position_embeddings` of the model"
     found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
     context, setting = min(found, default=(None, ""))
     longest, room = max(lengths, default=0), max_completion_length

@@ -59,6 +59,7 @@ def train_by(
     callbacks: list[Any] | None = None,
     train: Callable[[Any], None] | None = None,
     where: str = "training",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     **parts: Any,
 ) -> None:
     """Train ``model``; saved to ``output_dir`` (all processes join in).
@@ -71,6 +72,7 @@ def train_by(
             message is closed and another begun, as in TRL's trainers and wherever a prompt is rendered.
         arguments: fields of TRL's configuration, named in messages as of ``where``.
         train: what trains the trainer; None: its ``train()``.
+        chat_template_kwargs: what the chat template is told of every row of messages.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
 
     ValueError: a missing column, or an unknown setting. NumbersError: what it has left is not finite; nothing is
@@ -82,13 +84,16 @@ def train_by(
         raise ValueError(f"rows have no column {missing[0]!r}; they have {rows.column_names}")
     settings = {**FIXED.get(method, {}), **check_training(method, arguments, where)}
     args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
+    how = {"tokenizer": tokenizer, "kwargs": dict(chat_template_kwargs or {})}
     if method == "sft" and CONTINUES in rows.column_names and any(rows[CONTINUES]):
-        rows = rows.map(_tokens, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
+        rows = rows.map(_tokens, fn_kwargs=how, remove_columns=rows.column_names)
         args.completion_only_loss = True
     elif method == "simpo" and any(_is_assistants(prompt) for prompt in rows["prompt"]):
-        rows = rows.map(_pair_as_text, fn_kwargs={"tokenizer": tokenizer}, remove_columns=rows.column_names)
+        rows = rows.map(_pair_as_text, fn_kwargs=how, remove_columns=rows.column_names)
     else:
         rows = rows.select_columns(columns)
+        if chat_template_kwargs and not isinstance(rows[0]["prompt"], str):  # TRL reads them there
+            rows = rows.add_column("chat_template_kwargs", [dict(chat_template_kwargs)] * len(rows))
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
     with scored_alone():
@@ -102,27 +107,28 @@ def _is_assistants(prompt: Any) -> bool:
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
-def _tokens(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+def _tokens(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, list[int]]:
     """A row of messages as TRL would tokenize it, its completion in the turn that the prompt ends with where it says
     so."""
-    pair = render_pair(row["prompt"], row["completion"], tokenizer, continues=bool(row[CONTINUES]))
+    pair = render_pair(row["prompt"], row["completion"], tokenizer, kwargs, bool(row[CONTINUES]))
     asked, whole = (one.ids for one in pair)
     return {"input_ids": whole, "completion_mask": [0] * len(asked) + [1] * (len(whole) - len(asked))}
 
 
-def _pair_as_text(row: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+def _pair_as_text(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:
     """A pair as the text of the chat template: TRL's CPO alone would leave an assistant's message at the end of a
     prompt open, and count its end to the answers."""
     found: dict[str, str] = {}
     for name in ("chosen", "rejected"):
-        asked, whole = render_pair(row["prompt"], row[name], tokenizer)
+        asked, whole = render_pair(row["prompt"], row[name], tokenizer, kwargs)
         found |= {"prompt": asked.text, name: whole.text.removeprefix(asked.text)}
     return found
 
 
-def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any) -> None:
+def cold_start(model: Any, tokenizer: Any, rows: Dataset, output_dir: Path, *how: Any, **more: Any) -> None:
     """`train_by` SFT on ``prompt`` → ``worked_solution``."""
-    train_by("sft", model, tokenizer, Dataset.from_list(worked_pairs(rows)), output_dir, *how, where="cold_start")
+    pairs = Dataset.from_list(worked_pairs(rows))
+    train_by("sft", model, tokenizer, pairs, output_dir, *how, where="cold_start", **more)
 
 
 def worked_pairs(rows: Dataset) -> list[dict[str, Any]]:

@@ -1,0 +1,286 @@
+"""One rendering: the token ids of a prompt are those of training on every path, on the real Qwen3 tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+from trl import GRPOTrainer, SFTTrainer
+
+from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.cli import main
+from grpo_lab.engines import sampler as engines
+from grpo_lab.pipelines.curate import curate, curation_recipe_from
+from grpo_lab.pipelines.dry_run import plan_of_training
+from grpo_lab.pipelines.rounds import Round, RoundStages
+from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start, resolve
+from grpo_lab.recipe.job import lab_config, numbers_read, questions
+from grpo_lab.recipe.models import load_tokenizer
+from grpo_lab.recipe.sections import ModelSection, recipe_from
+from grpo_lab.runs.stage import At
+from grpo_lab.runs.stop import StopRequests
+from grpo_lab.settings import read
+from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.sample import Sample
+from grpo_lab.stages.train import Dpo, Simpo, Train
+from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
+from grpo_lab.trainer.supervised import methods
+
+USER = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 + 4?"}]
+ASSISTANT = [*USER, {"role": "assistant", "content": "It is"}]
+BOTH = [USER, ASSISTANT]
+#: name → chat template (None: the tokenizer's own, which always thinks), and what it is told
+TEMPLATES: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "own": (None, {}),
+    "hybrid": (THINKING_TEMPLATE, {}),
+    "no thinking": (THINKING_TEMPLATE, {"enable_thinking": False}),
+}
+SMALL = {"max_completion_length": 4, "use_cpu": True}
+
+
+class World:
+    """A model, rows, and what every path asks the model for."""
+
+    def __init__(self, folder: Path, told: dict[str, Any], seen: list[list[int]]) -> None:
+        self.folder, self.told, self.seen = folder, told, seen
+        self.model = str(folder / "model")
+        self.data = {"loader": "rows_of_one_rendering:rows"}
+        self.tokenizer = load_tokenizer(ModelSection(path=self.model))
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return {
+            **SMALL, "model": {"path": self.model}, "data": self.data, "rewards": ["accuracy"], "bf16": False,
+            "evaluation": {"data": self.data, "every": 1}, "cold_start": {"data": self.data, "max_steps": 1},
+            "output_dir": str(self.folder / "run"), "per_device_train_batch_size": 2, "num_generations": 2,
+            **({"chat_template_kwargs": self.told} if self.told else {}),
+        }  # fmt: skip
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return {**SMALL, "n_samples": 2, **({"chat_template_kwargs": self.told} if self.told else {})}
+
+    def job(self) -> Any:
+        recipe = numbers_read(recipe_from({**self.recipe, "output_dir": str(self.folder / "job")}))
+        return resolve(recipe, lab_config(recipe), overwrite=False, resume=False)
+
+    def at(self, name: str) -> At:
+        (self.folder / name).mkdir(exist_ok=True)
+        return At(self.folder / name, StopRequests(self.folder / name))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, grpo_lab_data: Path) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3") / "model"
+    qwen = grpo_lab_data / "tokenizers" / "qwen3"
+    model, tokenizer = tiny_model(hidden_size=8, num_layers=1, num_heads=1, tokenizer=qwen)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=TEMPLATES)
+def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    template, told = TEMPLATES[request.param]
+    here = tmp_path / "model"
+    here.mkdir()
+    for file in saved.iterdir():
+        (here / file.name).symlink_to(file)
+    if template is not None:
+        (here / "chat_template.jinja").unlink()
+        (here / "chat_template.jinja").write_text(template)
+    rows = [{"prompt": prompt, "solution": "7", "worked_solution": "7", "question": str(prompt)} for prompt in BOTH]
+    module = f"import json\nfrom datasets import Dataset\ndef rows():\n    return Dataset.from_list({rows!r})\n"
+    (tmp_path / "rows_of_one_rendering.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "rows_of_one_rendering", raising=False)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", cache(AutoTokenizer.from_pretrained))  # seconds each
+    seen: list[list[int]] = []
+
+    def answer(_: Any, prompts: Any, *, n: int, **how: Any) -> list[list[engines.Completion]]:
+        seen.extend(list(ids) for ids in prompts)
+        return [[engines.Completion([151645], True)] * n for _ in prompts]
+
+    monkeypatch.setattr(engines.TransformersSampler, "__call__", answer)
+    return World(tmp_path, told, seen)
+
+
+def in_training(world: World) -> list[list[int]]:
+    """By TRL's own method and by ours, which must be one."""
+    config = LabConfig(
+        output_dir=str(world.folder / "t"), report_to="none", bf16=False, use_cpu=True, num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=4, chat_template_kwargs=world.told or None,
+    )  # fmt: skip
+    from rows_of_one_rendering import rows
+
+    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
+    trainer = LabTrainer(model=world.model, reward_funcs=reward, args=config, train_dataset=rows())
+    stock = GRPOTrainer._tokenize_prompts(trainer, BOTH)[0]
+    assert trainer._tokenize_prompts(BOTH)[0] == stock
+    return [list(ids) for ids in stock]
+
+
+def evaluation_in_training(world: World) -> None:
+    _evaluate(replace(world.job(), folder=world.folder / "before"), world.model, "before")
+
+
+def evaluation_on_the_way(world: World) -> None:
+    job = world.job()
+    trainer: Any = type("Stub", (), {})()
+    policy = type("Policy", (), {"tokenizer": world.tokenizer, "context": None, "stops": [151645]})()
+
+    def asked(prompts: Any, *, n: int, **how: Any) -> Any:
+        return engines.TransformersSampler.__call__(None, prompts, n=n, **how)  # type: ignore[arg-type]
+
+    class Asks(type(policy)):  # type: ignore[misc]
+        __call__ = staticmethod(asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_lab.pipelines.train.PolicySampler", lambda *_: Asks())
+        way = EvaluationOnTheWay(trainer, job.evaluation, world.folder / "way")
+    way.ask(blocks=way.blocks)
+
+
+def evaluate_stage(world: World) -> None:
+    section = {"data": world.data, **({"chat_template_kwargs": world.told} if world.told else {})}
+    read(Evaluate, {"model": world.model, **SMALL, **section}, "stage").run(world.at("evaluate"))
+
+
+def evaluate_like(world: World) -> None:
+    (world.folder / "recipe.yaml").write_text(yaml.safe_dump(world.recipe))
+    assert main(["evaluate", world.model, "--like", str(world.folder / "recipe.yaml")]) == 0
+
+
+def evaluate_by_options(world: World) -> None:
+    told = ["--chat-template-kwargs", json.dumps(world.told)] if world.told else []
+    asked = ["evaluate", world.model, "--data", world.data["loader"], "--max-new-tokens", "4"]
+    assert main([*asked, *told]) == 0
+
+
+def sample_stage(world: World) -> None:
+    read(Sample, {"model": world.model, "data": world.data, **world.sampling}, "stage").run(world.at("sample"))
+
+
+def curation(world: World) -> None:
+    recipe = {"output_dir": str(world.folder / "c"), "model": {"path": world.model}, "data": world.data}
+    curate(curation_recipe_from({**recipe, **world.sampling}))
+
+
+def rounds_of(world: World) -> tuple[RoundStages, Round]:
+    written = {"method": "online_rft", "model": {"path": world.model}, "data": world.data}
+    written |= {"evaluation": {"data": world.data}, "output_dir": str(world.folder / "r"), **world.sampling}
+    recipe = rounds_recipe_from(written)
+    at = Round(
+        folder=world.at("round").folder,
+        stop=StopRequests(world.folder),
+        number=1,
+        current=world.model,
+        start=world.model,
+    )
+    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), at
+
+
+def round_samples(world: World) -> None:
+    stages, at = rounds_of(world)
+    stages.sample(at)
+
+
+def round_measures(world: World) -> None:
+    stages, at = rounds_of(world)
+    stages.evaluate(at)
+
+
+PATHS: list[Callable[[World], None]] = [
+    evaluation_in_training, evaluation_on_the_way, evaluate_stage, evaluate_like, evaluate_by_options, sample_stage,
+    curation, round_samples, round_measures,
+]  # fmt: skip
+
+
+def test_what_the_model_is_asked_is_what_it_is_trained_on(world: World) -> None:
+    expected = sorted(in_training(world))
+    assert len({tuple(ids) for ids in expected}) == 2
+    found = {}
+    for path in PATHS:
+        world.seen.clear()
+        path(world)
+        found[path.__name__] = sorted([list(ids) for ids in {tuple(ids) for ids in world.seen}])
+    assert found == dict.fromkeys(found, expected)
+
+
+@pytest.mark.parametrize("world", ["own", "no thinking"], indirect=True)
+def test_what_is_shown_and_handed_on_is_what_it_is_trained_on(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """The dry run's first prompt; the prompts of a task for lm-evaluation-harness."""
+    expected = in_training(world)
+    plan = plan_of_training(recipe_from(world.recipe))
+    assert plan["first prompt"] == repr(world.tokenizer.decode(expected[0]))
+    (world.folder / "recipe.yaml").write_text(yaml.safe_dump(world.recipe))
+    task = world.folder / "task"
+    assert main(["harness", world.model, "--like", str(world.folder / "recipe.yaml"), "--output", str(task)]) == 0
+    lines = [json.loads(line) for line in (task / "rows.jsonl").read_text().splitlines()]
+    assert [world.tokenizer(line["prompt"], add_special_tokens=False)["input_ids"] for line in lines] == expected
+
+
+@pytest.mark.parametrize("world", ["no thinking"], indirect=True)
+def test_what_is_imitated_begins_with_what_it_is_trained_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cold start, and the trainings of a pipeline and of rounds: the prompt's ids, then what is learnt."""
+    expected = in_training(world)
+    rows: list[dict[str, Any]] = []
+
+    def looked_at(trainer: Any, *_: Any, **__: Any) -> None:
+        rows.extend(trainer.train_dataset)
+        trainer.state.global_step = 1
+
+    monkeypatch.setattr(SFTTrainer, "train", looked_at)
+    monkeypatch.setattr(methods.DPOTrainer, "train", looked_at)
+    monkeypatch.setattr(methods.trl_of("simpo")[1], "train", looked_at)
+    _make_start(world.job(), world.folder / "start")
+    answer = [{"role": "assistant", "content": "7"}]
+    other = [{"role": "assistant", "content": "8"}]
+    written = [{"prompt": prompt, "completion": answer, "chosen": answer, "rejected": other} for prompt in BOTH]
+    (world.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    begun: dict[str, list[list[int]]] = {"cold start": _prompts(rows)}
+    for kind in (Train, Dpo, Simpo):
+        rows.clear()
+        said = {"model": world.model, "rows": str(world.folder / "rows.jsonl"), "use_cpu": True, "bf16": False}
+        said |= {"chat_template_kwargs": world.told} if world.told else {}
+        said |= {"per_device_train_batch_size": 1}
+        read(kind, said, "stage").run(world.at(kind.__name__))
+        begun[kind.__name__] = _prompts(rows)
+    for name, found in begun.items():
+        assert len(found) == 2, name
+        # as far as the template renders a prompt alike with an answer behind it, which TRL looks for
+        assert [ids[: len(whole)] for ids, whole in zip(expected, found, strict=True)] == found, name
+        assert found[0] == expected[0], name
+
+
+def _prompts(rows: list[dict[str, Any]]) -> list[list[int]]:
+    """What of each row is not learnt."""
+    found = []
+    for row in rows:
+        if "prompt_ids" in row:
+            found.append(row["prompt_ids"])
+        elif "prompt_input_ids" in row:
+            found.append(row["prompt_input_ids"])
+        else:
+            found.append([t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label == -100])
+    return found
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "tools"])
+def test_what_decides_the_rendering_is_no_word_to_a_template(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = rf"`chat_template_kwargs` has '{name}', which decides how a prompt is rendered"
+    section = {"data": {"loader": "x"}, "chat_template_kwargs": {name: True}}
+    with pytest.raises(ValueError, match=said):
+        recipe_from({"model": {"path": "m"}, "data": {"loader": "x"}, "rewards": ["accuracy"], "evaluation": section})
+    with pytest.raises(ValueError, match=said):
+        read(Sample, {"model": "m", "data": {"loader": "x"}, "chat_template_kwargs": {name: True}}, "stage")
+    assert main(["evaluate", "m", "--data", "gsm8k", "--chat-template-kwargs", json.dumps({name: True})]) != 0
+    assert f"`--chat-template-kwargs` has '{name}'" in capsys.readouterr().err
