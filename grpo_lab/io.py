@@ -89,7 +89,22 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """One object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
-    write_whole_text(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    write_lines(path, (as_line(row) for row in rows))
+
+
+def as_line(row: Mapping[str, Any]) -> str:
+    """A row as `write_json_lines` writes it, without the line's end."""
+    return json.dumps(row, ensure_ascii=False, default=str)
+
+
+def write_lines(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
+    """A file of lines, whole, taken one after the other: they need not be in memory together."""
+
+    def write(partial: Path) -> None:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+    write_whole(path, write)
 
 
 def append_json_line(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:

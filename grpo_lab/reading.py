@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -149,7 +150,7 @@ def _decoded(content: bytes, mark: bool = True) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
+    found = {sys.intern(name): value for name, value in pairs}  # a million rows have their columns' names once
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise _KeyTwice(next(name for name in names if names.count(name) > 1))

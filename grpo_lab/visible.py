@@ -30,10 +30,22 @@ def visible(text: str) -> str:
 def encodable(value: Any) -> Any:
     """``value``, its lists and mappings too, with half surrogate pairs (no UTF-8 file can hold them) as U+FFFD."""
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value if value.isascii() or _is_whole(value) else _without_halves(value)
     if isinstance(value, dict):
         return {name: encodable(item) for name, item in value.items()}
     return [encodable(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_halves(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class VisibleFormatter(logging.Formatter):

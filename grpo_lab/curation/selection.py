@@ -16,7 +16,7 @@ and difficulties without saying how; a cap on every domain with a random choice 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,14 @@ class Selection:
         """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it)."""
         by_row = enumerate(self._dropped_by)
         return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
+
+    def scored_columns(self) -> Iterator[tuple[str, list[Any]]]:
+        """The same, column by column: they need not be in memory together with the rows."""
+        for name in self._rows[0] if self._rows else ():
+            yield name, [row[name] for row in self._rows]
+        yield from ((name, list(values)) for name, values in self._scores.items())
+        yield "kept", self.mask
+        yield "dropped_by", list(self._dropped_by)
 
     def _scored(self, index: int) -> dict[str, Any]:
         return {**self._rows[index], **{name: values[index] for name, values in self._scores.items()}}

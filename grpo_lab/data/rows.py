@@ -191,12 +191,26 @@ def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
     cannot hold, ``5`` beside ``"Level 5"`` or 12345678901234567 beside 0.5, is text as the file writes it."""
     from datasets import Dataset
 
-    rows = list(rows)
-    columns: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
+    columns = _columns_of(rows)
+    for name, values in columns.items():
         columns[name] = values if name == "prompt" else _of_one_type(values, name in GOLDS)
     return Dataset.from_dict(columns)
+
+
+def _columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Name → its values, None where a row has none; the rows are taken one after the other."""
+    columns: dict[str, list[Any]] = {}
+    count = 0
+    for count, row in enumerate(rows, start=1):
+        for name, value in row.items():
+            if name not in columns:
+                columns[name] = []
+            column = columns[name]
+            column.extend([None] * (count - 1 - len(column)))
+            column.append(value)
+    for column in columns.values():
+        column.extend([None] * (count - len(column)))
+    return columns
 
 
 def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
@@ -260,7 +274,7 @@ def load_file(
     question = first_present(rows, _QUESTION)
     if not any("prompt" in row for row in rows):
         name = required_column(rows, _QUESTION, source)
-        asked = [{**row, "question": text_of(row, name, number, source)} for number, row in enumerate(rows, start=1)]
+        asked = ({**row, "question": text_of(row, name, number, source)} for number, row in enumerate(rows, start=1))
         return to_dataset(asked, form)
     forms = [_form_of(row.get("prompt"), number, source) for number, row in enumerate(rows, start=1)]
     if other := [number for number, found in enumerate(forms, start=1) if found != forms[0]]:

@@ -48,13 +48,11 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
 
 def read_curation(folder: Path) -> Page:
     """Of the curation in ``folder``, out of `curation.json` and `all.parquet`. ValueError: not finished, or damaged."""
-    import pyarrow.parquet as pq
-
     table = folder / "all.parquet"
     try:
         found = read_record(folder / "curation.json")
         if found.get("finished"):
-            rows = pq.read_table(table).to_pylist() if table.is_file() else []
+            rows = _read_rows(table) if table.is_file() else []
             written = found["report"]
             examples = [tuple(DroppedExample(**example) for example in one["examples"]) for one in written["filters"]]
             filters = tuple(FilterOutcome(**{**one, "examples": e}) for one, e in zip(written["filters"], examples))
@@ -64,6 +62,19 @@ def read_curation(folder: Path) -> Page:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds a curation that cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """What the page needs of the rows: `kept` and `pass_rate` of all, every column of those that are shown."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(file)
+    rows: list[dict[str, Any]] = table.select(
+        [one for one in ("kept", "pass_rate") if one in table.schema.names]
+    ).to_pylist()
+    for number in _shown_rows(rows):
+        rows[number] = table.slice(number, 1).to_pylist()[0]
+    return rows
 
 
 def _filters(report: CurationReport) -> Section:
@@ -97,15 +108,22 @@ def histogram(rows: Rows) -> list[Bar]:
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:
     """(row, question, gold, pass rate) of rows that stayed, evenly from hard to easy; without rates over the data."""
-    kept = [(number, row, row.get("pass_rate")) for number, row in enumerate(rows) if row.get("kept")]
-    kept.sort(key=lambda one: -1.0 if one[2] is None else float(one[2]))
+    found = []
+    for number in _shown_rows(rows):
+        row = rows[number]
+        question = shown_text(row.get("question") or row.get("prompt") or "")
+        rate = row.get("pass_rate")
+        gold = str(row.get("solution", ""))[:80]
+        found.append((str(number), question, gold, "–" if rate is None else f"{rate:.2f}"))
+    return found
+
+
+def _shown_rows(rows: Rows) -> list[int]:
+    """The numbers of those."""
+    rates = {number: row.get("pass_rate") for number, row in enumerate(rows) if row.get("kept")}
+    kept = sorted(rates, key=lambda number: -1.0 if (rate := rates[number]) is None else float(rate))
     count = min(_KEPT_SHOWN, len(kept))
-    chosen = [kept[place * (len(kept) - 1) // max(count - 1, 1)] for place in range(count)]
-    asked = [shown_text(row.get("question") or row.get("prompt") or "") for _, row, _ in chosen]
-    return [
-        (str(number), question, str(row.get("solution", ""))[:80], "–" if rate is None else f"{rate:.2f}")
-        for question, (number, row, rate) in zip(asked, chosen, strict=True)
-    ]
+    return [kept[place * (len(kept) - 1) // max(count - 1, 1)] for place in range(count)]
 
 
 def _dropped(one: FilterOutcome) -> Table:

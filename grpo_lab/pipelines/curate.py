@@ -7,9 +7,9 @@ The folder: `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come),
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +50,9 @@ from grpo_lab.stages.filter import (
 from grpo_lab.stages.sample import plan_of_samples, refuse_other_count
 from grpo_lab.visible import encodable
 
-MARKER = "curation.json"
+MARKER, KEPT = "curation.json", "curated.parquet"
+_BATCH = 1000
+"""Rows that are taken out of a table, or into it, at once."""
 
 
 @settings(rest="sampling")
@@ -91,8 +93,14 @@ class Curated:
     """What a curation left: its folder, the rows that stay (every score a column) and what was dropped."""
 
     folder: Path
-    rows: list[dict[str, Any]]
     report: CurationReport
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows that stay, read from their file."""
+        import pyarrow.parquet as pq
+
+        return list(pq.read_table(self.folder / KEPT).to_pylist())
 
 
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
@@ -108,7 +116,8 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
             write_json(folder / MARKER, {"name": recipe.name, "finished": False})
         at = _loaded(recipe, asked, against, stop)
         carry_out(stages_of(recipe), at)
-        report, kept = at.selection.report(at.notes), write_rows(folder, at.selection)
+        report = at.selection.report(at.notes)
+        write_rows(folder, at.selection)
         summary = {
             "name": recipe.name,
             "data": told(recipe.data),
@@ -125,8 +134,8 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         write_json(folder / MARKER, summary)
         page = write_report(folder)
         report.print(console)
-        console.print(f"kept: {folder / 'curated.parquet'}\nreport: {page}", soft_wrap=True)
-        return Curated(folder, kept, report)
+        console.print(f"kept: {folder / KEPT}\nreport: {page}", soft_wrap=True)
+        return Curated(folder, report)
 
 
 def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: StopRequests) -> Filtering:
@@ -134,7 +143,8 @@ def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: 
     if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
         loaded = loaded.remove_columns(earlier)
         notes = [f"Columns of an earlier curation were measured anew: {', '.join(earlier)}."]
-    rows, shown = [dict(row) for row in loaded], shown_column(loaded)
+    rows = [row for batch in loaded.iter(_BATCH) for row in _rows_of(batch)]
+    shown = shown_column(loaded)
     return Filtering(
         folder=recipe.output_dir,
         stop=stop,
@@ -206,15 +216,18 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
     return found, against
 
 
-def write_rows(folder: Path, selection: Selection) -> list[dict[str, Any]]:
-    """`curated.*` and `all.parquet`; returns the rows that stay."""
+def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of columns."""
+    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+
+def write_rows(folder: Path, selection: Selection) -> None:
+    """`curated.*` and `all.parquet`. A column at a time, and the rows that stay some at a time: beside the rows
+    themselves only the table is in memory."""
     import pyarrow as pa
 
-    everything = [encodable(row) for row in selection.scored_rows()]
-    table = pa.Table.from_pylist(everything)
+    table = pa.table({name: pa.array(encodable(values)) for name, values in selection.scored_columns()})
     write_parquet(folder / "all.parquet", table)
-    kept = table.filter(table["kept"]).drop_columns(["kept", "dropped_by"]) if everything else table
-    write_parquet(folder / "curated.parquet", kept)
-    rows: list[dict[str, Any]] = kept.to_pylist()
-    write_json_lines(folder / "curated.jsonl", rows)
-    return rows
+    kept = table.filter(table["kept"]).drop_columns(["kept", "dropped_by"])
+    write_parquet(folder / KEPT, kept)
+    write_json_lines(folder / "curated.jsonl", (row for one in kept.to_batches(_BATCH) for row in one.to_pylist()))

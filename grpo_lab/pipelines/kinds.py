@@ -93,7 +93,7 @@ def _measured(done: TrainingOutcome | Shortened) -> Facts:
 
 def _of_curation(done: Curated) -> Facts:
     dropped = {one.name: one.dropped for one in done.report.filters}
-    return {"rows": len(done.rows), "out_of": len(done.rows) + sum(dropped.values()), "dropped": dropped}
+    return {"rows": done.report.kept, "out_of": done.report.kept + sum(dropped.values()), "dropped": dropped}
 
 
 def _of_rounds(lines: Sequence[Mapping[str, Any]]) -> Facts:

@@ -128,7 +128,7 @@ def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABL
         check = getattr(reward, "check_golds", None)
         if check is None or "solution" not in rows.column_names:
             continue
-        report = check(rows["solution"])
+        report = check(rows["solution"][:])
         if report.share_unusable > limit:
             many = f"more than {limit:.0%} of its gold answers"
             raise ValueError(f"column 'solution' (`data`): {many} are unusable. {report}")

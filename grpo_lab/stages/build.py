@@ -3,6 +3,7 @@ rows that teach Qwen3's two modes, out of a model's own judged samples and of an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,8 @@ from pydantic import Field
 from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, goes_on, thought_through
 from grpo_lab.engines.sampler import render_pair
-from grpo_lab.io import write_json_lines
+from grpo_lab.io import as_line, write_json_lines, write_lines
+from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.ahead import known_model, to_come
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
@@ -62,20 +64,22 @@ class Source:
             raise ValueError(f"`rows.{name}`: {told(self.data)} has no column {GOLD!r}; it has {loaded.column_names}")
         return None if loaded is None else len(loaded)
 
-    def rows(self, name: str) -> Rows:
-        if self.data is None:
-            found = read_lines(Path(str(self.file)))
-        else:
-            loaded = enumerate(encodable(load_rows(self.data, f"rows.{name}.data").to_list()))
-            found = [
-                {"prompt": row["prompt"], "completion": row.get(GOLD) and in_form_of(row["prompt"], row[GOLD])}
-                | {"row": number, "problem": row}
-                for number, row in loaded
-            ]
-        if any(row.get("prompt") is None or row.get("completion") is None for row in found):
-            lacks = "`prompt` or `completion`" if self.data is None else f"`{GOLD}`"
-            raise ValueError(f"`rows.{name}`: {self.file or told(self.data)} has a row without {lacks}")
-        return [{**row, "source": name} for row in found]
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        """One after the other: a file's are never in memory together."""
+        found = self._read(name) if self.data is None else self._loaded(self.data, name)
+        return ({**row, "source": name} for row in found)
+
+    def _read(self, name: str) -> Iterator[dict[str, Any]]:
+        lines = read_json_lines(str(self.file), {"prompt": TEXT, "completion": TEXT}, f"`rows.{name}`")
+        return (row for _, row in lines)
+
+    @staticmethod
+    def _loaded(data: DataSection, name: str) -> Iterator[dict[str, Any]]:
+        for number, row in enumerate(encodable(load_rows(data, f"rows.{name}.data").to_list())):
+            if row.get(GOLD) is None:
+                raise ValueError(f"`rows.{name}`: {told(data)} has a row without `{GOLD}`")
+            completion = row[GOLD] and in_form_of(row["prompt"], row[GOLD])
+            yield {"prompt": row["prompt"], "completion": completion, "row": number, "problem": row}
 
 
 @settings()
@@ -99,19 +103,34 @@ class Build:
         return "; ".join(f"{name}: {told(source)}" for name, source in self.rows.items())
 
     def run(self, at: At) -> Facts:
-        asked, different = [row for name, source in self.rows.items() for row in source.rows(name)], dict[str, Any]()
-        for row in asked:  # the same prompt with the same words of an answer stays where it stands first
-            different.setdefault(json.dumps([row["prompt"], text_of(row["completion"]).split()]), row)
-        found = {name: [row for row in different.values() if row["source"] == name] for name in self.rows}
-        counts, draw = self.counts({name: len(rows) for name, rows in found.items()}), random.Random(self.seed)
-        chosen = [row for name, rows in found.items() for row in draw.sample(rows, counts[name])]
+        asked, found = self._different()
+        different = sum(map(len, found.values()))
+        counts = self.counts({name: len(lines) for name, lines in found.items()})
+        draw = random.Random(self.seed)
+        chosen = [line for name, lines in found.items() for line in draw.sample(lines, counts[name])]
         draw.shuffle(chosen)
         if not chosen:
-            raise ValueError(f"`rows` come to none: there were {len(asked)}, and {counts} are asked for")
-        write_json_lines(at.folder / ROWS, chosen)
-        dropped = {"the same row": len(asked) - len(different), "not drawn": len(different) - len(chosen)}
-        facts = {"rows": len(chosen), "kept": len(chosen), "out_of": len(asked)}
+            raise ValueError(f"`rows` come to none: there were {asked}, and {counts} are asked for")
+        write_lines(at.folder / ROWS, (line.decode() for line in chosen))
+        dropped = {"the same row": asked - different, "not drawn": different - len(chosen)}
+        facts = {"rows": len(chosen), "kept": len(chosen), "out_of": asked}
         return {**facts, "sources": counts, "dropped": dropped}
+
+    def _different(self) -> tuple[int, dict[str, list[bytes]]]:
+        """How many rows the sources have, and the different ones by source, as the lines that are written: so they take
+        the room of their text. The same prompt with the same words of an answer stays where it stands first."""
+        asked = 0
+        seen: set[bytes] = set()
+        found: dict[str, list[bytes]] = {name: [] for name in self.rows}
+        for name, source in self.rows.items():
+            for row in source.rows(name):
+                asked += 1
+                same = json.dumps([row["prompt"], text_of(row["completion"]).split()])
+                digest = hashlib.blake2b(same.encode(), digest_size=16).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    found[name].append(as_line(row).encode())
+        return asked, found
 
     def counts(self, there: Mapping[str, int]) -> dict[str, int]:
         """Rows to draw of each source. ValueError for more than there are."""
