@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation import write_report
@@ -49,6 +49,9 @@ from grpo_lab.stages.filter import (
 )
 from grpo_lab.stages.sample import plan_of_samples, refuse_other_count
 from grpo_lab.visible import encodable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 MARKER, KEPT = "curation.json", "curated.parquet"
 _BATCH = 1000
@@ -90,17 +93,16 @@ def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curati
 
 @dataclass(frozen=True)
 class Curated:
-    """What a curation left: its folder, the rows that stay (every score a column) and what was dropped."""
+    """What a curation left: its folder, the rows that stay (every score a column) as a table, what was dropped."""
 
     folder: Path
+    table: pa.Table
     report: CurationReport
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows that stay, read from their file."""
-        import pyarrow.parquet as pq
-
-        return list(pq.read_table(self.folder / KEPT).to_pylist())
+        """The rows that stay, as mappings."""
+        return list(self.table.to_pylist())
 
 
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
@@ -117,7 +119,7 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         at = _loaded(recipe, asked, against, stop)
         carry_out(stages_of(recipe), at)
         report = at.selection.report(at.notes)
-        write_rows(folder, at.selection)
+        kept = write_rows(folder, at.selection)
         summary = {
             "name": recipe.name,
             "data": told(recipe.data),
@@ -135,7 +137,7 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         page = write_report(folder)
         report.print(console)
         console.print(f"kept: {folder / KEPT}\nreport: {page}", soft_wrap=True)
-        return Curated(folder, report)
+        return Curated(folder, kept, report)
 
 
 def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: StopRequests) -> Filtering:
@@ -221,9 +223,9 @@ def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
     return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def write_rows(folder: Path, selection: Selection) -> None:
-    """`curated.*` and `all.parquet`. A column at a time, and the rows that stay some at a time: beside the rows
-    themselves only the table is in memory."""
+def write_rows(folder: Path, selection: Selection) -> pa.Table:
+    """`curated.*` and `all.parquet`; returns the rows that stay. A column at a time, and the lines some at a time:
+    beside the rows themselves only the table is in memory."""
     import pyarrow as pa
 
     table = pa.table({name: pa.array(encodable(values)) for name, values in selection.scored_columns()})
@@ -231,3 +233,4 @@ def write_rows(folder: Path, selection: Selection) -> None:
     kept = table.filter(table["kept"]).drop_columns(["kept", "dropped_by"])
     write_parquet(folder / KEPT, kept)
     write_json_lines(folder / "curated.jsonl", (row for one in kept.to_batches(_BATCH) for row in one.to_pylist()))
+    return kept
