@@ -50,6 +50,8 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
             "registry": "parts by name",
             "settings": "checked types",
             "io": "whole files",
+            "reading": "files from outside",
+            "locks": "one writer a file",
             "finite": "where NaN is",
             "visible": "text fit to show",
             "signals": "handlers, put back",
