@@ -38,10 +38,12 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 @dataclass(frozen=True)
 class Written:
-    """A completion of `generate` that says whether a limit of tokens cut it off."""
+    """A completion of `generate` that says whether a limit of tokens cut it off, and its tokens, where they are known:
+    some rewards read them."""
 
     completion: Any
     cut: bool
+    ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,23 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
             f"{len(groups)} lists of {sorted({len(group) for group in groups})} completions"
         )
     cuts = [sum(one.cut for one in group) if isinstance(group[0], Written) else None for group in groups]
+    ids = [getattr(one, "ids", None) for group in groups for one in group]
     groups = [[one.completion if isinstance(one, Written) else one for one in group] for group in groups]
     each = [(problem, completion) for problem, group in zip(problems, groups) for completion in group]
-    scores = scores_of(each, score)
+    scores = scores_of(each, score, None if None in ids else ids)
     places = range(0, len(scores), n)
     return [PassRate(tuple(scores[at : at + n]), tuple(group), cut) for at, group, cut in zip(places, groups, cuts)]
 
 
-def scores_of(answers: Sequence[tuple[Problem, Any]], score: Score) -> list[float | None]:
-    """What a reward says of (problem, completion) pairs; every column of the problems goes to it."""
+def scores_of(
+    answers: Sequence[tuple[Problem, Any]], score: Score, ids: Sequence[Sequence[int] | None] | None = None
+) -> list[float | None]:
+    """What a reward says of (problem, completion) pairs; every column of the problems goes to it, and ``ids``, the
+    tokens of the completions, where they are known."""
     names = dict.fromkeys(name for problem, _ in answers for name in problem if name != "prompt")
-    columns = {name: [problem.get(name) for problem, _ in answers] for name in names}
+    columns: dict[str, Any] = {name: [problem.get(name) for problem, _ in answers] for name in names}
+    if ids is not None:
+        columns["completion_ids"] = [list(one or ()) for one in ids]
     given = score(prompts=[one["prompt"] for one, _ in answers], completions=[one for _, one in answers], **columns)
     return checked_scores(given, len(answers), "`score`", nan=False)
 

@@ -188,8 +188,8 @@ def _grade(
         for sample, completion in enumerate(group)
         if completion is not None
     ]
-    pairs = [(one.row, text) for one, _, _, text in answers]
-    scores = {name: _scores(reward, pairs) if answers else [] for name, reward in rewards.items()}
+    given = [(one.row, text, completion.ids) for one, _, completion, text in answers]
+    scores = {name: _scores(reward, given) if answers else [] for name, reward in rewards.items()}
     return [
         Outcome(
             problem=one.index,
@@ -218,12 +218,15 @@ def _mean_log_prob(completion: Completion) -> float | None:
     return fmean(own) if own else None
 
 
-def _scores(reward: Reward, pairs: Sequence[tuple[Row, str]]) -> list[float | None]:
-    """One call of the reward, as TRL makes it: columns as lists, messages in when messages went out."""
-    columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0] if name not in ("prompt", "completion")}
-    completions = [in_form_of(row["prompt"], text) for row, text in pairs]
-    scores = reward(prompts=[row["prompt"] for row, _ in pairs], completions=completions, **columns)
-    return checked_scores(scores, len(pairs), f"the reward {_name(reward)!r}", nan=False)
+def _scores(reward: Reward, given: Sequence[tuple[Row, str, Sequence[int]]]) -> list[float | None]:
+    """One call of the reward, as TRL makes it: columns as lists, the tokens of each completion, messages in when
+    messages went out. ``given``: row, text of the completion, its tokens."""
+    rows = [row for row, _, _ in given]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    columns["completion_ids"] = [list(ids) for _, _, ids in given]
+    completions = [in_form_of(row["prompt"], text) for row, text, _ in given]
+    scores = reward(prompts=[row["prompt"] for row in rows], completions=completions, **columns)
+    return checked_scores(scores, len(given), f"the reward {_name(reward)!r}", nan=False)
 
 
 def _name(reward: Reward) -> str:

@@ -139,7 +139,10 @@ class ModelSampler:
         groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
-            [Written(in_form_of(prompt, decode(one.ids, skip_special_tokens=True)), not one.ended) for one in group]
+            [
+                Written(in_form_of(prompt, decode(one.ids, skip_special_tokens=True)), not one.ended, list(one.ids))
+                for one in group
+            ]
             for prompt, group in zip(prompts, groups, strict=True)
         ]
 

@@ -293,3 +293,11 @@ def test_a_prompt_that_leaves_too_little_room_is_warned_about(
     with caplog.at_level(logging.WARNING, logger="grpo_lab"):
         trainer.train()
     assert sum("may run beyond the context of 512 tokens" in message for message in caplog.messages) == 1
+
+
+def test_a_prompt_without_a_token_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    """No BOS stands in front of it, so its completions' first tokens would be scored at place −1."""
+    rows = problems(4).map(lambda row: {"prompt": ""})
+    trainer = build(tiny_folder, tmp_path, train_dataset=rows)
+    with pytest.raises(ValueError, match="a prompt has no token: it is an empty text"):
+        trainer.train()

@@ -259,6 +259,29 @@ class Scripted:
         ]
 
 
+def test_rewards_that_read_tokens_are_given_them(model_and_tokenizer):
+    """As TRL gives them to every reward: one that needs them could be a run's reward and no measure of it."""
+    model, tokenizer = model_and_tokenizer
+    seen = []
+
+    def ends(prompts, completions, completion_ids, **columns):
+        seen.extend(completion_ids)
+        return [float(len(ids) > 2) for ids in completion_ids]
+
+    found = evaluate(
+        model,
+        tokenizer,
+        rows_of(["a b", "c"]),
+        reward=length_reward,
+        measures={"ends": ends},
+        max_new_tokens=4,
+        batch_size=2,
+        progress=False,
+    )
+    assert [len(ids) for ids in seen] == [one.tokens for one in found.outcomes]
+    assert [one.measures["ends"] for one in found.outcomes] == [float(len(ids) > 2) for ids in seen]
+
+
 def exact_reward(prompts, completions, solution, **columns):
     return [
         None if gold is None else float(c.strip("…").endswith(gold))

@@ -43,7 +43,14 @@ def refuse_long(
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """``ValueError`` for a prompt (token ids) that fills the engine's or the model's context; a tight one is said."""
+    """``ValueError`` for a prompt (token ids) that fills the engine's or the model's context, or has no token; a tight
+    one is said."""
+    if any(len(ids) == 0 for ids in prompts):
+        raise ValueError(
+            "a prompt has no token: it is an empty text, and the tokenizer puts no beginning-of-text token in front, "
+            "so nothing says how likely a completion's first token is. Take such rows out of `train_dataset` (and "
+            "`eval_dataset`), or give them a prompt"
+        )
     if trainer.use_vllm:
         refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
     limit = trainer.args.vllm_max_model_length if trainer.use_vllm else None
