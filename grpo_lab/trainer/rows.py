@@ -37,6 +37,8 @@ EARLIER: dict[str, str] = {
 POSITION_OFFSET, POLICY_VERSION = f"{OURS}position_offset", f"{OURS}policy_version"
 HOLED = -(2**63)
 """In the place of a prompt's number."""
+COUNT_BITS = 32
+"""Bits of a count of tokens, where it travels beside another."""
 
 
 class _Field:
@@ -301,8 +303,7 @@ class RowNumbers:
         micro_batch: long ``[N]``, which micro-batch of the step TRL had the row in.
         token_count: float ``[N]``, TRL's token denominator of the row's generation batch.
         prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
-        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token, which is all that a packed row
-            computes; None where nobody asked for prompts, or no tool's answer stands in a completion.
+        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: what a packed row has.
         footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
         widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
     """
@@ -314,7 +315,7 @@ class RowNumbers:
     micro_batch: Tensor
     token_count: Tensor
     prompts: Tensor | None
-    scored_lengths: Tensor | None
+    scored_lengths: Tensor
     footprint: int
     widths: dict[str, int]
     local_widths: dict[str, list[int]]
@@ -333,10 +334,9 @@ class RowNumbers:
         contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
         bits = token_count.double().view(torch.int64)  # a float travels as its bits
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        asked = [prompt_numbers(table.fields)] if prompts else []
-        if prompts and "tool_mask" in table.fields:
-            asked.append(_reach(mask))
-        columns = (*table.lengths, mask.sum(1), contributes, micro_batch, bits, *asked, *alike)
+        asked = (prompt_numbers(table.fields),) if prompts else ()
+        scores = mask.sum(1) + (_reach(mask) << COUNT_BITS)  # two numbers travel as one
+        columns = (*table.lengths, scores, contributes, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
         widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
@@ -350,13 +350,13 @@ class RowNumbers:
                         f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
                     )
                 widths = accelerator.gather(widths)
-        prompt, completion, scored, live, slots, bits, *which, footprints, _ = numbers.unbind(1)
+        prompt, completion, scores, live, slots, bits, *which, footprints, _ = numbers.unbind(1)
         local = dict(zip(wide, widths.t().tolist(), strict=True))
         counts = bits.contiguous().view(torch.float64).to(token_count.dtype)
         largest, widest = int(footprints.max()), {name: max(found) for name, found in local.items()}
-        of = which[0] if prompts else None
-        reach = which[1] if len(which) > 1 else None
-        live = live.bool()
+        of, live = next(iter(which), None), live.bool()
+        scored = scores & ((1 << COUNT_BITS) - 1)
+        reach = scores >> COUNT_BITS
         return RowNumbers(prompt, completion, scored, live, slots, counts, of, reach, largest, widest, local, received)
 
     def __len__(self) -> int:
@@ -365,5 +365,5 @@ class RowNumbers:
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
         """For the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have them."""
         live = self.scored > 0 if all_rows else self.contributes
-        completions = self.scored_lengths if packed and self.scored_lengths is not None else self.completion_lengths
+        completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)

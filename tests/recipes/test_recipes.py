@@ -50,7 +50,10 @@ def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_pipeline_dry_runs(path: Path, tmp_path: Path) -> None:
+def test_a_pipeline_dry_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where a team's own general rows lie
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "general.jsonl").write_text('{"prompt": "Say hello.", "completion": "Hello."}\n')
     written = read_yaml(path, {"output_dir": str(tmp_path / "out")})
     plan = plan_of_pipeline(pipeline_from(written, beside=path.parent))
     assert plan["output folder"] == str(tmp_path / "out")

@@ -89,6 +89,8 @@ def here(path: Path, data: Path) -> dict[str, Any]:
     Llama's."""
     written = yaml.safe_load(path.read_text())
     changes: dict[str, Any] = {"use_cpu": True, "bf16": False, "model.tokenizer": str(data / "tokenizers" / "qwen3")}
+    if written.get("steps_per_generation", 0) > 64:  # a generation batch of no more prompts than there are rows
+        changes |= {"gradient_accumulation_steps": 8, "steps_per_generation": 64}
     for section, rows in (("data", written["data"]), ("evaluation.data", written["evaluation"]["data"])):
         changes |= {f"{section}.source": str(data / rows["loader"]), f"{section}.limit": 64}
         if rows["loader"] == "math":
