@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ports import free_port
 from rollouts.checkpoints import random_checkpoint, widened_stories
 
 
@@ -18,6 +19,14 @@ def tokens_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.delenv("GRPO_LAB_SERVER_TOKEN", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def port_of_worker() -> Iterator[None]:
+    """TRL takes 29500 for an engine in the process where it is free at that moment, and so would another worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", str(free_port()))
         yield
 
 

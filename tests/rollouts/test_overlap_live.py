@@ -104,6 +104,7 @@ def test_killed_in_the_background_and_gone_on_with(server: Server, model: str, t
     checkpoint = tmp_path / "out" / "checkpoint-2"
     assert (checkpoint / "model.safetensors").is_file()
 
+    server.stop()  # as `grpo-lab serve` ends with its server: the address is free again
     following = Server(server.options, log=tmp_path / "log", start_timeout=300).start()
     try:
         resumed = overlapped(tmp_path, model, following, **settings)

@@ -185,6 +185,7 @@ def test_sockets_between_its_processes_are_for_its_owner(served: Served) -> None
     listed = [line.split() for line in Path(f"/proc/{server}/net/unix").read_text().splitlines()]
     held = {os.readlink(entry) for entry in Path(f"/proc/{server}/fd").iterdir() if entry.is_symlink()}
     paths = [Path(words[7]) for words in listed if len(words) > 7 and f"socket:[{words[6]}]" in held]
+    paths = [path for path in paths if not str(path).startswith("@")]  # a name without a file: nobody listens there
     assert paths
     for path in paths:
         assert path.parent.stat().st_mode & 0o777 == 0o700, path
@@ -192,7 +193,7 @@ def test_sockets_between_its_processes_are_for_its_owner(served: Served) -> None
 
 def test_bodies_and_remote_calls_are_checked(served: Served, tmp_path: Path) -> None:
     call = {"method": "grpo_lab_weights_version", "kwargs": {}}
-    assert served.ask("POST", "/collective_rpc", json=call).json()["results"] == [{"version": ""}]
+    assert served.ask("POST", "/collective_rpc", json=call).json()["results"] == [{"version": "", "moved": False}]
     text = json.dumps(call)
     assert served.ask("POST", "/collective_rpc", {"Content-Type": "text/plain"}, data=text).status_code == 415
     assert served.ask("POST", "/collective_rpc", data=text).status_code == 415
