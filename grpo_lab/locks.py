@@ -19,7 +19,8 @@ LONGEST_END = 60.0
 _ON_LINUX = sys.platform == "linux"
 _STRUCT = "hhqqi" if _ON_LINUX else "qqihh"
 """``struct flock``: type, whence, start, length, process; on macOS start, length, process, type, whence."""
-_EXITING, _SIGKILL = 0x4, 1 << 8
+_EXITING = 0x4
+_SIGKILL = 1 << 8
 HELD: set[str] = set()
 """The files that this process has locked: closing one more of their descriptors would open the lock."""
 

@@ -75,7 +75,8 @@ class Entry:
 
 def entries_of(recipe: PipelineRecipe) -> list[Entry]:
     """The stages in their order, each of its kind with its settings and inputs. ValueError for what does not fit."""
-    ordered, found = recipe.in_order(), list[Entry]()
+    ordered = recipe.in_order()
+    found = list[Entry]()
     kinds = {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages}
     for number, section in enumerate(ordered, 1):
         if recipe.seed is not None and hasattr(kinds[section.name], "seed"):
@@ -141,6 +142,7 @@ class PipelineFiles:
             record = entry.record()
             record.status = state_of(entry.folder.parent, record)
             said = {name: one for name, one in asdict(record).items() if name not in ("left", "taken")}
-            text, done = json.dumps({**said, "asked": asdict(entry.asked)}, default=str), record.status == DONE
+            text = json.dumps({**said, "asked": asdict(entry.asked)}, default=str)
+            done = record.status == DONE
             self._said[entry.name] = (stamp, text, done)
         return text, done

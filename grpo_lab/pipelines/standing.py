@@ -129,9 +129,11 @@ def stages_now(folder: Path) -> list[PipelineStage]:
     shown = list[PipelineStage]()
     for name, stands in survey(folder, asked, records).items():
         record = records[name]
-        status, why = state_of(folder, record), record.why
+        status = state_of(folder, record)
+        why = record.why
         if stands.state in (AGAIN, GOES_ON, WAITS) and record.status == DONE:
-            status, why = TO_DO_AGAIN if stands.state != WAITS else f"{DONE}, {stands.why}", stands.why
+            status = f"{DONE}, {stands.why}" if stands.state == WAITS else TO_DO_AGAIN
+            why = stands.why
         elif stands.state == AGAIN:
             why = stands.why
         edited = f"{', '.join(stands.edited)} edited since" if stands.edited else ""
@@ -142,7 +144,8 @@ def stages_now(folder: Path) -> list[PipelineStage]:
 
 def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:
     """Of a stage's own file; a damaged one is a failure that is said."""
-    name, kind = str(said["name"]), str(said.get("kind"))
+    name = str(said["name"])
+    kind = str(said.get("kind"))
     try:
         found = StageRecord.read(folder / name, name, kind)
     except ValueError as error:

@@ -18,7 +18,8 @@ _A_TICK = 50_000_000
 
 def file_digest(file: Path) -> str:
     """What ``file`` holds, as 16 hexadecimal digits of its SHA-256."""
-    name, found = os.path.abspath(file), file.stat()
+    name = os.path.abspath(file)
+    found = file.stat()
     stamp = (found.st_size, found.st_mtime_ns)
     known = KNOWN.get(name)
     if known is not None and known[:2] == stamp:
