@@ -15,8 +15,9 @@ from grpo_lab.sandbox.pool import JobOutcome, WorkerPool
 from grpo_lab.sandbox.workers import Limits
 
 _HANDLER = "grpo_lab.sandbox.judge:judge"
+_BEFORE_FILES = {"namespaces", "user", "landlock"}
 _AT_LEAST = {
-    "the files of this user": {"namespaces", "user", "landlock"},
+    "the files of this user": _BEFORE_FILES,
     "the network and from other processes": {"namespaces", "seccomp"},
 }
 
@@ -52,7 +53,7 @@ class Trial:
 
 class CodeJudge:
     """Runs programs behind the walls that this machine gives, or behind those that are named. ``ValueError`` at first
-    use: one of these cannot be put up, or none is named and too little can."""
+    use: one of these cannot be put up, none is named and too little can, or root's programs would have its files."""
 
     def __init__(
         self,
@@ -90,13 +91,20 @@ class CodeJudge:
                     f"`walls` asks for {list(self._wanted)}, and this machine does not give {lacking}. Known: "
                     f"{list(self.missing)}; None takes what the machine gives"
                 )
+            if _is_root() and not _BEFORE_FILES & set(self._wanted):
+                raise ValueError(
+                    f"`walls` is {list(self._wanted)}, and this is root: a program could write to every file of this "
+                    "machine, /proc/sysrq-trigger and cgroup.kill among them; add one of "
+                    f"{sorted(_BEFORE_FILES)}, or train as another user"
+                )
             return list(self._wanted)
         for what, enough in _AT_LEAST.items():
             if not enough & set(given):
+                by_name = f"or name the walls that are enough for you: `walls: {given}`"
+                otherwise = "or as another user than root" if _is_root() and enough is _BEFORE_FILES else by_name
                 raise ValueError(
                     f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and "
-                    f"this machine gives {given} ({self.missing}). Run it elsewhere, or name the walls that are enough "
-                    f"for you: `walls: {given}`"
+                    f"this machine gives {given} ({self.missing}). Run it elsewhere, {otherwise}"
                 )
         return given
 
@@ -120,6 +128,10 @@ class CodeJudge:
     def close(self) -> None:
         """End the worker processes (they also end with this object)."""
         self.pool.close()
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
 
 
 @lru_cache(maxsize=2)

@@ -26,8 +26,9 @@ import pytest
 from code_attacks import FORGED, GREEDY, HARMFUL, ON_FILES, ON_FORMS, TESTS
 
 from grpo_lab.rewards import CodeReward
-from grpo_lab.sandbox import jail
+from grpo_lab.sandbox import client, jail
 from grpo_lab.sandbox.pool import WorkerPool
+from grpo_lab.sandbox.walls import WALLS as KNOWN_WALLS
 
 WALL_S, CPU_S, MEMORY, WORKERS = 4.0, 1.0, 1 << 29, 6
 ON_ITS_WAY_S = 30.0
@@ -52,8 +53,14 @@ NAMED_WALLS = {
 signals and abstract sockets (before 6)."""
 
 
+@pytest.fixture
+def any_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets that root is not given are tried as root, too."""
+    monkeypatch.setattr(client, "_is_root", lambda: False)
+
+
 @pytest.fixture(params=WALLS)
-def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
+def settings(request: pytest.FixtureRequest, any_user: None) -> dict[str, Any]:
     walls = NAMED_WALLS[request.param]
     try:
         assert CodeReward(walls=walls, workers=1).in_force
@@ -251,7 +258,7 @@ def test_the_forgeries_are_real() -> None:
     assert len(paid) >= 6, paid
 
 
-def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path) -> None:
+def test_the_harm_is_real_where_the_walls_are_down(tmp_path: Path, any_user: None) -> None:
     """Two attacks that reach nothing but this test's own file and socket."""
     canary = tmp_path / "canary"
     canary.write_text("untouched")
@@ -313,7 +320,27 @@ def test_a_wall_that_stands_with_others_alone_is_refused_before_the_first_progra
     asked.close()
 
 
-def test_without_walls_it_is_refused_unless_asked_for() -> None:
+@pytest.mark.parametrize("named", [["seccomp", "limits"], ["limits"], []])
+def test_root_is_given_no_set_that_leaves_its_files(named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files end the machine (/proc/sysrq-trigger) and other processes (cgroup.kill), whatever system calls are left."""
+    monkeypatch.setattr(client.os, "geteuid", lambda: 0)
+    asked = CodeReward(workers=1, walls=named)
+    asked._judge.missing = dict.fromkeys(KNOWN_WALLS, "")
+    with pytest.raises(ValueError, match=r"`walls` is .*, and this is root: .*add one of .*'landlock', 'namespaces'"):
+        asked.warm_up()
+    for one in ("namespaces", "user", "landlock"):
+        enough = CodeReward(workers=1, walls=[*named, one])
+        enough._judge.missing = asked._judge.missing
+        assert enough.in_force == [*named, one]
+    none_given = CodeReward(workers=1)
+    none_given._judge.missing = dict.fromkeys(("namespaces", "user", "landlock"), "not here") | {"seccomp": ""}
+    with pytest.raises(ValueError, match=r"Run it elsewhere, or as another user than root$"):
+        none_given.warm_up()
+    monkeypatch.setattr(client.os, "geteuid", lambda: 1000)
+    assert asked.in_force == named
+
+
+def test_without_walls_it_is_refused_unless_asked_for(any_user: None) -> None:
     bare = CodeReward(workers=1)
     bare._judge.missing = dict.fromkeys(("namespaces", "user", "seccomp", "landlock"), "not here") | {"limits": ""}
     with pytest.raises(ValueError, match=r"keeps a model-written program from the files .*`walls: \['limits'\]`"):
@@ -321,7 +348,7 @@ def test_without_walls_it_is_refused_unless_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_no_process_is_left_where_only_the_watcher_holds_them(no_process_left: None) -> None:
+def test_no_process_is_left_where_only_the_watcher_holds_them(no_process_left: None, any_user: None) -> None:
     """Neither namespaces nor filter nor user: what hides in sessions of its own, and what multiplies (here to 64), is
     found and ended."""
     bomb = "import os\nfor n in range(6):\n    os.fork()\nos.setsid()\nwhile True: pass"

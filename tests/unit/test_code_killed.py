@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from grpo_lab.rewards import CodeReward
+from grpo_lab.sandbox import client
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,12 @@ WAITS = "import os, time\ndef add(a, b):\n    while not os.path.exists({go!r}): 
 FOR_EVER = "import time\ndef add(a, b): time.sleep(600)"
 TESTS = "assert add(1, 2) == 3"
 SCRIPT = [["", "3"]]
+
+
+@pytest.fixture(autouse=True)
+def any_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets that root is not given are tried as root, too."""
+    monkeypatch.setattr(client, "_is_root", lambda: False)
 
 
 def made(walls: list[str] | None) -> CodeReward:
