@@ -19,12 +19,15 @@ PACKAGE = ROOT / "grpo_lab"
 
 BASE = {"batch", "registry", "settings"}
 MIDDLE = {"objectives", "advantages", "rewards", "update", "engines", "data", "curation", "diagnostics"}
-UPPER = BASE | MIDDLE | {"finite", "io", "locks", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
+UPPER = (
+    BASE | MIDDLE | {"finite", "hub", "io", "locks", "reading", "sandbox", "signals", "verifiers", "visible", "trainer"}
+)
 ALLOWED: dict[str, set[str]] = {
     "batch": set(),
     "io": set(),
     "reading": set(),
     "finite": set(),
+    "hub": set(),
     "settings": set(),
     "visible": set(),
     "signals": set(),
@@ -36,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "advantages": BASE,
     "update": BASE,
     "rewards": BASE | {"io", "reading", "verifiers", "sandbox"},
-    "data": BASE | {"io", "reading", "verifiers"},
+    "data": BASE | {"hub", "io", "reading", "verifiers"},
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
     "engines": BASE | {"finite", "io", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_lab.data.prompts import ChatTemplate, PromptTemplate, find_template
+from grpo_lab.hub import data_set_reached
 from grpo_lab.reading import json_lines, read_json_lines, read_text
 from grpo_lab.verifiers.written import WrittenFloat, number_text, whole_number, written
 
@@ -124,10 +125,11 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
     import datasets
 
     try:
-        splits = datasets.get_dataset_split_names(name, config)
-        if split not in splits:
+        with data_set_reached(name):
+            splits = datasets.get_dataset_split_names(name, config)
+            found = datasets.load_dataset(name, config, split=split) if split in splits else None
+        if found is None:
             raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(splits)} (setting: split)")
-        found = datasets.load_dataset(name, config, split=split)
         single = [one for one, kind in found.features.items() if getattr(kind, "dtype", "") == "float32"]
         exact = _with_texts(found.with_format("arrow")[:].select(single)) if single else [{}] * len(found)
         return [dict(row) | digits for row, digits in zip(found, exact, strict=True)]

@@ -79,6 +79,8 @@ class Job:
         check_whole_model(recipe.model)
         trainer = parts.trainer_class(recipe.trainer)
         rewards = [parts.build_reward(section) for section in recipe.rewards]
+        if not here_only:
+            parts.reach_reward_models(rewards)
         arguments = parts.trainer_parts(recipe)
         load = rows_here if here_only else load_rows
         rows = load(recipe.data, "data")

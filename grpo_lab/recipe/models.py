@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.hub import reach_hub
 from grpo_lab.io import check_place, is_local
 from grpo_lab.reading import read_record
 from grpo_lab.recipe.digests import file_digest
@@ -121,6 +122,8 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
 
         refuse_unknown(section.tiny, hints_of(tiny_model).keys() - {"tokenizer", "return"}, "`model.tiny`")
         settings = {"seed": seed, **typed(section.tiny, tiny_model, "model.tiny")}
+        if section.tokenizer is not None and not is_local(section.tokenizer):
+            load_tokenizer(section)  # which says what is wrong with it
         return tiny_model(**settings, tokenizer=section.tokenizer)
     assert section.path is not None
     with loading(section.path):
@@ -153,7 +156,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 def loading(model: str) -> Iterator[None]:
     """What is raised for a model that is not there, or whose files are broken, as a ``ValueError`` of one line."""
     try:
-        _reach_hub(model)
+        _reach(model)
         yield
     except MemoryError:
         raise
@@ -167,21 +170,13 @@ def loading(model: str) -> Iterator[None]:
         ) from error
 
 
-def _reach_hub(model: str) -> None:
-    """ConnectionError where ``model`` is on a hub that cannot be reached. It is asked once, where the cache has
-    nothing: its client tries for half a minute."""
-    import httpx
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+def _reach(model: str) -> None:
+    """ConnectionError where ``model`` is on a hub that cannot be reached, and not in the cache."""
+    from huggingface_hub import constants, try_to_load_from_cache
 
     if is_local(model) or constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
         return
-    hub = HfApi()
-    try:
-        hub.model_info(model, timeout=10)
-    except (httpx.NetworkError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        raise ConnectionError(f"{hub.endpoint} cannot be reached: {error}") from error
-    except Exception as error:  # whoever loads it says it better
-        log.debug("the hub says of %s: %s", model, error)
+    reach_hub(model)
 
 
 def lora_config(section: ModelSection) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,17 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
         return functools.partial(kind, **section.arguments) if section.arguments else kind
     return _built(kind, section, where)
+
+
+def reach_reward_models(rewards: Iterable[Any]) -> None:
+    """ValueError for a reward model of the hub that cannot be had from here: TRL loads it, when its trainer is
+    built."""
+    from transformers import AutoConfig
+
+    for name in rewards:
+        if isinstance(name, str) and not is_local(name) and not to_come(name):
+            with loading(name):
+                AutoConfig.from_pretrained(name)
 
 
 def scoring_nothing(name: str) -> Any:

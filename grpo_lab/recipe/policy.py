@@ -22,23 +22,31 @@ def meta_model(section: ModelSection) -> Any:
     """Without weights; of a hub name where its config is in the cache or can be had. Text: why there is none."""
     from peft import get_peft_model
 
-    path = str(section.path)
+    if section.path is None:
+        with torch.device("meta"):
+            model = load_model(section, seed=0)[0]
+    else:
+        model = _of_path(section.path)
+    if isinstance(model, str):
+        return model
+    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
+        return f"{section.name!r} is no transformer"
+    with torch.device("meta"):
+        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
+
+
+def _of_path(path: str) -> Any:
     if (Path(path) / "adapter_config.json").is_file() or (looks_local(path) and not is_local(path)):
         return f"{path!r} is an adapter, or not here yet"
     try:
         with torch.device("meta"), loading(path):
-            if section.tiny is None:
-                kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
-            model = load_model(section, seed=0)[0] if section.tiny is not None else kind.from_config(config)
+            kind, config = model_class(path, local_files_only=datasets.config.HF_HUB_OFFLINE)
+            return kind.from_config(config)
     except ValueError as error:
-        if section.tiny is not None or is_local(path):
+        if is_local(path):
             raise
         not_asked_again(error)
         return f"the config of {path!r} is not in the cache, and the hub cannot be asked"
-    if not hasattr(model.config.get_text_config(), "num_attention_heads"):
-        return f"{path!r} is no transformer"
-    with torch.device("meta"):
-        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
 
 
 def check_policy(section: ModelSection, config: Any) -> None:

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
+import httpx
 import pytest
 
 from grpo_lab.data import load_gsm8k
@@ -110,6 +112,32 @@ def test_a_missing_path_is_not_asked_from_the_hub(source: str) -> None:
 def test_an_unreachable_hub_name_says_what_to_set() -> None:
     with pytest.raises(ValueError, match=r"'nobody/nothing' is neither a file or folder.*set source to a local folder"):
         load_gsm8k("nobody/nothing")
+
+
+def test_a_hub_that_is_away_is_asked_once_and_the_cache_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client tried for 24 seconds."""
+    asked: list[str] = []
+    offline: list[bool] = []
+
+    def away(self: Any, name: str, **_: Any) -> Any:
+        asked.append(name)
+        raise httpx.ConnectError("no name")
+
+    def splits(name: str, config: Any) -> list[str]:
+        offline.append(datasets.config.HF_HUB_OFFLINE)
+        if name == "nobody/nothing":
+            raise ConnectionError("not in the cache")
+        return ["train"]
+
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", away)
+    monkeypatch.setattr("datasets.get_dataset_split_names", splits)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, config, split: datasets.Dataset.from_list([ROW]))
+    with pytest.raises(ValueError, match=r"'nobody/nothing' is neither .*huggingface.co cannot be reached: no name"):
+        load_gsm8k("nobody/nothing")
+    assert (asked, offline) == (["nobody/nothing"], [True])
+    assert len(load_gsm8k("somebody/something", split="train")) == 1
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize(("split", "rows"), [("train", 7473), ("test", 1319)])

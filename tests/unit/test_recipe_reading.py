@@ -22,7 +22,8 @@ from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.recipe.job import numbers_read
 from grpo_lab.recipe.models import load_tokenizer
-from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.parts import build_reward, reach_reward_models
+from grpo_lab.recipe.policy import meta_model
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection, RewardSection, SamplingSettings, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml, written
@@ -503,3 +504,8 @@ def test_a_hub_that_is_away_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match=r"'runs/start' is neither .*cannot be reached: no name"):
         load_tokenizer(ModelSection(path="runs/start"))
     assert asked == ["runs/start"]
+    assert meta_model(ModelSection(tiny={"hidden_size": 16, "num_layers": 1})).num_parameters() > 0
+    assert asked == ["runs/start"]  # the dry run of a tiny model asked the hub for 'None', and was refused
+    with pytest.raises(ValueError, match=r"'team/judge' is neither .*cannot be reached"):
+        reach_reward_models(["team/judge"])  # TRL tried for 72 seconds, after the cold start
+    assert asked == ["runs/start", "team/judge"]

@@ -1,0 +1,52 @@
+"""The Hugging Face hub, asked once whether it is there: its clients try for half a minute before they say so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+_SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER = 5, 10
+
+
+def reach_hub(name: str, kind: str = "model") -> None:
+    """Ask the hub of a ``kind`` (``model`` or ``dataset``) called ``name``. ConnectionError: it cannot be reached. What
+    it answers is not looked at: whoever loads ``name`` says it better."""
+    import httpx
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    ask = hub.model_info if kind == "model" else hub.dataset_info
+    limits = httpx.Timeout(_SECONDS_TO_ANSWER, connect=_SECONDS_TO_CONNECT)
+    try:
+        ask(name, timeout=limits)  # type: ignore[arg-type]  # what httpx takes
+    except (httpx.NetworkError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+        raise ConnectionError(f"{hub.endpoint} cannot be reached: {error}") from error
+    except Exception as error:
+        log.debug("the hub says of %s: %s", name, error)
+
+
+@contextmanager
+def data_set_reached(name: str) -> Iterator[None]:
+    """Around the loading of a data set: where the hub cannot be reached, it is read from the cache, at once.
+    ConnectionError: it is not there either."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    away: ConnectionError | None = None
+    if not before:
+        try:
+            reach_hub(name, "dataset")
+        except ConnectionError as error:
+            away = error
+            config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except Exception as error:
+        if away is None:
+            raise
+        raise away from error
+    finally:
+        config.HF_HUB_OFFLINE = before
