@@ -342,8 +342,9 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 
 def _compare(known: argparse.Namespace) -> None:
     from grpo_lab.evaluation.comparison import compare, print_comparison, write_comparison
+    from grpo_lab.pipelines.standing import stages_now
 
-    found = compare(known.runs)
+    found = compare(known.runs, stages_now)
     page = write_comparison(found, known.output)
     print_comparison(found)
     print(f"comparison: {page}")

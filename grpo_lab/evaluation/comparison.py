@@ -19,7 +19,7 @@ from grpo_lab.evaluation.page import Page, Section, Table, flat, text_of
 from grpo_lab.evaluation.panels import CURVES, comparison_figures
 from grpo_lab.evaluation.pipeline_sections import pipeline_sections
 from grpo_lab.evaluation.result import EvaluationResult, Outcome
-from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, read_run
+from grpo_lab.evaluation.run_record import CURATION, EVALUATION, RunRecord, StagesOf, as_left, read_run
 from grpo_lab.evaluation.statistics import Interval, mcnemar_exact, paired_difference
 from grpo_lab.evaluation.terminal import NOT_RECORDED, Terminal, comparison_rows, points, print_table
 from grpo_lab.reading import parse_json
@@ -28,7 +28,9 @@ MOST_RUNS = 8
 """As many as a chart can tell apart."""
 _JUDGING = ("judge", "mode", "reward")
 _CONDITIONS = ("template", "max_new_tokens", "n_samples", "temperature", "limit")
-_NOT_SETTINGS = ("name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters")
+_NOT_SETTINGS = (
+    "name", "fingerprint", "seconds", "finished", "started", "expected", "versions", "parameters", "left",
+)  # fmt: skip
 CAVEAT = (
     "The test asks whether the two models differ on problems such as these. It knows nothing of the luck of one "
     "training: another seed of either run moves its accuracy too."
@@ -71,8 +73,9 @@ class Comparison:
     notes: list[str]
 
 
-def compare(folders: Sequence[str | Path]) -> Comparison:
-    """The runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`.
+def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Comparison:
+    """The runs in ``folders``: outputs of `train` or `long2short`, or of `evaluate --output`. ``stages``: those of a
+    pipeline as they stand now.
 
     Raises:
         ValueError: fewer than two, more than ``MOST_RUNS``, one named twice, or a folder with nothing of a run in it.
@@ -85,6 +88,7 @@ def compare(folders: Sequence[str | Path]) -> Comparison:
     runs = [read_run(path) for path in paths]
     for run, name in zip(runs, _names(runs), strict=True):
         run.name = name
+        run.stages = list(stages(run.folder)) or run.stages
         if run.kind in ("", CURATION):
             said = "holds nothing of a run and no evaluation; name output folders of train or evaluate"
             raise ValueError(f"{run.folder} {said}")
@@ -194,8 +198,9 @@ def write_comparison(found: Comparison, path: str | Path) -> Path:
     return comparison_page(found, folders).write(path)
 
 
-def rewrite_comparison(path: Path) -> Path:
-    """The page in ``path`` from what its runs hold now. ValueError where it is no comparison, or a run is gone."""
+def rewrite_comparison(path: Path, stages: StagesOf = as_left) -> Path:
+    """The page in ``path`` from what its runs hold now; ``stages`` as of ``compare``. ValueError where it is no
+    comparison, or a run is gone."""
     marked = _RUNS.search(path.read_text(encoding="utf-8", errors="replace"))
     if marked is None:
         raise ValueError(f"{str(path)!r} is a file and no comparison of runs; it was left as it is")
@@ -203,7 +208,7 @@ def rewrite_comparison(path: Path) -> Path:
     if not (isinstance(folders, list) and all(isinstance(one, str) for one in folders)):
         raise ValueError(f"{path}: the list of its runs is damaged; make the page anew by `grpo-lab compare`")
     runs = [os.path.normpath(path.parent / folder) for folder in folders]
-    return write_comparison(compare(runs), path)
+    return write_comparison(compare(runs, stages), path)
 
 
 def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:

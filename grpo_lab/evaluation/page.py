@@ -162,7 +162,7 @@ def settings_section(summary: Mapping[str, Any]) -> Section:
         if isinstance(value, Mapping) and value:
             said = [(name, text_of(key if key == "seconds" else name, one)) for name, one in flat(value)]
             groups.append((_NAMES.get(key, str(key).replace("_", " ")), said))
-        elif key not in ("name", "finished"):  # the heading, and of a notice where it is not
+        elif key not in ("name", "finished", "left"):  # the heading, and of notices where something is not so
             plain.append((_NAMES.get(key, str(key).replace("_", " ")), text_of(key, value)))
     found = [*([("run", plain)] if plain else []), *groups]
     return Section("Settings", groups=found, folded="what was run, and with what")

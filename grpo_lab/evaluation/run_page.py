@@ -23,8 +23,9 @@ from grpo_lab.evaluation.run_record import (
     PIPELINE,
     ROUNDS,
     TRAINING,
-    PipelineStage,
     RunRecord,
+    StagesOf,
+    as_left,
     facts_of,
     read_run,
     windows,
@@ -51,9 +52,9 @@ _CONTROL = (
 )
 
 
-def write_report(place: str | Path, stages: Sequence[PipelineStage] = ()) -> Path:
+def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
     """`report.html` in a folder of `train`, `long2short`, `rounds`, `curate`, `evaluate` or `pipeline`; its path.
-    ``stages``: of a pipeline, as they stand now; default: as its last run left them.
+    ``stages``: those of a pipeline, as they stand now; default: as its last run left them.
 
     A piece that is missing is named at the end of the page; a damaged one under "Notices". ``place`` may be the page of
     a comparison: it is made anew from its runs.
@@ -62,13 +63,15 @@ def write_report(place: str | Path, stages: Sequence[PipelineStage] = ()) -> Pat
         ValueError: there is nothing of ours in ``place``; what is there, is left alone.
     """
     place = Path(place)
-    return rewrite_comparison(place) if place.is_file() else report_page(place, stages).write(place / "report.html")
+    if place.is_file():
+        return rewrite_comparison(place, stages)
+    return report_page(place, stages).write(place / "report.html")
 
 
-def report_page(folder: Path, stages: Sequence[PipelineStage] = ()) -> Page:
+def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
     """The page about what ``folder`` holds. Of several things the run's, and a notice names the others."""
     record = read_run(folder)
-    record.stages = list(stages) or record.stages
+    record.stages = list(stages(folder)) or record.stages
     if not record.kind:
         raise ValueError(f"{_without_a_page(folder)}; nothing was changed")
     if record.kind == CURATION:

@@ -1,6 +1,7 @@
 """What a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops a report.
 
-    run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds
+    run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds;
+                              of a finished run the names of the files that it has left (``gone_from``)
     metrics.jsonl             one JSON object a logged step, with `step`; keys as in TRL's log_history
     rounds.jsonl              one a round, of `grpo-lab rounds`
     evaluation/before, after  written by EvaluationResult.write; evaluation/step_<n>: during training
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +56,15 @@ class PipelineStage:
     before: list[str] = field(default_factory=list)
     seconds: float | None = None
     results: dict[str, Any] = field(default_factory=dict)
+
+
+StagesOf = Callable[[Path], Sequence[PipelineStage]]
+"""The stages of the pipeline in a folder as they stand now; none: its last run's words hold (`pipeline.json`)."""
+
+
+def as_left(folder: Path) -> Sequence[PipelineStage]:
+    """Of every folder none."""
+    return ()
 
 
 @dataclass
@@ -118,12 +129,27 @@ def read_run(folder: str | Path) -> RunRecord:
         _read_answers(record)
     if record.summary.get("finished") is False:
         record.notices.insert(0, "the run is not finished: this is what it has written so far")
+    elif gone := gone_from(folder, record.summary):
+        record.notices.insert(0, f"{in_few_words(gone)} gone since the run was finished: its command makes it again")
     if record.kind == EVALUATION:
         try:
             record.after = EvaluationResult.read(folder)
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{folder} holds an evaluation that cannot be read: {error}") from error
     return record
+
+
+def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Of the files that the run in ``folder`` has ``left`` by its ``run.json``, those that are not there any more."""
+    left = summary.get("left")
+    names = left if isinstance(left, list) else []
+    return [str(name) for name in names if not (folder / str(name)).is_file()]
+
+
+def in_few_words(gone: Sequence[str]) -> str:
+    """The first of the files that are gone, and how many more are."""
+    more = f" and {len(gone) - 1} more are" if len(gone) > 1 else " is"
+    return f"{gone[0]}{more}"
 
 
 def _kinds_of(record: RunRecord) -> list[str]:

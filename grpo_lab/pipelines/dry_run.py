@@ -12,6 +12,7 @@ from grpo_lab.io import saving
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.run_folder import is_begun
+from grpo_lab.pipelines.standing import again_in_words
 from grpo_lab.pipelines.train import resolve
 from grpo_lab.recipe.ahead import made_from, outlook
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_read
@@ -79,6 +80,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "tools": ", ".join(section.name for section in recipe.tools),
         "environment": recipe.environment_factory and recipe.environment_factory.name,
         "public numbers": recipe.model.expected,
+        **again_in_words(recipe.output_dir, overwrite),
         "first prompt": None if job.rows is None else first_prompt(recipe, job.rows),
         "context": job.room,
     }

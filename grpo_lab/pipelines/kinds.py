@@ -35,7 +35,7 @@ from grpo_lab.runs.stage import At, Facts
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.build import Build, Fusion
-from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
 from grpo_lab.stages.traces import FilterTraces
@@ -52,6 +52,7 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
         """``rl``, ``curate``, ``rounds``, ``long2short``: the recipe of `grpo-lab train`, `curate`, …"""
 
         leaves: ClassVar[Mapping[str, str]] = left
+        keeps: ClassVar[Collection[str]] = (EVALUATION,)
         perhaps: ClassVar[Collection[str]] = ("preference",)
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train

@@ -11,14 +11,16 @@ counts is accuracy *and* tokens of right answers."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_lab.curation import sampled
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation.run_record import gone_from, in_few_words
 from grpo_lab.io import write_json
+from grpo_lab.pipelines.standing import again_in_words, left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers
 from grpo_lab.recipe.job import Questions, check_model, questions
@@ -141,6 +143,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         found = check_folder(recipe, overwrite)
         if found and "recipe" not in found:
             _mark_stages(recipe, found)
+        if make_again(recipe, gone_from(folder, found)):
+            found["finished"] = False
         return found
 
     with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
@@ -152,13 +156,29 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
             console.print(f"{folder} is finished: nothing to do", soft_wrap=True)
         else:
             page = write_report(folder)
-            run.write(finished=True)
+            run.write(left=left_in(folder, [EVALUATION]), finished=True)
     before, after = (_measured(folder / EVALUATION / name) for name in ("before", "after"))
     if after is not None:
         terminal_summary(before, after, report=page, model_path=folder)
     elif page is not None:
         console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
     return Shortened(folder, count, before, after)
+
+
+def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
+    """Whether something is ``gone`` from the folder of a finished run: the stage that made it has no marker any
+    more."""
+    folder = recipe.output_dir
+    for which in {one.split("/")[1] for one in gone if one.startswith(f"{EVALUATION}/")}:
+        shutil.rmtree(folder / EVALUATION / which, ignore_errors=True)
+        (folder / f"{which}.json").unlink(missing_ok=True)
+    if any(not one.startswith(f"{EVALUATION}/") for one in gone):
+        stages = ["merge", "train"] if (folder / ROWS).is_file() else ["merge", "train", "select"]
+        for stage in stages:
+            (folder / f"{stage}.json").unlink(missing_ok=True)
+    if gone:
+        console.print(f"{folder}: {in_few_words(gone)} gone, and made again", soft_wrap=True)
+    return bool(gone)
 
 
 def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False) -> list[Stage]:
@@ -236,7 +256,7 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Wor
         when = "before and after" if recipe.evaluation.before else "after"
         count = count_of(asked.held_out, recipe.evaluation.data)
         facts["evaluation"] = f"{when}: {count}, judged by {told(recipe.evaluation.reward)}"
-    return {**facts, "output folder": str(recipe.output_dir)}
+    return {**facts, **again_in_words(recipe.output_dir, overwrite), "output folder": str(recipe.output_dir)}
 
 
 def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -> Words:

@@ -21,9 +21,11 @@ from typing import Any
 
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
+from grpo_lab.evaluation.run_record import gone_from, in_few_words
 from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
+from grpo_lab.pipelines.standing import again_in_words, left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
 from grpo_lab.recipe.job import Questions, check_model, questions
@@ -58,7 +60,8 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
 
     def earlier() -> dict[str, Any]:
         found = check_folder(recipe, overwrite)
-        return {**found, "finished": found.get("finished") and found.get("count") == count} if found else {}
+        whole = not make_again(folder, gone_from(folder, found)) and found.get("count") == count
+        return {**found, "finished": found.get("finished") and whole} if found else {}
 
     with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
         if run.about["finished"]:
@@ -87,11 +90,36 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> lis
         for name, at in (("before", start.folder), ("after", last)):
             if (at / EVALUATION).is_dir():
                 shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
-    run.write(finished=True)
+    inside = [f"{place.name}/{what}" for place in folder.glob("round-*") for what in (EVALUATION, MODEL)]
+    left = left_in(folder, ["rounds.jsonl", EVALUATION, f"{start.folder.name}/{EVALUATION}", *inside])
+    run.write(left=left, finished=True)
     found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
     print_table(console, f"{recipe.name}: {recipe.method}", found.head, found.rows)
     console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
     return lines
+
+
+def make_again(folder: Path, gone: Sequence[str]) -> bool:
+    """Whether something is ``gone`` from the ``folder`` of finished rounds: the stage of a round that made it has no
+    marker any more. ValueError: the model that it was made of is not there either."""
+    made = dict.fromkeys(tuple(one.split("/")[:2]) for one in gone if one.startswith(("start/", "round-")))
+    for place, what in made:
+        number = int(place.removeprefix("round-").replace("start", "0"))
+        of = round_folder(folder, number if what == EVALUATION else number - 1)
+        is_kept = (of / MODEL).is_dir() or (of.name, MODEL) in made
+        if not is_kept and (of / "train.json").is_file():
+            raise ValueError(
+                f"{place}/{what} is gone from the finished rounds in `output_dir` {str(folder)!r}, and so is "
+                f"{of.name}/{MODEL}, of which it was made (`keep_models`); put a copy back, choose another "
+                "`--output_dir`, or give --overwrite"
+            )
+    for place, what in made:
+        shutil.rmtree(folder / place / what, ignore_errors=True)
+        marker = "evaluate.json" if what == EVALUATION else "train.json"
+        (folder / place / marker).unlink(missing_ok=True)
+    if gone:
+        console.print(f"{folder}: {in_few_words(gone)} gone, and made again", soft_wrap=True)
+    return bool(gone)
 
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
@@ -115,6 +143,7 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
         "rounds": "once" if count == 1 else f"{count} times: {', '.join(name[3:] for name in plan)}",
         **plan,
         "done already": f"{done}{' (--overwrite begins anew)' if overwrite and done != 'nothing' else ''}",
+        **again_in_words(recipe.output_dir, overwrite),
         "output folder": str(recipe.output_dir),
     }
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from rich.console import Console
 
 from grpo_lab.diagnostics.token_weights import FILE as TOKEN_WEIGHTS
+from grpo_lab.evaluation.run_record import gone_from, in_few_words
 from grpo_lab.io import write_whole_text
 from grpo_lab.reading import read_text
 from grpo_lab.recipe.sections import Recipe
@@ -44,6 +45,8 @@ ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm
 """Where a rollout server is."""
 LENGTH = ("max_steps", "num_train_epochs")
 """How far the run goes."""
+MEASURED = "evaluation/"
+"""How the names of files begin that belong to evaluations."""
 
 CANNOT_CHANGE_THE_PAST = frozenset(
     (
@@ -86,6 +89,8 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
     begun = not overwrite and (folder / RUN).is_file()
     changed = refuse_folder(recipe, overwrite)
     measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
+    found = read_marker(folder / RUN) if begun else {}
+    gone = gone_from(folder, found)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
         value = recipe.arguments.get("value")
@@ -99,19 +104,24 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
         for name in ("metrics.jsonl", TOKEN_WEIGHTS):
             (folder / name).unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
-    elif measured or longer:  # there is something left to do in a finished run
-        found = read_marker(folder / RUN)
-        if longer and found.pop("trained", None) is not None and newest_whole(folder)[0] is None:
+    elif measured or longer or gone:  # there is something left to do in a finished run
+        without_model = any(not one.startswith(MEASURED) for one in gone)
+        trained = found.pop("trained", None) if longer or without_model else None
+        if longer and trained is not None and newest_whole(folder)[0] is None:
             raise ValueError(
                 f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot "
                 "be trained further"
             )
-        write_run(folder, {**found, "finished": False})
+        write_run(folder, {**found, "left": [], "finished": False})
     if measured:
         shutil.rmtree(folder / "evaluation", ignore_errors=True)
+    for name in {"/".join(one.split("/")[:2]) for one in gone if one.startswith(MEASURED)}:
+        shutil.rmtree(folder / name, ignore_errors=True)  # half an evaluation is none
     write_whole_text(folder / "recipe.yaml", written(plain_settings(recipe)))
     for one in changed:
         log.warning("resumed with another setting: %s", one)
+    if gone:
+        log.warning("%s: %s gone since the run was finished, and made again", folder, in_few_words(gone))
     return folder
 
 
@@ -137,8 +147,27 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     changed = []
     if isinstance(then, dict):
         changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
-    check_length(folder, newest_whole(folder)[0], int(recipe.arguments.get("max_steps") or -1))
+    newest = newest_whole(folder)[0]
+    check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))
+    if not any(one.of("evaluation") for one in changed):
+        refuse_lost(folder, gone_from(folder, found), newest)
     return changed
+
+
+def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
+    """ValueError where one of the files that are ``gone`` from a finished run cannot be made again: what was measured
+    on the way, or a model of which no checkpoint (``newest``) is left."""
+    for one in gone:
+        if one.startswith(f"{MEASURED}step_"):
+            why = "it was measured in the training, which is over"
+        elif not one.startswith(MEASURED) and newest is None:
+            why = "no whole checkpoint is left to make it of"
+        else:
+            continue
+        raise ValueError(
+            f"{one} is gone from the finished run in `output_dir` {str(folder)!r}, and {why}; put a copy back, choose "
+            "another `--output_dir`, or give --overwrite"
+        )
 
 
 def may_differ(found: Difference) -> bool:

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from grpo_lab.evaluation import pipeline_sections, write_report
-from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, RUNNING, STAGES, PipelineStage
+from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, RUNNING, STAGES, PipelineStage, gone_from
 from grpo_lab.locks import is_locked
-from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, StageRecord, digests_at
+from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, StageRecord, digests_at, files_of
+from grpo_lab.reading import read_record
 from grpo_lab.recipe.digests import is_as_seen
+from grpo_lab.recipe.models import files_of_model
+from grpo_lab.runs.folder import RUN, read_marker
 
 WAITS, NOTHING = "waits", "done"
 TO_DO_AGAIN = "done, to do again"
@@ -100,7 +103,17 @@ def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
             (lost if inside else gone).append(file)
         elif not is_as_seen(place / file, then):
             edited.append(file)
+    if record.status == DONE and (place / RUN).is_file():  # a command that works by itself: it goes on there
+        lost += [one for one in _gone_by_its_run(place) if one not in (*gone, *lost)]
     return Look(digests, gone, lost, edited)
+
+
+def _gone_by_its_run(place: Path) -> list[str]:
+    """What the command that worked in ``place`` misses there."""
+    try:
+        return gone_from(place, read_record(place / RUN))
+    except ValueError:
+        return [f"readable {RUN}"]  # the command says what is wrong with it
 
 
 def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, StageRecord]) -> dict[str, Standing]:
@@ -167,4 +180,17 @@ def show(folder: Path, console: Console | None = None) -> None:
 
 def report(place: Path) -> Path:
     """Write the page of what is in ``place``; of a pipeline with its stages as they stand now."""
-    return write_report(place, stages_now(place))
+    return write_report(place, stages_now)
+
+
+def left_in(folder: Path, places: Sequence[str]) -> list[str]:
+    """The names that a finished run's ``run.json`` keeps as ``left``: of the model in its ``folder``, and of every file
+    at ``places`` in it. Which of them are gone, ``gone_from`` says."""
+    files = [*files_of_model(folder), *(file for place in places for file in files_of(folder / place))]
+    return sorted({file.relative_to(folder).as_posix() for file in files})
+
+
+def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
+    """For the dry run of a command: what its finished run in ``folder`` misses."""
+    gone = [] if overwrite else gone_from(folder, read_marker(folder / RUN))
+    return {"to make again": ", ".join(gone)} if gone else {}

@@ -21,6 +21,7 @@ from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_ru
 from grpo_lab.io import saving
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.pipelines.stage_record import StageRecord, digests_of
+from grpo_lab.pipelines.standing import left_in
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows
@@ -37,6 +38,7 @@ from grpo_lab.trainer.generation.in_step import PolicySampler
 from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.whole import broken_weights
+from grpo_lab.trainer.scoring.preference import FOLDER as PREFERENCE
 
 REINFORCEMENT = "reinforcement"
 
@@ -109,7 +111,8 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
     carry_out(_stages(job, record, seconds, resume), At(folder, StopRequests(folder)), report)
     if not main:
         return TrainingOutcome(folder, None, None, None)
-    write_run(folder, {**read_marker(folder / RUN), "seconds": seconds, "finished": True})
+    left = left_in(folder, ["critic", PREFERENCE, "evaluation"])
+    write_run(folder, {**read_marker(folder / RUN), "seconds": seconds, "left": left, "finished": True})
     found, page = read_run(folder), write_report(folder)
     if found.after is None:
         console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
@@ -254,6 +257,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     save_final(trainer, folder)
     trainer.create_model_card(model_name=job.name)
     record["trained"], record["tokens"] = trainer.state.global_step, trainer.parts.generated
+    record["left"] = left_in(folder, ["critic", PREFERENCE])
     if main:
         write_run(folder, record)
     late = next(filter(None, gather_object([trainer.parts.stop.late])), None)
