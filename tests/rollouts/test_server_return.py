@@ -104,7 +104,7 @@ class Story:
         client = SimpleNamespace(wait=lambda limit: self.step("wait"))
         accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
         generation = SimpleNamespace(accelerator=accelerator, vllm_client=client, waiting=contextlib.nullcontext)
-        monkeypatch.setattr(server, "connect", lambda *_: self.step("connect"))
+        monkeypatch.setattr(server, "connect", lambda *_, wait: self.step("connect"))
         monkeypatch.setattr(server, "sync", lambda _, stock: stock())
         monkeypatch.setattr(server, "generate", lambda _, stock: stock())
         self.run = ServerReturn(generation, ServerSettings(**settings))
@@ -157,6 +157,25 @@ def test_nothing_is_taken_before_the_proof(tell: Tell) -> None:
     story.generate()
     assert story.done[6:] == ["generate"]  # once
     assert story.counted == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("faults", "done"),
+    [
+        ({"connect": [ServerGone("refused")]}, ["wait", "connect", "wait", "connect", "sync"]),
+        ({"sync": [ServerGone("reset")]}, ["wait", "connect", "sync", "wait", "connect", "sync"]),
+        ({"wait": [TokenRefused("401")]}, ["wait", "wait", "connect", "sync"]),
+    ],
+)
+def test_one_that_answers_while_it_ends_is_waited_out(
+    tell: Tell, faults: dict[str, list[Any]], done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked to end it may say that it is healthy, without its token's file, and then be gone."""
+    monkeypatch.setattr(server, "LOOK_AGAIN", 0.0)
+    story = tell({"generate": [LOST, "completions"], **faults}, return_timeout=5)
+    assert story.generate() == "completions"
+    assert story.done == ["generate", *done, "prove [[5, 6]]", "generate"]
+    assert story.counted == [1]
 
 
 def test_of_half_a_completion_the_proof_takes_the_prompt(tell: Tell) -> None:
@@ -216,10 +235,13 @@ def test_ranks_that_would_give_up_before_the_server_is_back_are_named() -> None:
         PermissionError("token"),
     ],
 )
-def test_what_cannot_be_had_ends_the_run_as_a_lost_server(tell: Tell, failure: Exception) -> None:
+def test_what_cannot_be_had_ends_the_run_as_a_lost_server(
+    tell: Tell, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`ServerGone` is what a checkpoint is kept for."""
+    monkeypatch.setattr(server, "LOOK_AGAIN", 0.0)
     for place in ("wait", "connect"):
-        story = tell({"generate": [LOST], place: [failure]}, return_timeout=5)
+        story = tell({"generate": [LOST], place: [failure] * 10**5}, return_timeout=0.01)
         with pytest.raises(ServerGone, match=f"it went. It did not come back: {failure}"):
             story.generate()
 

@@ -48,6 +48,8 @@ FAULTS: dict[str, type[Exception]] = {
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
 #: times that one generation may lose its server; a batch that the server dies of is not tried for ever
 LOSSES = 3
+#: seconds before a server is asked again that answered, and then was lost once more
+LOOK_AGAIN = 1.0
 #: an answer of the server without completions
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
@@ -90,9 +92,10 @@ def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
     return from_main(accelerator, value)
 
 
-def connect(generation: Any, settings: ServerSettings) -> None:
-    """``VLLMGeneration._init_vllm`` in server mode: wait for the server, open the way for the weights. ``ValueError``
-    where it serves another model, or its context has no room beside the longest completion."""
+def connect(generation: Any, settings: ServerSettings, wait: float | None = None) -> None:
+    """``VLLMGeneration._init_vllm`` in server mode: wait for the server (``wait`` seconds; None: as long as at the
+    start), open the way for the weights. ``ValueError`` where it serves another model, or its context has no room
+    beside the longest completion."""
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
     def meet(client: LabVLLMClient) -> None:
@@ -105,10 +108,9 @@ def connect(generation: Any, settings: ServerSettings) -> None:
         check_same_model(client, generation.model, generation.processing_class)
 
     def talk() -> tuple[int, int]:
+        limit = generation.server_timeout if wait is None else wait
         with read_as_vllms(url):
-            client = LabVLLMClient(
-                settings, base_url=url, group_port=generation.group_port, connection_timeout=generation.server_timeout
-            )
+            client = LabVLLMClient(settings, base_url=url, group_port=generation.group_port, connection_timeout=limit)
             client.meet = functools.partial(meet, client)
             client.meet()
             files = generation.adapters
@@ -284,15 +286,28 @@ class ServerReturn:
             logger.warning(f"the vLLM server is lost ({lost}); {waiting}")
         try:
             with self.generation.waiting():
-                on_main(self.generation.accelerator, lambda: self.generation.vllm_client.wait(self.waits))
-                connect(self.generation, self.settings)
-                sync(self.generation, stock_sync)
+                self._have_back(stock_sync, start + self.waits)
         except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
         self._since, self._unproven = self._since + 1, True
         if says:
             waited = time.monotonic() - start
             logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
+
+    def _have_back(self, stock_sync: Callable[[], None], end: float) -> None:
+        """Connect, and send the weights, until ``end`` of the main process's clock. One that is about to end may answer
+        once more, or refuse a token whose file is gone: the wait goes on."""
+        accelerator = self.generation.accelerator
+        while True:
+            try:
+                on_main(accelerator, lambda: self.generation.vllm_client.wait(max(end - time.monotonic(), 0.0)))
+                connect(self.generation, self.settings, wait=0.0)
+                sync(self.generation, stock_sync)
+                return
+            except (ServerGone, TokenRefused):
+                if from_main(accelerator, time.monotonic() >= end):
+                    raise
+            time.sleep(LOOK_AGAIN)
 
     def _prove(self, prompts: list[list[int]]) -> None:
         """The proof of a server that came back, however seldom the run proves otherwise."""
