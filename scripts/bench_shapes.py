@@ -16,6 +16,14 @@ SHAPES = {
         "num_key_value_heads": 1,
         "vocab_size": 1024,
     },
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 8192,
+    },
     "10M": {
         "hidden_size": 256,
         "intermediate_size": 1024,

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from memory_table import GPUS
 
-from gpu_checks.runner import Row, Setting
+from gpu_checks.section import Row, Setting
 
 PACKAGES = (
     "grpo_lab",

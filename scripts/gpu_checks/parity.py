@@ -11,19 +11,16 @@ one's error), are at most twice the yardstick.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from gpu_checks.runner import Row, Setting
+from gpu_checks.section import Row, Setting, verdict
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-
 from parity.harness import ONE_ROW_IN_A_HUNDRED, Run, arguments, movement_bound, movement_difference, train
 
 #: objective → TRL's settings that say the same
@@ -40,7 +37,7 @@ MOVES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4}
 def models(setting: Setting) -> Path:
     """A random Qwen2 whose heads are of 64, as Qwen2.5's (tiny: of 8), so that a GPU takes its usual attention
     kernels."""
-    folder = setting.folder / "parity"
+    folder = setting.own / "model"
     if not folder.exists():
         sizes = {"hidden_size": 32} if setting.tiny else {"hidden_size": 256, "num_layers": 4}
         model, tokenizer = tiny_model("qwen2", initializer_range=1 / sizes["hidden_size"] ** 0.5, **sizes)
@@ -50,7 +47,7 @@ def models(setting: Setting) -> Path:
 
 
 def run(setting: Setting, kind: Any, name: str, **changes: Any) -> Run:
-    settings = arguments(setting.folder / "out", **({"use_cpu": not setting.gpu} | changes))
+    settings = arguments(setting.own / "out", **({"use_cpu": not setting.gpu} | changes))
     ours = issubclass(kind, LabTrainer)
     args = LabConfig(objective=name, **settings) if ours else GRPOConfig(**settings, **STOCK[name])
     done = train(kind, args, models(setting))
@@ -58,34 +55,33 @@ def run(setting: Setting, kind: Any, name: str, **changes: Any) -> Run:
     return done
 
 
-def fp32(setting: Setting) -> list[Row]:
+def fp32(setting: Setting) -> Iterator[Row]:
     """Movement of the weights in four SGD steps, stock beside ours, one row an objective."""
-    rows: list[Row] = []
-    for name in ("dr_grpo",) if setting.tiny else STOCK:
+    width = 32 if setting.tiny else 256
+    for name in objectives(setting):
         stock, ours = (run(setting, kind, name) for kind in (GRPOTrainer, LabTrainer))
-        width = 32 if setting.tiny else 256
-        found, bound = movement_difference(ours, stock), movement_bound(stock, width)
+        found = movement_difference(ours, stock)
+        bound = movement_bound(stock, width)
         apart = max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True))
-        rows.append(
-            {"dtype": "float32", "objective": name, "movement": found, "bound": bound, "losses apart": apart}
-            | {"pass": found <= bound < ONE_ROW_IN_A_HUNDRED}
-        )
-    return rows
+        asked = f"{name}, float32: movement of the weights from stock's"
+        yield verdict(asked, found, f"<= {bound:.1e}", found <= bound < ONE_ROW_IN_A_HUNDRED, **{"losses apart": apart})
 
 
-def bf16(setting: Setting) -> list[Row]:
+def bf16(setting: Setting) -> Iterator[Row]:
     """The same under bfloat16 autocast, measured by stock's own rounding."""
     if setting.gpu and not torch.cuda.is_bf16_supported():
         raise RuntimeError("this GPU has no bfloat16")
-    rows: list[Row] = []
-    for name in ("dr_grpo",) if setting.tiny else STOCK:
+    for name in objectives(setting):
         exact, theirs = (run(setting, GRPOTrainer, name, bf16=half, **MOVES) for half in (False, True))
         ours = run(setting, LabTrainer, name, bf16=True, **MOVES)
         rounding = movement_difference(theirs, exact)
-        off, apart = movement_difference(ours, exact), movement_difference(ours, theirs)
-        rows.append(
-            {"dtype": "bfloat16", "objective": name,
-             "stock's rounding": rounding, "ours from float32": off, "apart": apart}
-            | {"bound": 2 * rounding, "pass": 1e-4 < rounding < 0.1 and max(off, apart) <= 2 * rounding}
-        )  # fmt: skip
-    return rows
+        off = movement_difference(ours, exact)
+        apart = movement_difference(ours, theirs)
+        asked = f"{name}, bfloat16: movement from stock's float32 run, and from its bfloat16 run"
+        passed = 1e-4 < rounding < 0.1 and max(off, apart) <= 2 * rounding
+        columns = {"from float32": off, "apart": apart, "stock's rounding": rounding}
+        yield verdict(asked, max(off, apart), f"<= {2 * rounding:.1e}, twice stock's rounding", passed, **columns)
+
+
+def objectives(setting: Setting) -> tuple[str, ...]:
+    return ("dr_grpo",) if setting.tiny else tuple(STOCK)

@@ -1,157 +1,134 @@
-"""Sections one after the other within a time budget: a section that fails, is missing or does not fit says so, and the
-others go on."""
+"""All sections within a budget: the functional ones side by side, then the timed ones alone, each in its own process.
+
+While functional sections run, nothing is timed; when the last of them has begun, the processes of the timed ones are
+started and import, so that each begins at once when its turn comes. On a CPU a section is a fork of this process, which
+has imported everything; on a GPU it is a new process, since CUDA does not survive a fork.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
-Row = dict[str, Any]
-Outcome = dict[str, Any]
+from gpu_checks.process import Started
+from gpu_checks.section import Outcome, Section, Setting
+
+#: at most so many seconds between two looks at the limits
+LOOK = 1.0
 
 
-@dataclass(frozen=True)
-class Setting:
-    """``tiny``: models that a CPU trains in a second. ``deadline``: on ``time.monotonic()``'s clock. ``folder``:
-    scratch."""
+class Runner:
+    """``keep(name, outcome)`` is called after every section, in the order in which they end."""
 
-    tiny: bool
-    device: str
-    deadline: float
-    folder: Path
+    def __init__(self, setting: Setting, keep: Callable[[str, Outcome], None], cores: int | None = None) -> None:
+        self.setting = setting
+        self.keep = keep
+        self.cores = cores or len(os.sched_getaffinity(0))
+        self.context: Any = multiprocessing.get_context("spawn" if setting.gpu else "fork")
+        self.started: dict[str, Started] = {}
 
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    @property
-    def gpu(self) -> bool:
-        return self.device != "cpu"
-
-
-@dataclass(frozen=True)
-class Section:
-    """``seconds``: what it takes at most on an H100, guessed; ``tiny_seconds``: in its tiny form on two CPU cores.
-
-    ``apart``: in a process of its own, because what it starts (an engine, a process group) is not given back while the
-    process lives. ``needs``: packages without which there is nothing to measure. ``gpu_only``: why a CPU cannot run it.
-    """
-
-    name: str
-    run: Callable[[Setting], list[Row]]
-    seconds: float
-    tiny_seconds: float
-    apart: bool = False
-    needs: tuple[str, ...] = ()
-    gpu_only: str | None = None
-
-
-def run_all(
-    sections: Sequence[Section], setting: Setting, here: bool, told: Callable[[str], None]
-) -> dict[str, Outcome]:
-    """name → outcome: ``status`` (ok, failed, skipped, not installed), ``seconds``, ``rows``, and ``error`` or
-    ``reason``.
-
-    ``here``: in this process whatever a section asks for (the process that was started for one is such a place).
-    """
-    outcomes: dict[str, Outcome] = {}
-    for section in sections:
-        began = time.monotonic()
-        outcomes[section.name] = outcome = run_one(section, setting, here)
-        outcome["seconds"] = round(time.monotonic() - began, 1)
-        why = outcome.get("reason") or (outcome.get("error") or {}).get("message", "")
-        told(f"{section.name}: {outcome['status']} ({outcome['seconds']} s) {why}".rstrip())
-        free_memory()
-    return outcomes
-
-
-def run_one(section: Section, setting: Setting, here: bool) -> Outcome:
-    missing = [package for package in section.needs if find_spec(package) is None]
-    if missing:
-        return {"status": "not installed", "rows": [], "reason": f"{', '.join(missing)} not installed"}
-    if section.gpu_only and not setting.gpu:
-        return {"status": "skipped", "rows": [], "reason": section.gpu_only}
-    needed, left = section.tiny_seconds if setting.tiny else section.seconds, setting.left()
-    if needed > left:
-        reason = f"needs about {needed:.0f} s, {max(left, 0):.0f} s of the budget are left"
-        return {"status": "skipped", "rows": [], "reason": reason}
-    try:
-        return in_a_process(section, setting) if section.apart and not here else judged(section.run(setting))
-    except Exception as error:
-        return failure(error)
-
-
-def judged(rows: list[Row]) -> Outcome:
-    """failed where a row says so: ``pass`` is False, or it has an ``error``."""
-    bad = [row for row in rows if row.get("pass") is False or "error" in row]
-    outcome: Outcome = {"status": "failed" if bad else "ok", "rows": rows}
-    if bad:
-        outcome["error"] = {
-            "type": "row",
-            "message": f"{len(bad)} of {len(rows)} rows: {bad[0].get('error', 'outside its tolerance')}",
-        }
-    return outcome
-
-
-def failure(error: BaseException) -> Outcome:
-    where = "".join(traceback.format_exception(error))[-8000:]
-    lines = str(error).strip().splitlines()
-    told = {"type": type(error).__name__, "message": f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]}
-    return {"status": "failed", "rows": [], "error": told | {"traceback": where}}
-
-
-def in_a_process(section: Section, setting: Setting) -> Outcome:
-    """The section alone in a new process, which is ended with all that it started at the deadline."""
-    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
-        answer, left = Path(folder) / "answer.json", setting.left()
-        command = [
-            sys.executable, str(Path(__file__).parents[1] / "gpu_check.py"), "--only", section.name, "--here",
-            "--output", str(answer), "--budget", f"{left:.0f}", *(["--tiny"] if setting.tiny else []),
-        ]  # fmt: skip
-        started = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+    def run(self, sections: Sequence[Section]) -> None:
+        """Everything, the most telling first; whatever ends this call ends the processes, too."""
+        possible = [section for section in sections if self.possible(section)]
+        timed = [section for section in possible if section.timed]
         try:
-            said, _ = started.communicate(timeout=max(left, 1))
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"not done after the {left:.0f} s that were left of the budget") from None
+            self.side_by_side([section for section in possible if not section.timed], timed)
+            if self.setting.gpu:
+                self.import_ahead(timed)
+            self.imported()
+            for section in timed:
+                self.alone(section)
         finally:
-            end_group(started)
-        if not answer.is_file():
-            raise RuntimeError(
-                f"its process ended with code {started.returncode} and no answer; its last words: {said[-1500:]}"
-            )
-        outcome: Outcome = json.loads(answer.read_text())["sections"][section.name]
-        return outcome
+            for process in self.started.values():
+                process.kill()
+
+    def possible(self, section: Section) -> bool:
+        missing = [package for package in section.needs if find_spec(package) is None]
+        if missing and not section.only_built(self.setting):
+            reason = f"{', '.join(missing)} not installed"
+            self.keep(section.name, {"status": "not installed", "rows": [], "reason": reason})
+            return False
+        return True
+
+    def fits(self, section: Section) -> bool:
+        needed = section.tiny_seconds if self.setting.tiny else section.seconds
+        left = self.setting.left()
+        if needed <= left:
+            return True
+        reason = f"needs about {needed:.0f} s, {max(left, 0):.0f} s of the budget are left"
+        self.keep(section.name, {"status": "skipped", "rows": [], "reason": reason})
+        return False
+
+    def side_by_side(self, waiting: list[Section], timed: Sequence[Section]) -> None:
+        running: list[Started] = []
+        while waiting or running:
+            waiting = self.begin_what_has_room(waiting, running)
+            if not waiting and self.setting.gpu:
+                self.import_ahead(timed)
+            look_at(running)
+            for process in [one for one in running if one.ended() or one.over() <= 0]:
+                running.remove(process)
+                self.finish(process)
+
+    def begin_what_has_room(self, waiting: list[Section], running: list[Started]) -> list[Section]:
+        """Begin in their order those that find cores; a smaller one goes past one that does not -> those that wait."""
+        later: list[Section] = []
+        for section in waiting:
+            free = self.cores - sum(process.section.keeps_busy(self.setting) for process in running)
+            if running and section.keeps_busy(self.setting) > free:
+                later.append(section)
+            elif self.fits(section):
+                running.append(self.start(section, self.own_cores(section, running)))
+        return later
+
+    def own_cores(self, section: Section, running: Sequence[Started]) -> tuple[int, ...]:
+        """On a CPU each section has cores of its own, so that two engines do not bind their threads to the same one."""
+        taken = {core for process in running for core in process.setting.cores}
+        free = sorted(os.sched_getaffinity(0) - taken)[: section.keeps_busy(self.setting)]
+        return () if self.setting.gpu or len(free) < section.keeps_busy(self.setting) else tuple(free)
+
+    def import_ahead(self, timed: Sequence[Section]) -> None:
+        for section in timed:
+            if section.name not in self.started:
+                self.start(section)
+
+    def imported(self) -> None:
+        """Wait until the processes of the timed sections have imported: nothing runs beside what is timed."""
+        waiting = list(self.started.values())
+        while waiting := [one for one in waiting if not (one.ready or one.ended() or one.over() <= 0)]:
+            wait([thing for process in waiting for thing in process.waits_on()], timeout=LOOK)
+            for process in waiting:
+                process.hear()
+
+    def alone(self, section: Section) -> None:
+        if not self.fits(section):
+            return
+        process = self.started.get(section.name) or self.start(section)
+        process.turn()
+        while not process.ended() and process.over() > 0:
+            look_at([process])
+        self.finish(process)
+
+    def start(self, section: Section, cores: tuple[int, ...] = ()) -> Started:
+        self.started[section.name] = process = Started(section, self.setting, self.context, cores)
+        return process
+
+    def finish(self, process: Started) -> None:
+        del self.started[process.section.name]
+        self.keep(process.section.name, process.end())
 
 
-def end_group(started: subprocess.Popen[str]) -> None:
-    """Ends the process and all that it started: a launcher's workers have sessions, and so groups, of their own."""
-    import psutil
-
-    try:
-        family = [*psutil.Process(started.pid).children(recursive=True), psutil.Process(started.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    started.wait()
-
-
-def free_memory() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def look_at(running: Sequence[Started]) -> None:
+    """Wait until one has something to say, ends, or is over its limit. Those that have imported are asked at once."""
+    if not running:
+        return
+    for process in running:
+        process.go_on()
+    first = min([LOOK, *(process.over() for process in running)])
+    wait([thing for process in running for thing in process.waits_on()], timeout=max(first, 0))
+    for process in running:
+        process.go_on()

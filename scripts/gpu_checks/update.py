@@ -7,6 +7,8 @@ model outputs. Generation is scripted and not timed, and the first step of a run
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -17,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from gpu_checks.device import device_name, peak_flops
-from gpu_checks.runner import Row, Setting, failure, free_memory
+from gpu_checks.section import Row, Setting, faster, verdict
 from gpu_checks.work import lengths, live, needed_flops, shape_of
+from gpu_checks.worker import failure
 from grpo_lab import LabTrainer
 
 SIDES: dict[str, type] = {"stock": GRPOTrainer, "ours": LabTrainer}
@@ -28,19 +31,15 @@ DEAD_SHARES = (0.0, 0.62)
 LEAST_SECONDS = 15.0
 
 
-def update_of(shape: str) -> Any:
-    """The section of one shape: variants × dead shares × sides, one row each; a run that breaks (memory) is an
-    ``error`` row."""
-
-    def section(setting: Setting) -> list[Row]:
-        rows: list[Row] = []
-        for variant, share in cells(setting, shape):
-            for side in SIDES:
-                rows.append(attempt(setting, "tiny" if setting.tiny else shape, variant, share, side))
-                free_memory()
-        return with_speed_up(rows)
-
-    return section
+def section(setting: Setting, shape: str) -> Iterator[Row]:
+    """Variants × dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
+    for variant, share in cells(setting, shape):
+        found: dict[str, Row] = {}
+        for side in SIDES:
+            found[side] = attempt(setting, "tiny" if setting.tiny else shape, variant, share, side)
+            free_memory()
+        yield found["stock"]
+        yield beside(setting, found["stock"], found["ours"])
 
 
 def cells(setting: Setting, shape: str) -> list[tuple[str, float]]:
@@ -60,7 +59,7 @@ def attempt(setting: Setting, shape: str, variant: str, share: float, side: str)
     try:
         return row | measured(setting, shape, variant, Rollouts(groups * GROUP, round(share * groups), 0), side)
     except Exception as error:
-        return row | {"error": failure(error)["error"]["message"]}
+        return row | {"error": failure(error)["reason"]}
 
 
 def measured(setting: Setting, shape: str, variant: str, rollouts: Rollouts, side: str) -> Row:
@@ -96,7 +95,7 @@ def adapter() -> Any:
 def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
     """Stock's and ours: a drop-in run, ``objective`` unset, so that both are told the same."""
     return {
-        "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 8,
+        "output_dir": str(setting.own / "out"), "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": rows // 8, "num_generations": GROUP, "max_completion_length": 512,
         "max_steps": 2 if setting.tiny else 4, "learning_rate": 1e-6, "optim": "adamw_torch_fused",
         "lr_scheduler_type": "constant", "loss_type": "dr_grpo", "scale_rewards": "none", "logging_steps": 1,
@@ -105,14 +104,16 @@ def arguments(setting: Setting, variant: str, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_speed_up(rows: list[Row]) -> list[Row]:
-    """Ours gets stock's seconds over its own, where both were measured."""
-    stock = {(r["variant"], r["dead"]): r.get("seconds") for r in rows if r["side"] == "stock"}
-    for row in rows:
-        beside = stock.get((row["variant"], row["dead"]))
-        if row["side"] == "ours" and beside and "seconds" in row:
-            row["speed-up"] = beside / row["seconds"]
-    return rows
+def beside(setting: Setting, stock: Row, ours: Row) -> Row:
+    """Ours with stock's seconds over its own, where both were measured."""
+    asked = f"update, {ours['shape']}, {ours['variant']}, {ours['dead']:.0%} dead: stock over ours"
+    if "seconds" in stock and "seconds" in ours:
+        return faster(setting, asked, stock["seconds"], ours["seconds"], **ours)
+    reason = ours.get("error") or stock.get("error") or ours.get("skipped") or stock.get("skipped")
+    return verdict(asked, reason, "> 1x", False if "error" in ours else None, **ours)
 
 
-__all__ = ["update_of"]
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -2,33 +2,38 @@
 after a weight sync.
 
 Parts: *sync* (weights into the engine), *generate* (completions), *score* (rewards, advantages, and in stock TRL the
-forward passes for the importance correction), *update* (everything else between two optimizer steps). Random weights
-never end a completion, so all have full length: no padding counts in our favour. A set share of groups is dead. The
-first two steps, in which ours also proves the sync (the gap), are not timed.
+forward passes for the importance correction), *update* (everything else between two optimizer steps). With an engine
+stop tokens end completions, so that their lengths vary as a trained model's do; without one all have full length. Five
+of eight groups are dead. The first two steps, in which ours also proves the sync (the gap), are not timed.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from bench_shapes import build
+from bench_shapes import config_of
 from bench_update_sides import GROUP, synchronize
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from gpu_checks.runner import Row, Setting
-from gpu_checks.update import adapter
+from gpu_checks.section import Row, Setting, below, faster, verdict
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.weights.proof import tolerance_for
 from grpo_lab.testing import tiny_tokenizer
 
 GROUPS, DEAD, UNTIMED = 8, 5, 2
 PARTS = ("sync", "generate", "score", "update")
+#: with an engine: the shape, tokens of a prompt and at most of a completion, and one token in so many ends one
+SHAPE, PROMPT, TOKENS, STOP = "1.5B", 256, 512, 300
 
 
 class Parts(TrainerCallback):
@@ -76,26 +81,49 @@ def reward(completion_ids: list[list[int]], number: list[int], **_: Any) -> list
     return [1.0 if n % GROUPS < DEAD else float(sum(ids) % 2) for n, ids in zip(number, completion_ids, strict=True)]
 
 
-def model_folder(setting: Setting) -> Path:
-    """The 0.5B shape with random weights; the tokenizer is the small one of the tests, whose ids are the first of the
-    model's."""
-    folder = setting.folder / "engine"
+def model_folder(setting: Setting, shape: str) -> Path:
+    """A model of the shape with random weights, made once for all sections; the tokenizer is the small one of the
+    tests, whose ids are the first of the model's."""
+    folder = setting.folder / f"model-{shape}"
     if not folder.exists():
-        build(folder, "tiny" if setting.tiny else "0.5B")
-        tiny_tokenizer().save_pretrained(folder)
+        partial = Path(tempfile.mkdtemp(dir=setting.folder))
+        torch.manual_seed(0)
+        with torch.device(setting.device):
+            model = Qwen2ForCausalLM(config_of(shape))
+        model.to(torch.bfloat16 if setting.gpu else torch.float32).save_pretrained(partial)
+        tiny_tokenizer().save_pretrained(partial)
+        del model
+        if folder.exists():  # another section has made it meanwhile, with the same numbers
+            return folder
+        os.rename(partial, folder)
     return folder
 
 
-def arguments(setting: Setting, engine: bool, sleep: bool) -> dict[str, Any]:
+def prompts(setting: Setting, rows: int, tokens: int) -> Dataset:
+    """``number`` says which of a step's groups a row is. A prompt has about so many tokens."""
+    more = 0 if setting.tiny else max(tokens - 10, 0)
+    texts = [f"Tom has {n} apples." + " apples" * more + " How many?" for n in range(rows)]
+    return Dataset.from_dict({"prompt": texts, "number": list(range(rows))})
+
+
+def stop_tokens(shape: str, every: int) -> list[int]:
+    """Where weights are random, each token ends a completion with chance 1 / ``every``."""
+    words = config_of(shape).vocab_size
+    return sorted(random.Random(0).sample(range(words // 2, words), words // every))
+
+
+def arguments(setting: Setting, engine: bool) -> dict[str, Any]:
     """The learning rate moves weights by more than bfloat16 rounds away, so that an engine that was not told would
     show."""
-    tokens = 16 if setting.tiny else 256 if engine else 64
+    tokens = 16 if setting.tiny else TOKENS if engine else 64
+    shape = "tiny" if setting.tiny else SHAPE
     vllm = {
-        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": sleep,
-        "vllm_max_model_length": 128 + tokens,
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": PROMPT + 64 + tokens,
+        "generation_kwargs": {"stop_token_ids": stop_tokens(shape, 16 if setting.tiny else STOP)},
     }  # fmt: skip
     return {
-        "output_dir": str(setting.folder / "out"), "per_device_train_batch_size": 16 if setting.tiny else 8,
+        "output_dir": str(setting.own / "out"), "per_device_train_batch_size": 16 if setting.tiny else 8,
         "gradient_accumulation_steps": 4 if setting.tiny else 8, "num_generations": GROUP,
         "max_completion_length": tokens, "max_steps": UNTIMED + (1 if setting.tiny else 3), "learning_rate": 1e-4,
         "loss_type": "dr_grpo", "scale_rewards": "none", "logging_steps": 1, "save_strategy": "no", "report_to": "none",
@@ -103,54 +131,68 @@ def arguments(setting: Setting, engine: bool, sleep: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(setting: Setting, kind: Any, *, engine: bool, sleep: bool = False, lora: bool = False) -> tuple[Row, Any]:
+def run(setting: Setting, kind: Any, *, engine: bool) -> tuple[Row, Any]:
     """One training run -> its row and the trainer."""
-    settings, parts = arguments(setting, engine, sleep), Parts()
-    rows = GROUPS * settings["max_steps"]
-    if engine and issubclass(kind, LabTrainer) and setting.tiny:
-        settings["rollout"] = {"engine": {"kv_cache_gib": 0.25}}
-    trainer = kind(
-        model=str(model_folder(setting)),
-        reward_funcs=reward,
-        args=(LabConfig if issubclass(kind, LabTrainer) else GRPOConfig)(**settings),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [f"Tom has {n} apples. How many?" for n in range(rows)], "number": list(range(rows))}
-        ),
-        callbacks=[parts],
-        peft_config=adapter() if lora else None,
-    )
+    trainer = trainer_of(setting, kind, engine)
+    parts = Parts()
+    trainer.add_callback(parts)
     parts.watch(trainer)
     trainer.train()
     timed = parts.steps[UNTIMED:]
     found = {name: median(step[name] for step in timed) for name in ("step", *PARTS)}
-    made = GROUPS * GROUP * settings["max_completion_length"]
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    made = GROUPS * GROUP * median(lengths[UNTIMED:])
     row: Row = {"side": "ours" if issubclass(kind, LabTrainer) else "stock", "step s": found["step"]}
     row |= {f"{name} s": found[name] for name in PARTS}
     row |= {f"{name} %": 100 * found[name] / found["step"] for name in PARTS}
-    return row | {"rollout tokens/s": made / found["generate"]}, trainer
+    return row | {"mean tokens": median(lengths[UNTIMED:]), "rollout tokens/s": made / found["generate"]}, trainer
 
 
-def with_transformers(setting: Setting) -> list[Row]:
-    return [
-        {"completions": "transformers", **run(setting, kind, engine=False)[0]} for kind in (GRPOTrainer, LabTrainer)
-    ]
+def trainer_of(setting: Setting, kind: Any, engine: bool) -> Any:
+    settings = arguments(setting, engine)
+    shape = "tiny" if setting.tiny else SHAPE if engine else "0.5B"
+    ours = issubclass(kind, LabTrainer)
+    if engine and ours and setting.tiny:
+        settings["rollout"] = {"engine": {"kv_cache_gib": 0.25}}
+    return kind(
+        model=str(model_folder(setting, shape)),
+        reward_funcs=reward,
+        args=(LabConfig if ours else GRPOConfig)(**settings),
+        train_dataset=prompts(setting, GROUPS * settings["max_steps"], PROMPT if engine else 0),
+    )
 
 
-def stock_engine(setting: Setting) -> list[Row]:
-    return [{"completions": "vLLM", **run(setting, GRPOTrainer, engine=True)[0]}]
+def with_transformers(setting: Setting) -> Iterator[Row]:
+    """The 0.5B shape without an engine, 64 tokens a completion."""
+    stock, _ = run(setting, GRPOTrainer, engine=False)
+    yield stock
+    ours, _ = run(setting, LabTrainer, engine=False)
+    yield faster(
+        setting, "whole step with transformers' generate, stock over ours", stock["step s"], ours["step s"], **ours
+    )
+    yield faster(setting, "its update, stock over ours", stock["update s"], ours["update s"])
 
 
-def our_engine(name: str, **options: bool) -> Any:
-    """The section of ours with an engine: the gap after the syncs, in nats a token, beside its tolerance."""
+def stock(setting: Setting) -> Iterator[Row]:
+    yield measured(run(setting, GRPOTrainer, engine=True)[0])
 
-    def section(setting: Setting) -> list[Row]:
-        row, trainer = run(setting, LabTrainer, engine=True, **options)
-        gaps = [line["rollout/sync_gap"] for line in trainer.state.log_history if "rollout/sync_gap" in line]
-        engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
-        limit = tolerance_for(engine, torch.bfloat16 if setting.gpu else torch.float32)
-        return [
-            {"completions": name, **row, "engine": str(engine).removeprefix("torch."), "sync gap": max(gaps)}
-            | {"tolerance": limit, "pass": len(gaps) >= 2 and max(gaps) <= limit}
-        ]
 
-    return section
+def ours(setting: Setting) -> Iterator[Row]:
+    """The gap after the syncs, in nats a token, beside its tolerance, and the seconds."""
+    row, trainer = run(setting, LabTrainer, engine=True)
+    gaps = [line["rollout/sync_gap"] for line in trainer.state.log_history if "rollout/sync_gap" in line]
+    engine = trainer.vllm_generation.llm.llm_engine.model_config.dtype
+    limit = tolerance_for(engine, torch.bfloat16 if setting.gpu else torch.float32)
+    yield measured(row)
+    yield below("gap of the engine's log-probs after a sync, nats a token", max(gaps), limit, syncs=len(gaps))
+
+
+def measured(row: Row) -> Row:
+    return verdict(f"seconds of a whole step with vLLM, {row['side']}", row["step s"], **row)
+
+
+def stock_built(setting: Setting) -> Iterator[Row]:
+    """Where stock TRL cannot sync: its settings, the model and the rows, without the engine."""
+    GRPOConfig(**arguments(setting, engine=True))
+    model_folder(setting, "tiny")
+    yield verdict("its settings are accepted, prompts are made", len(prompts(setting, GROUPS, PROMPT)))

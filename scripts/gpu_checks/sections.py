@@ -1,0 +1,69 @@
+"""The table of sections, the most telling first, and the ratios between two of them."""
+
+from __future__ import annotations
+
+from gpu_checks.section import Section
+
+STOCK_ON_A_CPU = (
+    "stock TRL's sync does not reach vLLM's CPU build, which packs its weights (`Parameter` has no "
+    "attribute `weight_loader`)"
+)
+FLEX_ON_A_CPU = "FlexAttention's kernel has no backward on a CPU; its mask is read by PyTorch's unfused one instead"
+SLEEP_ON_A_CPU = "sleep mode unmaps GPU memory; vLLM's CPU build has none of it"
+ENGINE = {"tags": ("engine",), "needs": ("vllm",), "limit": 120.0, "tiny_limit": 90.0, "cores": 2}
+ALONE = {"timed": True, "tags": ("engine",), "needs": ("vllm",), "limit": 120.0, "tiny_limit": 90.0}
+
+
+def engine(name: str, kind: str, **more: object) -> Section:
+    """A section that trains some steps with an engine in its process, and says whether what holds of it holds."""
+    given = {**ENGINE, "options": {"kind": kind}, **more}
+    return Section(f"engine, {name}", "gpu_checks.engine:section", 45, 25, **given)  # type: ignore[arg-type]
+
+
+FUNCTIONAL = (
+    Section("versions", "gpu_checks.device:versions", 3, 1),
+    Section("parity, fp32", "gpu_checks.parity:fp32", 20, 5),
+    engine("lengths that vary", "lengths"),
+    engine("LoRA adapter", "adapter", needs=("vllm", "peft")),
+    Section("shared prompts, fp32", "gpu_checks.shared_prompts:gradients", 20, 10, tags=("shared",)),
+    Section("FlexAttention, fp32", "gpu_checks.shared_prompts:flex_gradients", 40, 10, tags=("shared", "flex"),
+            gpu_only=FLEX_ON_A_CPU, builds="gpu_checks.shared_prompts:flex_unfused"),
+    engine("partial rollouts", "partial"),
+    engine("LoRA merged", "merged", needs=("vllm", "peft")),
+    engine("float32", "float32"),
+    engine("sleep mode", "sleep", gpu_only=SLEEP_ON_A_CPU, builds="gpu_checks.engine:built"),
+    Section("resume to the bit", "gpu_checks.resume:section", 45, 10),
+    Section("parity, bf16", "gpu_checks.parity:bf16", 20, 5),
+    Section("FSDP2", "gpu_checks.sharded:fsdp2", 45, 20, tags=("sharded",), cores=2, tiny_cores=2),
+    Section("DeepSpeed, ZeRO-2", "gpu_checks.sharded:zero", 45, 20, tags=("sharded",), needs=("deepspeed",),
+            cores=2, tiny_cores=2, options={"stage": 2}),
+    Section("DeepSpeed, ZeRO-3", "gpu_checks.sharded:zero", 45, 20, tags=("sharded",), needs=("deepspeed",),
+            cores=2, tiny_cores=2, options={"stage": 3}),
+    Section("fast tests", "gpu_checks.fast_tests:section", 40, 10, tags=("tests",), cores=8),
+)  # fmt: skip
+TIMED = (
+    Section("shared prompts, 0.5B", "gpu_checks.shared_prompts:seconds", 25, 10, timed=True, tags=("shared",)),
+    Section("whole step, vLLM, ours", "gpu_checks.whole_step:ours", 75, 30, **ALONE),  # type: ignore[arg-type]
+    Section("whole step, vLLM, stock", "gpu_checks.whole_step:stock", 80, 30, gpu_only=STOCK_ON_A_CPU,
+            builds="gpu_checks.whole_step:stock_built", **ALONE),  # type: ignore[arg-type]
+    Section("overlap on one card", "gpu_checks.overlap:section", 100, 40, **ALONE),  # type: ignore[arg-type]
+    Section("FlexAttention, 0.5B", "gpu_checks.shared_prompts:flex_seconds", 40, 10, timed=True,
+            gpu_only=FLEX_ON_A_CPU, builds="gpu_checks.shared_prompts:flex_built",
+            tags=("shared", "flex")),
+    Section("quick start", "gpu_checks.quick_start:section", 45, 20, timed=True),
+    Section("update, 0.5B", "gpu_checks.update:section", 50, 20, timed=True, tags=("update",),
+            options={"shape": "0.5B"}),
+    Section("whole step, transformers", "gpu_checks.whole_step:with_transformers", 50, 10, timed=True),
+    Section("update, 1.5B", "gpu_checks.update:section", 55, 8, timed=True, tags=("update",),
+            options={"shape": "1.5B"}),
+)  # fmt: skip
+SECTIONS = (*FUNCTIONAL, *TIMED)
+
+#: what is asked → section and column of stock's seconds, and of ours: both stand in one table, of one machine
+RATIOS = {
+    "whole step with vLLM, stock over ours": (
+        ("whole step, vLLM, stock", "step s"),
+        ("whole step, vLLM, ours", "step s"),
+    ),
+    "update in it, stock over ours": (("whole step, vLLM, stock", "update s"), ("whole step, vLLM, ours", "update s")),
+}

@@ -1,0 +1,67 @@
+"""FSDP2 and DeepSpeed's ZeRO: the exact update with the recipes' accelerate files against one plain process.
+
+One process on a GPU, by ``accelerate launch`` itself; two gloo ranks on a CPU. float32. Worker, rollouts and bound are
+the test suite's (``tests/distributed``): what another order of float32 sums may make of the movement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from distributed.cases import SPLIT, Case
+from distributed.launch import HERE, World, train_cases
+from distributed.test_ranks import first_weights, relative_difference, rounding
+from gpu_checks.parity import models
+from gpu_checks.section import Row, Setting, verdict
+from parity.harness import ONE_ROW_IN_A_HUNDRED
+
+#: what runs a worker's script on CPUs as accelerate would on GPUs
+BY_CPU = {"fsdp2": "cpu_fsdp2.py", "zero2": "cpu_zero.py", "zero3": "cpu_zero.py"}
+CASES = (
+    Case("dr_grpo-sparse", SPLIT, {"objective": "dr_grpo"}, reward="sparse"),
+    Case("dapo", SPLIT, {"objective": "dapo"}),
+)
+
+
+def fsdp2(setting: Setting) -> Iterator[Row]:
+    yield from compared(setting, "fsdp2", lambda report: report["fsdp2"] is True)
+
+
+def zero(setting: Setting, stage: int) -> Iterator[Row]:
+    yield from compared(setting, f"zero{stage}", lambda report: report["zero_stage"] == stage)
+
+
+def compared(setting: Setting, config: str, is_so: Any) -> Iterator[Row]:
+    plain = launched(setting, "single", 1)
+    processes = 1 if setting.gpu else 2
+    sharded = launched(setting, config, processes)
+    start = first_weights(models(setting))
+    for case in CASES:
+        found = on_cpu(sharded.weights(case.name))
+        expected = on_cpu(plain.weights(case.name))
+        apart = relative_difference(found, expected) / relative_difference(start, expected)
+        bound = rounding(expected, start, 4)
+        report = sharded.report(case.name)
+        asked = f"{case.name}, {config} on {processes} process(es): movement from a plain one's"
+        passed = is_so(report) and apart <= bound < ONE_ROW_IN_A_HUNDRED
+        yield verdict(asked, apart, f"<= {bound:.1e}", bool(passed), kind=report["kind"])
+
+
+def launched(setting: Setting, config: str, processes: int) -> World:
+    """The trainings in ``processes`` processes; each world has the same rows in every optimizer step."""
+    use_cpu = not setting.gpu and not config.startswith("zero")
+    runs = [case.spec(processes) for case in CASES]
+    for run in runs:
+        run["args"]["use_cpu"] = use_cpu  # accelerate leaves DeepSpeed out of a run that asks for a CPU
+    more = {"ACCELERATE_USE_CPU": str(use_cpu).lower()}
+    if config.startswith("zero") and not setting.gpu:
+        more |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    before = [] if config == "single" or setting.gpu else [str(HERE / BY_CPU[config])]
+    return train_cases(processes, models(setting), setting.own / config, runs, config, before, setting.gpu, **more)
+
+
+def on_cpu(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.cpu() for name, weight in weights.items()}

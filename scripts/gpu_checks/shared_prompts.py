@@ -1,0 +1,169 @@
+"""Each group's prompt computed once: the gradients beside stock TRL's, the seconds beside stock's and ours without it.
+
+Fixed rollouts of 8 groups of 8, 5 groups dead. ``on`` computes attention in tiles, ``flex`` in FlexAttention's kernel,
+with the same mask. Seconds are those of an optimizer step without generation, the first left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from bench_shapes import config_of
+from bench_shared_prompts import AGREE, DEAD, GROUPS, Cell
+from bench_update_sides import Watch, peak_mib, reset_peak, trainer_of
+from transformers import Qwen2ForCausalLM
+from trl import GRPOTrainer
+
+from gpu_checks.section import Row, Setting, below, faster, verdict
+from grpo_lab import LabTrainer
+
+GROUP = 8
+SHARING = {"off": "off", "on": "on", "flex": "on"}
+
+
+@dataclass
+class Side:
+    """What a side's training gave: its steps' seconds without the first, its peak, its norms and first gradient."""
+
+    seconds: float
+    first: float
+    peak: float
+    norms: list[float]
+    tokens: float
+    gradient: torch.Tensor | None
+
+
+def gradients(setting: Setting) -> Iterator[Row]:
+    """float32: ours, unshared and shared, against stock."""
+    cell = cell_of(setting, "small", 64, 32)
+    stock = trained(setting, "small", cell, "stock", steps=1)
+    for side in ("off", "on"):
+        yield agrees(
+            f"gradient of `share_prompts: {side}` from stock's", stock, trained(setting, "small", cell, side, 1)
+        )
+
+
+def flex_gradients(setting: Setting) -> Iterator[Row]:
+    """float32: FlexAttention against tiles."""
+    cell = cell_of(setting, "small", 64, 32)
+    tiles, flex = (trained(setting, "small", cell, side, steps=1) for side in ("on", "flex"))
+    row = agrees("gradient with FlexAttention from that with tiles", tiles, flex)
+    yield row | {"first step s": flex.first}
+
+
+def flex_unfused(setting: Setting) -> Iterator[Row]:
+    """On a CPU: the mask that the kernel gets, read by PyTorch's own unfused one, whose backward is refused on CPUs
+    only because nobody fused it there."""
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    attention = torch.nn.attention.flex_attention
+    with (
+        mock.patch.object(attention, "_validate_device"),
+        mock.patch.object(WrappedFlexAttention, "__call__", return_value=attention.flex_attention),
+        mock.patch("grpo_lab.trainer.exactness.shared_prompts._of_run", return_value=""),  # which refuses it on a CPU
+    ):
+        yield from flex_gradients(setting)
+
+
+def seconds(setting: Setting) -> Iterator[Row]:
+    """The 0.5B shape under bfloat16: a step of stock, of ours unshared and shared."""
+    cell = cell_of(setting, "0.5B", 1024, 256)
+    found: dict[str, Side] = {}
+    for side in ("stock", "off", "on"):
+        found[side] = one = trained(setting, "0.5B", cell, side, steps=3)
+        columns = {"side": side, "step s": one.seconds, "peak MiB": one.peak, "computed": one.tokens}
+        if side == "stock":
+            yield columns
+            continue
+        asked = f"update with `share_prompts: {side}`, stock over ours"
+        yield faster(setting, asked, found["stock"].seconds, one.seconds, **columns)
+        yield norms_agree(f"its gradient norms, `{side}`, from stock's", found["stock"], one)
+
+
+def flex_seconds(setting: Setting) -> Iterator[Row]:
+    """The 0.5B shape under bfloat16: a step with tiles and with FlexAttention, and how long that one compiles."""
+    cell = cell_of(setting, "0.5B", 1024, 256)
+    tiles = trained(setting, "0.5B", cell, "on", steps=3)
+    yield {"side": "tiles", "step s": tiles.seconds, "peak MiB": tiles.peak}
+    flex = trained(setting, "0.5B", cell, "flex", steps=3)
+    yield verdict("seconds of FlexAttention's first step, which compiles", flex.first)
+    columns = {"side": "FlexAttention", "step s": flex.seconds, "peak MiB": flex.peak}
+    yield faster(setting, "step with FlexAttention, tiles over it", tiles.seconds, flex.seconds, **columns)
+    yield norms_agree("its gradient norms from those of tiles", tiles, flex)
+
+
+def cell_of(setting: Setting, shape: str, prompt: int, completion: int) -> Cell:
+    words = config_of(shape_of(setting, shape)).vocab_size
+    prompt, completion = (24, 16) if setting.tiny else (prompt, completion)
+    return Cell(GROUPS * GROUP, DEAD, min(words, 1000), group=GROUP, prompt=prompt, completion=completion)
+
+
+def shape_of(setting: Setting, shape: str) -> str:
+    return "tiny" if setting.tiny else shape
+
+
+def trained(setting: Setting, shape: str, cell: Cell, side: str, steps: int) -> Side:
+    """``steps`` optimizer steps after a first one; a cell counts its generations, so each side starts it anew."""
+    exact = shape == "small"
+    torch.manual_seed(0)
+    attention = "flex_attention" if side == "flex" else "sdpa"
+    config = config_of(shape_of(setting, shape))
+    config._attn_implementation = attention
+    with torch.device(setting.device):
+        model = Qwen2ForCausalLM(config).float()
+    cell.calls = 0
+    settings = arguments(setting, cell, steps + 1) | {"bf16": setting.gpu and not exact}
+    if side != "stock":
+        settings["update"] = {"share_prompts": SHARING[side]}
+    watch = Watch(keep_gradient=exact)
+    trainer = trainer_of(GRPOTrainer if side == "stock" else LabTrainer, model, cell, settings, watch)
+    reset_peak()
+    before = torch.cuda.memory_allocated() / 2**20 if setting.gpu else peak_mib()
+    trainer.train()
+    history = trainer.state.log_history
+    computed = [row["update/tokens_computed"] for row in history if "update/tokens_computed" in row]
+    return Side(
+        median(watch.seconds[1:]), watch.seconds[0], peak_mib() - before,
+        [row["grad_norm"] for row in history if "grad_norm" in row],
+        median(computed) if computed else float("nan"), watch.gradient,
+    )  # fmt: skip
+
+
+def arguments(setting: Setting, cell: Cell, steps: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(setting.own / "out"), "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": cell.rows // 8, "num_generations": GROUP,
+        "max_completion_length": cell.completion, "max_steps": steps, "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "loss_type": "dr_grpo", "scale_rewards": "none",
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": not setting.gpu, "gradient_checkpointing": False, "seed": 0,
+    }  # fmt: skip
+
+
+def agrees(asked: str, one: Side, other: Side) -> Row:
+    assert one.gradient is not None
+    assert other.gradient is not None
+    apart = float((other.gradient - one.gradient).norm() / one.gradient.norm())
+    return below(asked, apart, AGREE)
+
+
+def norms_agree(asked: str, one: Side, other: Side) -> Row:
+    """bfloat16 rounds to 4e-3; a norm is a mean over all weights."""
+    apart = max(abs(a - b) / a for a, b in zip(one.norms, other.norms, strict=True))
+    return below(asked, apart, 5e-3)
+
+
+def flex_built(setting: Setting) -> Iterator[Row]:
+    """On a CPU: a model with that attention, and the refusal of ours there, in its words."""
+    cell = cell_of(setting, "0.5B", 1024, 256)
+    try:
+        trained(setting, "0.5B", cell, "flex", steps=1)
+    except ValueError as refusal:
+        yield verdict(
+            "ours refuses it on a CPU", str(refusal), "a refusal that names FlexAttention", "Flex" in str(refusal)
+        )
