@@ -130,7 +130,7 @@ bench-rollouts: setup-vllm  ## transformers against vLLM, n = G against G reques
 bench-verify: setup  ## verification against TRL's accuracy_reward on real model outputs (needs ../shared/data)
 	$(BIN)/python scripts/bench_verify.py
 
-gpu-check: setup  ## one GPU, 10 minutes: parity, update, engine, whole step -> runs/gpu_check.{json,md} (TINY=1: small, also on a CPU)
+gpu-check: setup  ## one GPU, 4 minutes: parity, update, engine, whole step -> runs/gpu_check.{json,md} (TINY=1: small, also on a CPU)
 	$(BIN)/python scripts/gpu_check.py $(if $(TINY),--tiny)
 
 # What docs/reliability.md measured, at full length (tests/stress has each with small numbers as a test).

@@ -5,8 +5,9 @@
 #   bash scripts/gpu_lent.sh second     the engines, and what the first call has not answered
 #   bash scripts/gpu_lent.sh prepare    nothing but unpacking: before `second` on a machine that has not seen `first`
 #
-# It needs in .kit/ what the machine lacks: `first` and `prepare` site.tar.xz (Python packages, vLLM without its
-# kernels), `second` attention.xz and kernels.xz, too (docs/gpu_check.md). Results are in $OUT after every section.
+# It needs in .kit/ what the machine lacks (docs/gpu_check.md): site.tar.xz (Python packages, vLLM without its kernels)
+# for `first` and `prepare`; attention.xz and kernels.xz, or its parts kernels.xz.*, for `second`: 64 MiB a transfer hold
+# no more. Results are in $OUT after every section.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kit=.kit
@@ -17,7 +18,7 @@ export PYTHONPATH="$site:$PWD" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_USE_FLAS
 
 need() {
   for file in "$@"; do
-    [ -e "$file" ] || { echo "gpu_lent: $file is not here: name it in carry${2:+, or call prepare first}" >&2; exit 3; }
+    [ -e "$file" ] || { echo "gpu_lent: $file is not here: name it in carry, of this call or of first or prepare" >&2; exit 3; }
   done
 }
 
@@ -31,10 +32,12 @@ packages() {
 
 engine() { # all of vLLM or nothing: TRL imports it where it finds one, and half of it fails
   [ -d "$site/vllm" ] && return
-  need $kit/site.tar.xz $kit/kernels.xz $kit/attention.xz
+  need $kit/site.tar.xz $kit/kernels.xz* $kit/attention.xz
+  rm -rf "$site.engine"
   mkdir -p "$site.engine"
   tar xJf $kit/site.tar.xz -C "$site.engine" --wildcards './vllm' './vllm-*'
-  xz -dc $kit/kernels.xz >"$site.engine/vllm/_C_stable_libtorch.abi3.so"
+  cat $kit/kernels.xz* | xz -dc >"$site.engine/vllm/_C_stable_libtorch.abi3.so" ||
+    { echo "gpu_lent: the parts $kit/kernels.xz.* are not all here: name them in carry" >&2; exit 3; }
   xz -dc $kit/attention.xz >"$site.engine/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
   mv "$site.engine"/vllm-* "$site.engine/vllm" "$site"
 }
@@ -53,9 +56,9 @@ first)
   check --budget 265
   ;;
 second)
+  need runs/gpu_check.json
   packages
   engine
-  need runs/gpu_check.json
   check --budget 265 --resume runs/gpu_check.json
   ;;
 prepare) packages ;;

@@ -20,6 +20,12 @@ def engine(name: str, kind: str, **more: object) -> Section:
     return Section(f"engine, {name}", "gpu_checks.engine:section", 45, 25, **given)  # type: ignore[arg-type]
 
 
+def update(shape: str, variant: str, seconds: float) -> Section:
+    options = {"shape": shape, "variant": variant}
+    return Section(f"update, {shape}, {variant}", "gpu_checks.update:section", seconds, 6, timed=True, tags=("update",),
+                   options=options)  # fmt: skip
+
+
 FUNCTIONAL = (
     Section("versions", "gpu_checks.device:versions", 3, 1),
     Section("parity, fp32", "gpu_checks.parity:fp32", 20, 5),
@@ -51,11 +57,9 @@ TIMED = (
             gpu_only=FLEX_ON_A_CPU, builds="gpu_checks.shared_prompts:flex_built",
             tags=("shared", "flex")),
     Section("quick start", "gpu_checks.quick_start:section", 45, 20, timed=True),
-    Section("update, 0.5B", "gpu_checks.update:section", 50, 20, timed=True, tags=("update",),
-            options={"shape": "0.5B"}),
+    *(update("0.5B", variant, 30) for variant in ("plain", "LoRA", "checkpointing")),
     Section("whole step, transformers", "gpu_checks.whole_step:with_transformers", 50, 10, timed=True),
-    Section("update, 1.5B", "gpu_checks.update:section", 55, 8, timed=True, tags=("update",),
-            options={"shape": "1.5B"}),
+    *(update("1.5B", variant, 55) for variant in ("plain", "LoRA", "checkpointing")),
 )  # fmt: skip
 SECTIONS = (*FUNCTIONAL, *TIMED)
 

@@ -25,15 +25,12 @@ from gpu_checks.worker import failure
 from grpo_lab import LabTrainer
 
 SIDES: dict[str, type] = {"stock": GRPOTrainer, "ours": LabTrainer}
-VARIANTS = ("plain", "checkpointing", "LoRA")
-DEAD_SHARES = (0.0, 0.62)
-#: no run is begun with less of the budget left
-LEAST_SECONDS = 15.0
+DEAD_SHARES = (0.62, 0.0)
 
 
-def section(setting: Setting, shape: str) -> Iterator[Row]:
-    """Variants × dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
-    for variant, share in cells(setting, shape):
+def section(setting: Setting, shape: str, variant: str) -> Iterator[Row]:
+    """Dead shares × sides, one row each; a run that breaks (memory) is an ``error`` row."""
+    for share in shares(setting, shape, variant):
         found: dict[str, Row] = {}
         for side in SIDES:
             found[side] = attempt(setting, "tiny" if setting.tiny else shape, variant, share, side)
@@ -42,20 +39,15 @@ def section(setting: Setting, shape: str) -> Iterator[Row]:
         yield beside(setting, found["stock"], found["ours"])
 
 
-def cells(setting: Setting, shape: str) -> list[tuple[str, float]]:
-    """(variant, dead share). Tiny: one shape stands for both, so the second is asked for once, and dead groups beside
-    every variant."""
-    every = [(variant, share) for variant in VARIANTS for share in DEAD_SHARES]
-    if not setting.tiny:
-        return every
-    return [cell for cell in every if cell[1] or cell[0] == "plain"] if shape == "0.5B" else every[1:2]
+def shares(setting: Setting, shape: str, variant: str) -> tuple[float, ...]:
+    """The most telling first. Tiny: one shape stands for both, so without dead groups it is asked for once."""
+    both = not setting.tiny or (shape, variant) == ("0.5B", "plain")
+    return DEAD_SHARES if both else DEAD_SHARES[:1]
 
 
 def attempt(setting: Setting, shape: str, variant: str, share: float, side: str) -> Row:
     groups = 2 if setting.tiny else 8
     row: Row = {"shape": shape, "variant": variant, "dead": round(share * groups) / groups, "side": side}
-    if setting.left() < LEAST_SECONDS:
-        return row | {"skipped": f"{max(setting.left(), 0):.0f} s of the budget are left"}
     try:
         return row | measured(setting, shape, variant, Rollouts(groups * GROUP, round(share * groups), 0), side)
     except Exception as error:
@@ -109,8 +101,7 @@ def beside(setting: Setting, stock: Row, ours: Row) -> Row:
     asked = f"update, {ours['shape']}, {ours['variant']}, {ours['dead']:.0%} dead: stock over ours"
     if "seconds" in stock and "seconds" in ours:
         return faster(setting, asked, stock["seconds"], ours["seconds"], **ours)
-    reason = ours.get("error") or stock.get("error") or ours.get("skipped") or stock.get("skipped")
-    return verdict(asked, reason, "> 1x", False if "error" in ours else None, **ours)
+    return verdict(asked, ours.get("error") or stock["error"], "> 1x", False if "error" in ours else None, **ours)
 
 
 def free_memory() -> None:

@@ -87,6 +87,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python scripts/memory_table.py": "tests/unit/test_memory_table.py::test_the_docs_hold_what_the_script_prints",
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
+    "bash scripts/gpu_lent.sh *": "tests/training/test_gpu_lent.py::test_two_calls_unpack_vllm_whole_or_not_at_all",
     "make stress-kill": (
         "tests/stress/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit"
     ),
