@@ -216,6 +216,16 @@ def test_a_server_lost_in_a_proof_is_had_back_and_proven(tell: Tell) -> None:
         tell({}).run.proof(lambda: raised(LOST), lambda: None)
 
 
+def test_a_server_lost_again_in_its_proof_is_had_back_again(tell: Tell) -> None:
+    story = tell({"prove": [LOST, LOST, "proven"]}, return_timeout=5)
+    assert story.run.proof(lambda: story.step("prove"), lambda: story.step("sync")) == "proven"
+    assert story.done == ["prove", *("wait", "connect", "sync", "prove") * 2]
+    story = tell({"prove": [LOST] * 9}, return_timeout=5)
+    with pytest.raises(ServerGone, match="That was loss 3 of the server in one proof"):
+        story.run.proof(lambda: story.step("prove"), lambda: story.step("sync"))
+    assert story.done.count("prove") == LOSSES
+
+
 def test_ranks_that_would_give_up_before_the_server_is_back_are_named() -> None:
     several = SimpleNamespace(accelerator=SimpleNamespace(is_main_process=False, num_processes=2))
     with pytest.raises(ValueError, match=r"600 s \(`rollout.server.return_timeout`\).*300 s \(`ddp_timeout`\)"):

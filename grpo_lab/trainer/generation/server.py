@@ -251,15 +251,12 @@ class ServerReturn:
 
     def generate(self, stock: Callable[[], Any], stock_sync: Callable[[], None], prompts: list[list[int]]) -> Any:
         """``generate``: asked again of a server that came back, after its proof."""
-        for left in reversed(range(LOSSES)):
-            try:
-                self._prove(prompts)
-                answer = generate(self.generation, stock)
-                break
-            except ServerGone as lost:
-                if left == 0 and self.waits:
-                    raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one generation") from lost
-                self._reconnect(lost, stock_sync)
+
+        def proven_and_asked() -> Any:
+            self._prove(prompts)
+            return generate(self.generation, stock)
+
+        answer = self._asked(proven_and_asked, stock_sync, "generation")
         if self.waits and self.trainer is not None:
             returns = torch.tensor([float(self._since)])
             self.trainer.recorder.book().add_alike("rollout/server_returns", returns, 1)
@@ -267,14 +264,22 @@ class ServerReturn:
         return answer
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
-        """``prove()`` between two generations; after a loss in it once more, of the server that came back."""
-        try:
-            return prove()
-        except ServerGone as lost:
-            self._reconnect(lost, stock_sync)
-        proven = prove()
+        """``prove()`` between two generations; after a loss in it again, of the server that came back."""
+        proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
+
+    def _asked(self, ask: Callable[[], Proven], stock_sync: Callable[[], None], what: str) -> Proven:
+        """``ask()`` of the server, or of those that come after it, ``LOSSES`` times at most."""
+        for _ in range(LOSSES - 1):
+            try:
+                return ask()
+            except ServerGone as lost:
+                self._reconnect(lost, stock_sync)
+        try:
+            return ask()
+        except ServerGone as lost:
+            raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one {what}") from lost
 
     def _reconnect(self, lost: ServerGone, stock_sync: Callable[[], None]) -> None:
         """Wait for the server, connect, send the weights; else ``lost``. Every rank calls this with the same fault."""
