@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "environment": recipe.environment_factory and recipe.environment_factory.name,
         "public numbers": recipe.model.expected,
         **again_in_words(recipe.output_dir, overwrite),
-        "first prompt": None if job.rows is None else first_prompt(recipe, job.rows),
+        "first prompt": None if job.rows is None else first_prompt(recipe, job.rows, job.arguments["tools"]),
         "context": job.room,
     }
     return {**facts, **{name: said for name, said in more.items() if said}, "checked": _checked(recipe, job)}
@@ -154,17 +155,22 @@ def _checked(recipe: Recipe, job: Job) -> str:
     return "rewards, parts, rows, golds, settings, and the trainer built around a small stand-in for the model"
 
 
-def first_prompt(recipe: Recipe, rows: Any) -> str:
-    """What the model is given for the first row: rendered where the tokenizer is here and has a template."""
+def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:
+    """What the model is given for the first row, with its ``tools``: rendered where the tokenizer is here and has a
+    template."""
     from grpo_lab.engines.sampler import render_prompt
 
-    prompt, own = rows[0]["prompt"], own_tokenizer(recipe.model)
+    prompt = rows[0]["prompt"]
+    own = own_tokenizer(recipe.model)
+    if recipe.environment_factory is not None:
+        return f"{prompt!r} (the environment goes on with it, and names its tools)"
     if own is None or isinstance(prompt, str):
         return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
     tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
     if not tokenizer.chat_template:
         return f"{prompt!r} (no chat template)"
-    return repr(render_prompt(prompt, tokenizer, template_kwargs_of(recipe.arguments)).text)
+    told = {**template_kwargs_of(recipe.arguments), **({"tools": list(tools)} if tools else {})}
+    return repr(render_prompt(prompt, tokenizer, told).text)
 
 
 def own_tokenizer(section: ModelSection) -> str | None:

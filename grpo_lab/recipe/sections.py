@@ -5,7 +5,6 @@ Our sections are the fields of ``Recipe``; every other key is a field of ``LabCo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from grpo_lab.settings import (
     Temperature,
     UnknownSettingError,
     Whole,
+    from_json,
     must_be,
     read,
     settings,
@@ -137,7 +137,7 @@ TemplateKwargs = Annotated[Mapping[str, Any], AfterValidator(_of_template)]
 def template_kwargs_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``chat_template_kwargs`` among flat settings, which TRL takes as JSON, too."""
     said = arguments.get("chat_template_kwargs") or {}
-    return dict(json.loads(said) if isinstance(said, str) else said)
+    return dict(from_json(said, "chat_template_kwargs"))
 
 
 @settings()
@@ -215,6 +215,14 @@ class Recipe:
     tools: Parts = ()
     environment_factory: PartSection | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.evaluation is not None and (self.tools or self.environment_factory is not None):
+            beside = "`tools`" if self.tools else "`environment_factory`"
+            raise ValueError(
+                f"`evaluation` asks once and calls no `tools`, and the recipe trains with {beside}, which its prompts "
+                "name: leave one of them out; `eval_dataset` is evaluated with them, by the rewards"
+            )
 
     @property
     def output_dir(self) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,7 +20,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
 from grpo_lab.engines import sampler as engines
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
-from grpo_lab.pipelines.dry_run import plan_of_training
+from grpo_lab.pipelines.dry_run import first_prompt, plan_of_training
 from grpo_lab.pipelines.rounds import Round, RoundStages
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start, resolve
@@ -44,6 +46,19 @@ TEMPLATES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "no thinking": (THINKING_TEMPLATE, {"enable_thinking": False}),
 }
 SMALL = {"max_completion_length": 4, "use_cpu": True}
+TOOL = '''
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+'''
 
 
 class World:
@@ -98,7 +113,7 @@ def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypat
         (here / "chat_template.jinja").unlink()
         (here / "chat_template.jinja").write_text(template)
     rows = [{"prompt": prompt, "solution": "7", "worked_solution": "7", "question": str(prompt)} for prompt in BOTH]
-    module = f"import json\nfrom datasets import Dataset\ndef rows():\n    return Dataset.from_list({rows!r})\n"
+    module = f"import json\nfrom datasets import Dataset\ndef rows():\n    return Dataset.from_list({rows!r})\n{TOOL}"
     (tmp_path / "rows_of_one_rendering.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "rows_of_one_rendering", raising=False)
@@ -284,3 +299,32 @@ def test_what_decides_the_rendering_is_no_word_to_a_template(name: str, capsys: 
         read(Sample, {"model": "m", "data": {"loader": "x"}, "chat_template_kwargs": {name: True}}, "stage")
     assert main(["evaluate", "m", "--data", "gsm8k", "--chat-template-kwargs", json.dumps({name: True})]) != 0
     assert f"`--chat-template-kwargs` has '{name}'" in capsys.readouterr().err
+
+
+def test_a_dry_run_renders_a_recipe_s_tools_as_training_does(world: World) -> None:
+    """It showed, and evaluations asked, a prompt that the model is never trained on."""
+    import trl
+    from rows_of_one_rendering import multiply, rows
+
+    knows_tools = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+    model = world.folder / "knows-tools"
+    shutil.copytree(world.model, model)
+    (model / "chat_template.jinja").write_text(knows_tools.read_text())
+    alone = {
+        **world.recipe,
+        "model": {"path": str(model)},
+        "tools": ["rows_of_one_rendering:multiply"],
+        "cold_start": None,
+    }
+    with pytest.raises(ValueError, match=r"`evaluation` asks once and calls no `tools`.*`eval_dataset`"):
+        recipe_from(alone)
+    recipe = recipe_from({**alone, "evaluation": None})
+    shown = ast.literal_eval(first_prompt(numbers_read(recipe), [{"prompt": prompt} for prompt in BOTH], [multiply]))
+    config = LabConfig(
+        output_dir=str(world.folder / "t"), report_to="none", bf16=False, use_cpu=True, num_generations=2,
+        per_device_train_batch_size=2, max_completion_length=4, chat_template_kwargs=world.told or None,
+    )  # fmt: skip
+    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
+    trainer = LabTrainer(str(model), reward, config, rows(), tools=[multiply])
+    assert "multiply" in shown
+    assert world.tokenizer(shown, add_special_tokens=False)["input_ids"] == trainer._tokenize_prompts(BOTH)[0][0]
