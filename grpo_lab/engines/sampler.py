@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -109,12 +109,11 @@ def render_prompt(
     """
     if isinstance(prompt, str):
         rendered = RenderedPrompt(prompt, list(tokenizer(prompt)["input_ids"]))
-    else:
-        open_end = continues and prompt[-1]["role"] == "assistant"
-        how = {"add_generation_prompt": not open_end, "continue_final_message": open_end}
-        rendered = _of_template(prompt, tokenizer, chat_template_kwargs, how)
-    if not rendered.ids:
-        raise ValueError(f"the prompt {rendered.text!r} has no tokens: nothing to continue")
+        _refuse_empty(rendered)
+        return rendered
+    open_end = continues and prompt[-1]["role"] == "assistant"
+    how = {"add_generation_prompt": not open_end, "continue_final_message": open_end}
+    [rendered] = _tokenized([_of_template(prompt, tokenizer, chat_template_kwargs, how)], tokenizer)
     return rendered
 
 
@@ -127,16 +126,52 @@ def render_pair(
 ) -> tuple[RenderedPrompt, RenderedPrompt]:
     """A row of messages to train on: what the model continues, and with the completion behind it. ``continues``: the
     completion goes on in the assistant's message that the prompt ends with, if it does."""
-    turns = [*prompt, *completion]
-    if continues and prompt[-1]["role"] == "assistant":
-        turns = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}]
-    asked = render_prompt(prompt, tokenizer, chat_template_kwargs, continues)
-    return asked, _of_template(turns, tokenizer, chat_template_kwargs, {})
+    [pair] = render_pairs([(prompt, completion, continues)], tokenizer, chat_template_kwargs)
+    return pair
+
+
+def render_pairs(
+    rows: Iterable[tuple[Messages, Messages, bool]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[tuple[RenderedPrompt, RenderedPrompt]]:
+    """`render_pair` of many rows (prompt, completion, ``continues``); the tokenizer is called once, which takes a
+    quarter of the time of a call a text."""
+    texts: list[str] = []
+    for prompt, completion, continues in rows:
+        turns = [*prompt, *completion]
+        goes_on = continues and prompt[-1]["role"] == "assistant"
+        if goes_on:
+            turns = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + completion[0]["content"]}]
+        how = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        texts.append(_of_template(prompt, tokenizer, chat_template_kwargs, how))
+        texts.append(_of_template(turns, tokenizer, chat_template_kwargs, {}))
+    rendered = _tokenized(texts, tokenizer)
+    return list(zip(rendered[::2], rendered[1::2], strict=True))
+
+
+def _tokenized(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[RenderedPrompt]:
+    """Texts of a chat template, which writes the special tokens itself. ValueError: nothing is left of one."""
+    if not texts:
+        return []
+    rendered = [
+        RenderedPrompt(text, list(ids))
+        for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+    ]
+    for one in rendered:
+        _refuse_empty(one)
+    return rendered
+
+
+def _refuse_empty(rendered: RenderedPrompt) -> None:
+    if not rendered.ids:
+        raise ValueError(f"the prompt {rendered.text!r} has no tokens: nothing to continue")
 
 
 def _of_template(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None, how: Mapping[str, bool]
-) -> RenderedPrompt:
+) -> str:
+    """The text that the chat template makes of ``messages``."""
     asked: dict[str, Any] = {**how, **(kwargs or {})}
     try:
         with _bounded():
@@ -149,7 +184,7 @@ def _of_template(
         raise ValueError(
             f"the chat template makes {len(text):,} characters of one prompt; at most {TEMPLATE_CHARACTERS:,} are taken"
         )
-    return RenderedPrompt(text, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return text
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
 from grpo_lab.engines.sampler import render_prompt
-from grpo_lab.testing import tiny_model
+from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
 from grpo_lab.trainer.supervised import methods
 from grpo_lab.trainer.supervised.methods import SFTInBins, train_by
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
@@ -121,6 +121,31 @@ def test_a_prompt_that_ends_in_the_assistants_turn(tmp_path: Path, continues: bo
     if not continues:
         asked = render_prompt([USER, BEGUN], tokenizer).ids
         assert found[0]["input_ids"][: len(asked)] == asked
+
+
+TURNS = [{"prompt": [USER], "completion": FIVE}, {"prompt": [USER, BEGUN], "completion": FIVE}]
+
+
+@pytest.mark.parametrize("template", [None, THINKING_TEMPLATE])
+@pytest.mark.parametrize("settings", [{}, {"completion_only_loss": False}, {"max_length": 8}, {"max_length": None}])
+def test_rows_are_trls_rows(tmp_path: Path, template: str | None, settings: dict[str, Any]) -> None:
+    """Many at once, in our way, as one by one in TRL's: ids and labels."""
+    model, tokenizer = tiny_model(hidden_size=16, num_layers=1, num_heads=2)
+    if template is not None:
+        tokenizer.chat_template = template  # its generation prompt is not the beginning of the answer's turn
+    told = {"enable_thinking": False}
+    arguments = {**ARGUMENTS, "per_device_train_batch_size": 2, **settings}
+    data, found = Dataset.from_list(TURNS), []
+    with pytest.raises(ValueError, match="no step was trained"):
+        train_by(
+            "sft", model, tokenizer, data, tmp_path, arguments, chat_template_kwargs=told,
+            train=lambda one: found.extend(one.train_dataset),
+        )  # fmt: skip
+    config = SFTConfig(**{"output_dir": str(tmp_path), "report_to": "none", **arguments})
+    data = data.add_column("chat_template_kwargs", [told] * len(data))
+    stock = SFTTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer).train_dataset
+    for name in ("input_ids", "labels"):
+        assert [row[name] for row in found] == list(stock[name]), name
 
 
 @pytest.mark.parametrize("method", ["dpo", "simpo"])

@@ -19,6 +19,7 @@ The trainer saves, not the model: under FSDP and ZeRO each process holds a part 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import os
 from collections.abc import Callable, Mapping
@@ -31,13 +32,15 @@ from datasets import Dataset
 from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from grpo_lab.data.fusion import CONTINUES
-from grpo_lab.engines.sampler import in_form_of, render_pair
+from grpo_lab.engines.sampler import in_form_of, render_pair, render_pairs
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 from grpo_lab.update.plan import Rows, plan_update
+
+logger = logging.getLogger("grpo_lab")
 
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"sft": ("prompt", "completion"), "distill": ("prompt",), **dict.fromkeys(("dpo", "simpo", "reward"), PAIR)}
@@ -85,9 +88,10 @@ def train_by(
     settings = {**FIXED.get(method, {}), **check_training(method, arguments, where)}
     args = config(**{"output_dir": str(output_dir), "report_to": "none", "save_strategy": "no", **settings})
     how = {"tokenizer": tokenizer, "kwargs": dict(chat_template_kwargs or {})}
-    if method == "sft" and CONTINUES in rows.column_names and any(rows[CONTINUES]):
-        rows = rows.map(_tokens, fn_kwargs=how, remove_columns=rows.column_names)
-        args.completion_only_loss = True
+    if method == "sft" and _renders_as_ever(args, rows):
+        args.completion_only_loss = args.completion_only_loss is not False
+        of_labels = {"whole": not args.completion_only_loss}
+        rows = rows.map(_tokens, batched=True, fn_kwargs=how | of_labels, remove_columns=rows.column_names)
     elif method == "simpo" and any(_is_assistants(prompt) for prompt in rows["prompt"]):
         rows = rows.map(_pair_as_text, fn_kwargs=how, remove_columns=rows.column_names)
     else:
@@ -107,12 +111,45 @@ def _is_assistants(prompt: Any) -> bool:
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
-def _tokens(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, list[int]]:
-    """A row of messages as TRL would tokenize it, its completion in the turn that the prompt ends with where it says
-    so."""
-    pair = render_pair(row["prompt"], row["completion"], tokenizer, kwargs, bool(row[CONTINUES]))
-    asked, whole = (one.ids for one in pair)
-    return {"input_ids": whole, "completion_mask": [0] * len(asked) + [1] * (len(whole) - len(asked))}
+def _renders_as_ever(args: Any, rows: Dataset) -> bool:
+    """Whether messages become tokens by the tokenizer's own template, without a mask that the template makes."""
+    of_messages = len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
+    return of_messages and args.chat_template_path is None and not args.assistant_only_loss
+
+
+def _tokens(
+    batch: Mapping[str, list[Any]], tokenizer: Any, kwargs: Mapping[str, Any], whole: bool
+) -> dict[str, list[list[int]]]:
+    """Rows of messages as TRL would tokenize them one by one, each completion in the turn that its prompt ends with
+    where its row says so. ``whole``: the loss is on prompts, too; else on completions, which begin where the ids of
+    the prompt alone and those of the whole part."""
+    continues = batch.get(CONTINUES) or [False] * len(batch["prompt"])
+    pairs = render_pairs(zip(batch["prompt"], batch["completion"], continues, strict=True), tokenizer, kwargs)
+    found: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for asked, row in pairs:
+        begins = 0 if whole else _alike(asked.ids, row.ids)
+        if not whole and begins < len(asked.ids):
+            _warn_of_split(tokenizer.decode(asked.ids[begins:]))
+        found["input_ids"].append(row.ids)
+        found["labels"].append([-100] * begins + row.ids[begins:])
+    return found
+
+
+def _alike(ids: list[int], others: list[int]) -> int:
+    """How many ids the two begin with alike."""
+    if others[: len(ids)] == ids:
+        return len(ids)
+    differ = (place for place, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
+    return next(differ, min(len(ids), len(others)))
+
+
+@functools.cache
+def _warn_of_split(end: str) -> None:
+    logger.warning(
+        "the tokens of a prompt alone are not the beginning of those with its completion: %r is left out of what the "
+        "model is asked in training, and it will see it when it generates. Use a chat template that renders both alike",
+        end,
+    )
 
 
 def _pair_as_text(row: Mapping[str, Any], tokenizer: Any, kwargs: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,135 @@
+"""Supervised training: TRL's ``SFTTrainer`` against ours, on the cold starts of three recipes, alternating in one run.
+
+Both sides get the same model, rows and settings. Timed, each by itself: rows of messages become tokens; the optimizer
+steps. Checked: the gradient, by the weights after one step of SGD (distance between the two sides over the length of
+the step), and the losses of the whole training.
+
+    make bench-supervised                             # three recipes, 100 steps, three times each: 10 minutes
+    python scripts/bench_supervised.py --steps 5 --rounds 1 --rows 640
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import datasets
+import torch
+import yaml
+from bench_tables import table
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+from grpo_lab.recipe.models import load_model
+from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.sections import ColdStartSection, ModelSection
+from grpo_lab.settings import read
+from grpo_lab.trainer.supervised.methods import train_by, worked_pairs
+
+RECIPES = ("quickstart/dr_grpo.yaml", "lab/chains/dr_grpo.yaml", "verifiable/countdown.yaml")
+ONE_STEP = {
+    "max_steps": 1, "optim": "sgd", "warmup_steps": 0, "lr_scheduler_type": "constant", "logging_steps": 1,
+    "weight_decay": 0.0, "max_grad_norm": 0.0, "learning_rate": 10.0,
+}  # fmt: skip
+"""A step so long that the rounding of the weights says nothing beside it."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Seconds of tokenizing and of training; all weights in one row; the logged losses."""
+
+    tokens_s: float
+    training_s: float
+    weights: torch.Tensor
+    losses: list[float]
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
+
+
+def stock(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) -> Side:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(output_dir=folder, **settings)
+        trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+        ready = time.perf_counter()
+        trainer.train()
+        done = time.perf_counter()
+    return Side(ready - began, done - ready, flat(model), losses_of(trainer))
+
+
+def ours(model: Any, tokenizer: Any, rows: Dataset, settings: dict[str, Any]) -> Side:
+    at: list[float] = [time.perf_counter()]
+    trainers: list[Any] = []
+
+    def train(trainer: Any) -> None:
+        at.append(time.perf_counter())
+        trainer.train()
+        at.append(time.perf_counter())
+        trainers.append(trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        train_by("sft", model, tokenizer, rows, Path(folder), settings, train=train)
+    began, ready, done = at
+    return Side(ready - began, done - ready, flat(model), losses_of(trainers[0]))
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def compare(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / name).read_text())
+    written = {**recipe["cold_start"], "data": {**recipe["cold_start"]["data"], "n": args.rows}}
+    section = read(ColdStartSection, written, "cold_start")
+    model_section = read(ModelSection, recipe["model"], "model")
+    rows = Dataset.from_list(worked_pairs(load_rows(section.data)))
+    settings = {
+        **section.arguments, "max_steps": args.steps, "report_to": "none", "save_strategy": "no", "use_cpu": True,
+        "bf16": False, "disable_tqdm": True, "logging_steps": max(1, args.steps // 10),
+    }  # fmt: skip
+
+    def side(train: Callable[..., Side], **more: Any) -> Side:
+        return train(*load_model(model_section, 0), rows, {**settings, **more})
+
+    sides: dict[Callable[..., Side], list[Side]] = {stock: [], ours: []}
+    for _ in range(args.rounds):
+        for train, found in sides.items():
+            found.append(side(train))
+    start = flat(load_model(model_section, 0)[0])
+    step, other = (side(train, **ONE_STEP).weights for train in (stock, ours))
+    pairs = zip(sides[stock][0].losses, sides[ours][0].losses, strict=True)
+    ratios = [one.training_s / two.training_s for one, two in zip(sides[stock], sides[ours], strict=True)]
+    return {
+        "recipe": name,
+        "tokens, stock s": median(one.tokens_s for one in sides[stock]),
+        "tokens, ours s": median(one.tokens_s for one in sides[ours]),
+        "training, stock s": median(one.training_s for one in sides[stock]),
+        "training, ours s": median(one.training_s for one in sides[ours]),
+        "speed-up": median(ratios),
+        "spread": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "gradient": float((step - other).norm() / (step - start).norm()),
+        "losses apart": max(abs(one - two) for one, two in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help="below recipes/")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=6400)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    datasets.disable_progress_bars()
+    print(table([compare(name, args) for name in args.recipes]))
+
+
+if __name__ == "__main__":
+    main()
