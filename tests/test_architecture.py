@@ -69,6 +69,9 @@ MADE_OF_HEAVY = {"engines/generate.py"}
 """Files that derive from a class of such a package; whoever needs one loads it where it is needed."""
 HANDLERS = {"signals.py", "sandbox/fork_server.py", "sandbox/jail.py"}
 """The files that install a handler of signals: everybody else asks ``grpo_lab.signals``."""
+APPEND = {"io.py", "curation/pass_rate.py", "labs/experiment.py"}
+"""The files that open a file to append: samples and what is written by ``io``, which cuts a torn end off, and a cell's
+log, which nobody reads as rows."""
 LIGHT = (
     "grpo_lab",
     *(
@@ -177,6 +180,26 @@ def test_three_files_install_handlers_of_signals() -> None:
     assert not installs_a_handler("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if installs_a_handler(path.read_text())}
     assert found == HANDLERS
+
+
+def appends(source: str) -> bool:
+    """Whether a file is opened to be appended to: ``open(file, "ab")``, ``file.open("a")``."""
+    if '"a' not in source and "os.O_APPEND" not in source:
+        return False
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    opened = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("open", "fdopen")]
+    given = [value for call in opened for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    modes = [value.value for value in given if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return any("a" in mode and set(mode) <= set("abt+") for mode in modes) or "os.O_APPEND" in source
+
+
+def test_files_grow_by_one_rule() -> None:
+    """A batch of rows that a kill or a full disk has torn is cut off by who opens the file next."""
+    assert appends('open(path, "a+b", opener=no_link)')
+    assert appends('cell.log.open("a", encoding="utf-8")')
+    assert not appends('open(path, "rb", encoding="ascii")')
+    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if appends(path.read_text())}
+    assert found == APPEND
 
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen2Config, XLNetConfig
 
 from grpo_lab.batch import padded
-from grpo_lab.engines.sampler import TransformersSampler, until_end
+from grpo_lab.engines.sampler import TransformersSampler, context_of_config, until_end
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from rollouts.thinking_oracle import inserted_mask
 
@@ -17,6 +18,12 @@ def test_padding_and_cutting_by_hand() -> None:
     assert mask.tolist() == [[1, 1], [0, 1]]
     assert until_end([4, 9, 0, 0], {9}) == [4, 9]
     assert until_end([4, 5], {9}) == [4, 5]
+
+
+def test_a_model_without_a_limit_of_positions_has_none() -> None:
+    """XLNet says -1, and every prompt was too long for it."""
+    assert context_of_config(XLNetConfig()) is None
+    assert context_of_config(Qwen2Config(max_position_embeddings=64)) == 64
 
 
 def test_rows_keep_their_order_and_batches_do_not_matter() -> None:

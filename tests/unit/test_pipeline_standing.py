@@ -70,6 +70,12 @@ def recipe(out: Path, *stages: dict[str, Any]) -> Any:
     return pipeline_from({"output_dir": str(out), "stages": list(stages or (FIRST, SECOND, THIRD, OTHER))})
 
 
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection in a process that has torch and transformers takes a third of a second, and a run makes several."""
+    monkeypatch.setattr(runs_stage.gc, "collect", lambda: 0)
+
+
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A pipeline that is done."""

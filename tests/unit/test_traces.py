@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,21 @@ def test_they_are_stages_of_a_pipeline(tmp_path: Path) -> None:
     assert facts["kept"]["dropped"] == {"right": 2, "not_too_long": 4}
     assert facts["mix"]["dropped"] == {"the same row": 0, "not drawn": 0}
     assert (tmp_path / "out" / "mix" / "rows.jsonl").is_file()
+
+
+def test_a_build_takes_the_room_of_its_text(tmp_path: Path) -> None:
+    """Rows of a file stand in memory one at a time, the chosen ones as their lines."""
+    file = tmp_path / "source.jsonl"
+    pieces = {f"p{place}": place for place in range(40)}
+    with file.open("w") as lines:
+        for number in range(500):
+            lines.write(json.dumps({"prompt": f"{number}?", "completion": "x", "pieces": pieces}) + "\n")
+    stage = read(Build, {"rows": {"a": {"file": str(file)}}})
+    tracemalloc.start()
+    try:
+        facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert facts["rows"] == 500
+    assert peak < 2.5 * file.stat().st_size
