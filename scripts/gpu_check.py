@@ -47,6 +47,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, metavar="SECTION", help=", ".join(names))
     parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="SECTION")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for all sections, 240 by default")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="limits so many times as long: on a machine that is busy otherwise"
+    )
     parser.add_argument("--resume", type=Path, metavar="FILE", help="results to go on with; they stay where they are")
     parser.add_argument(
         "--output", type=Path, help="runs/gpu_check.json, or --resume's; the page gets its name with .md"
@@ -99,7 +102,7 @@ def check(args: argparse.Namespace) -> Record:
             print(line, file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="gpu_check-", ignore_cleanup_errors=True) as folder:
-        setting = Setting(args.tiny, device, began + args.budget, Path(folder))
+        setting = Setting(args.tiny, device, began + args.budget, Path(folder), patience=args.patience)
         Runner(setting, keep).run(asked)
     record.write()
     return record

@@ -50,7 +50,7 @@ class Started:
     def ask(self) -> None:
         """Its limit counts from now on; it ends with the whole check at the latest."""
         limit = self.section.tiny_limit if self.setting.tiny else self.section.limit
-        self.limit = max(min(limit, self.setting.left()), 0.1)
+        self.limit = max(min(limit * self.setting.patience, self.setting.left()), 0.1)
         self.asked = time.monotonic()
         with contextlib.suppress(OSError):
             self.gate.send(self.limit)

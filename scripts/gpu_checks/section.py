@@ -22,7 +22,7 @@ Outcome = dict[str, Any]
 class Setting:
     """``tiny``: models that a CPU trains in a second. ``deadline``: on ``time.monotonic()``'s clock; in a section it is
     the end of its own limit. ``folder``: scratch of all sections; a section writes below ``own``. ``cores``: those that
-    it is bound to; empty: none."""
+    it is bound to; empty: none. ``patience``: limits are so many times as long."""
 
     tiny: bool
     device: str
@@ -30,6 +30,7 @@ class Setting:
     folder: Path
     own: Path = Path()
     cores: tuple[int, ...] = ()
+    patience: float = 1.0
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
