@@ -53,13 +53,13 @@ check() {
 case ${1:-} in
 first)
   packages
-  check --budget 265
+  check --budget 260
   ;;
 second)
   need runs/gpu_check.json
   packages
   engine
-  check --budget 265 --resume runs/gpu_check.json
+  check --budget 255 --resume runs/gpu_check.json
   ;;
 prepare) packages ;;
 *)

@@ -49,10 +49,10 @@ FUNCTIONAL = (
 )  # fmt: skip
 TIMED = (
     Section("shared prompts, 0.5B", "gpu_checks.shared_prompts:seconds", 25, 10, timed=True, tags=("shared",)),
-    Section("whole step, vLLM, ours", "gpu_checks.whole_step:ours", 75, 30, **ALONE),  # type: ignore[arg-type]
-    Section("whole step, vLLM, stock", "gpu_checks.whole_step:stock", 80, 30, gpu_only=STOCK_ON_A_CPU,
+    Section("whole step, vLLM, ours", "gpu_checks.whole_step:ours", 70, 30, **ALONE),  # type: ignore[arg-type]
+    Section("whole step, vLLM, stock", "gpu_checks.whole_step:stock", 70, 30, gpu_only=STOCK_ON_A_CPU,
             builds="gpu_checks.whole_step:stock_built", **ALONE),  # type: ignore[arg-type]
-    Section("overlap on one card", "gpu_checks.overlap:section", 100, 40, **ALONE),  # type: ignore[arg-type]
+    Section("overlap on one card", "gpu_checks.overlap:section", 80, 40, **ALONE),  # type: ignore[arg-type]
     Section("FlexAttention, 0.5B", "gpu_checks.shared_prompts:flex_seconds", 40, 10, timed=True,
             gpu_only=FLEX_ON_A_CPU, builds="gpu_checks.shared_prompts:flex_built",
             tags=("shared", "flex")),
