@@ -64,7 +64,15 @@ def processes_of(launch: str | None, name: str) -> int:
     if not launch:
         return 1
     where = f"`stages.{name}.launch`"
-    said = read_yaml(launch, where=where).get("num_processes", 1)
+    file = read_yaml(launch, where=where)
+    said = file.get("num_processes", 1)
     if not isinstance(said, int) or said < 1:
         raise ValueError(f"{where}: `num_processes` of {launch!r} is {said!r}; it must be a whole number of at least 1")
+    on_cpu = file.get("use_cpu") or file.get("distributed_type") in ("NO", "MULTI_CPU")
+    if said > 1 and on_cpu and not file.get("mpirun_config"):
+        raise ValueError(
+            f"{where}: {launch!r} says `num_processes` {said}, and accelerate starts a single one (`use_cpu`, or "
+            "`distributed_type` NO or MULTI_CPU, without `mpirun_config`). On CPUs write `distributed_type: MULTI_GPU` "
+            "and `use_cpu: false`, and set ACCELERATE_USE_CPU=true in the environment"
+        )
     return said

@@ -21,7 +21,7 @@ import psutil
 from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, PIPELINE, RUNNING
 from grpo_lab.pipelines.entries import Entry, PipelineFiles, entries_of
 from grpo_lab.pipelines.estimate import Estimates
-from grpo_lab.pipelines.outlook import Outlook, in_stage
+from grpo_lab.pipelines.outlook import Outlook, in_stage, processes_of
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, plain_recipe
 from grpo_lab.pipelines.stage_record import AGAIN, NEW, StageRecord
 from grpo_lab.pipelines.standing import LOCK_OF_STAGE, NOTHING, Standing, report, status, survey
@@ -152,6 +152,12 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
     """As one of the processes of a stage; the first keeps the results, for the pipeline that launched it."""
     die_with_parent(signal.SIGUSR1)
     first = int(os.environ.get("RANK", "0")) == 0
+    asked, here = processes_of(entry.section.launch, entry.name), int(os.environ.get("WORLD_SIZE", "1"))
+    if here != asked:
+        raise ValueError(
+            f"`stages.{entry.name}.launch`: {entry.section.launch!r} says `num_processes` {asked}, and accelerate has "
+            f"started {here}"
+        )
     record = entry.record()
     locked = first and not getattr(entry.kind, "locks", False)
     with one_writer(entry.folder) if locked else nullcontext():

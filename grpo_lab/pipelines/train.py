@@ -35,6 +35,7 @@ from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_sign
 from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import Writer
 from grpo_lab.trainer.generation.in_step import PolicySampler
+from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.resume.whole import broken_weights
@@ -193,9 +194,9 @@ def _make_start(job: Job, start: Path) -> None:
 
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}
+        told = config.chat_template_kwargs
         with saving(start):
-            told = config.chat_template_kwargs
-        cold_start(model, tokenizer, job.cold_rows, start, arguments, chat_template_kwargs=told)
+            cold_start(model, tokenizer, job.cold_rows, start, arguments, chat_template_kwargs=told)
     elif config.should_save:
         with saving(start):
             model.save_pretrained(start)
@@ -247,15 +248,16 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     if main:
         write_run(folder, record)
     trainer.parts.stop.signals, trainer.parts.stop.returns = list(SIGNALS), True  # it answers both, and comes back here
-    try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
-    except KeyboardInterrupt:
-        _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
-        raise
-    seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
-    _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
-    save_final(trainer, folder)
-    trainer.create_model_card(model_name=job.name)
+    with tracked(trainer, folder):
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
+        except KeyboardInterrupt:
+            _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
+            raise
+        seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
+        _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
+        save_final(trainer, folder)
+        trainer.create_model_card(model_name=job.name)
     record["trained"], record["tokens"] = trainer.state.global_step, trainer.parts.generated
     record["left"] = left_in(folder, ["critic", PREFERENCE])
     if main:

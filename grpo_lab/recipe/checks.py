@@ -233,6 +233,25 @@ def check_trackers(names: Any, where: str = "report_to") -> None:
             raise ValueError(f"`{where}` names {name!r}{one_of(name, known)}")
         if name not in here:
             raise ValueError(f"`{where}` names {name!r}, which is not installed here; install it, or leave it out")
+        if name == "wandb":
+            _check_wandb(where)
+
+
+def _check_wandb(where: str) -> None:
+    """ValueError where wandb would ask for a key in the middle of a run, or end it."""
+    import wandb
+
+    try:
+        known = wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False)
+    except TypeError:  # a release that cannot be asked without asking the user
+        known = True
+    except wandb.errors.UsageError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"`{where}` names 'wandb', which has no key for its server; `wandb login`, or WANDB_MODE=offline in the "
+            "environment keeps its runs here"
+        )
 
 
 def cold_start_rows(

@@ -249,6 +249,7 @@ def learn(
         counted.begin(training.step)
         with whole_folder(at.folder / MODEL) as place:
             more |= {"callbacks": [counted, *callbacks], "train": training, "chat_template_kwargs": template}
+            more["tracked_in"] = at.folder
             arguments = {"seed": stage.seed, **stage.training}
             train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)

@@ -4,6 +4,7 @@ kind among them."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -263,6 +264,23 @@ def test_a_stage_is_launched_on_its_processes_alone_or_from_a_file(
     assert stages(tmp_path / "out")["more"]["why"] == "new"
 
 
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "NO", "MULTI_GPU"])
+def test_a_stage_of_several_processes_is_not_done_by_one(
+    kind: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """accelerate starts a single process for such files, and says nothing."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    launch = {"distributed_type": kind, "num_processes": 2, "use_cpu": False}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(launch))
+    entry = {"stage": "evaluate", "name": "stage", "model": str(tiny_folder), "data": {**DATA, "n": 4}}
+    stages = [{**entry, "max_completion_length": 4, "use_cpu": True, "launch": str(tmp_path / "two.yaml")}]
+    recipe = pipeline_from({"output_dir": str(tmp_path / "out"), "stages": stages})
+    said = "two.yaml' says `num_processes` 2, and accelerate (starts a single one|has started 1)"
+    with pytest.raises(ValueError, match=said):
+        run_pipeline(recipe, only="stage", launched=kind == "MULTI_GPU")
+    assert not (tmp_path / "out" / "stage" / "evaluation").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGINT, 130)], ids=["evaluate", "rl"]
@@ -271,7 +289,7 @@ def test_a_launched_stage_that_is_asked_to_stop_ends_with_what_it_has(
     ranks: int, number: int, code: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     """Of `evaluate`, which is `whole`, the pipeline alone ended; of one process the launcher alone."""
-    launch = {"distributed_type": "MULTI_CPU" if ranks > 1 else "NO", "num_processes": ranks, "use_cpu": True}
+    launch = {"distributed_type": "MULTI_GPU" if ranks > 1 else "NO", "num_processes": ranks, "use_cpu": ranks == 1}
     launch |= {"mixed_precision": "no", "main_process_port": free_port()}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(launch))
     out, data = tmp_path / "out", {**DATA, "n": 4000}
@@ -284,8 +302,9 @@ def test_a_launched_stage_that_is_asked_to_stop_ends_with_what_it_has(
     entry |= {"name": "stage", "data": data, "max_completion_length": 4, "launch": str(tmp_path / "launch.yaml")}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"output_dir": str(out), "stages": [entry]}))
     words = [sys.executable, "-m", "grpo_lab", "pipeline", "run", str(tmp_path / "pipeline.yaml")]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     with (tmp_path / "log").open("w") as log:
-        running = psutil.Popen(words, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path)
+        running = psutil.Popen(words, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path, env=env)
     children: list[psutil.Process] = []
     try:
         while not (out / waits).is_file() and running.poll() is None:

@@ -34,6 +34,7 @@ from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardT
 from grpo_lab.data.fusion import CONTINUES
 from grpo_lab.engines.sampler import in_form_of, render_pair, render_pairs
 from grpo_lab.settings import refuse_unknown, typed
+from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
@@ -63,6 +64,7 @@ def train_by(
     train: Callable[[Any], None] | None = None,
     where: str = "training",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tracked_in: Path | None = None,
     **parts: Any,
 ) -> None:
     """Train ``model``; saved to ``output_dir`` (all processes join in).
@@ -76,6 +78,7 @@ def train_by(
         arguments: fields of TRL's configuration, named in messages as of ``where``.
         train: what trains the trainer; None: its ``train()``.
         chat_template_kwargs: what the chat template is told of every row of messages.
+        tracked_in: the folder that its trackers' run is kept in; default: ``output_dir``.
         parts: the trainer's: DPO's ``ref_model`` (default: the model as it begins), a distillation's ``teacher_model``.
 
     ValueError: a missing column, or an unknown setting. NumbersError: what it has left is not finite; nothing is
@@ -100,7 +103,7 @@ def train_by(
             rows = rows.add_column("chat_template_kwargs", [dict(chat_template_kwargs)] * len(rows))
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
-    with scored_alone():
+    with scored_alone(), tracked(trainer, tracked_in or output_dir):
         trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))

@@ -1,0 +1,162 @@
+"""Trackers (``report_to``) of a command's trainings: each training has a run of its own, which a resume goes on with,
+and a tracker that fails in the middle is left out of a training that goes on.
+
+transformers' callbacks know one training a process: in a pipeline wandb's would put every stage into one run, trackio's
+would draw a new name at every start, tensorboard's would write a second curve into a second folder (and a supervised
+stage's into the model's own folder, which is moved to its place when it is whole).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from grpo_lab.io import write_json
+
+logger = logging.getLogger("grpo_lab")
+
+FILE = "trackers.json"
+"""In the folder of a training: the identity of its run."""
+
+
+@contextmanager
+def tracked(trainer: Any, folder: Path) -> Iterator[None]:
+    """Inside the block what ``trainer`` trains has a run of its own in every tracker, kept under its identity in
+    ``folder`` and closed at the end of the block."""
+    known = tuple(INTEGRATION_TO_CALLBACK.values())
+    callbacks = trainer.callback_handler.callbacks
+    run = TrackedRun(folder)
+    attended = {id(one): Attended(one, run) for one in callbacks if isinstance(one, known)}
+    trainer.callback_handler.callbacks = [attended.get(id(one), one) for one in callbacks]
+    try:
+        yield
+    finally:
+        for one in attended.values():
+            one.end()
+
+
+class TrackedRun:
+    """The identity of a training's run, and its name where the settings give none: the last two parts of its folder,
+    so that the stages of a pipeline, the rounds of a command and the cells of a lab are told apart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = "/".join(folder.absolute().parts[-2:])
+        self.identity = ""
+
+    def begin(self, step: int) -> None:
+        """A training that goes on after ``step`` steps has the identity that it had; one at its first step a new."""
+        if self.identity:
+            return
+        with suppress(OSError, ValueError, KeyError):
+            if step:
+                self.identity = str(json.loads((self.folder / FILE).read_text(encoding="utf-8"))["run"])
+        if not self.identity:
+            self.identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / FILE, {"run": self.identity})
+
+
+class Attended(TrainerCallback):  # type: ignore[misc]
+    """A tracker's callback, which hears all that it would. ValueError where it cannot begin; what it raises later is
+    said once, and it hears nothing more."""
+
+    def __init__(self, inner: Any, run: TrackedRun) -> None:
+        self.inner, self.run = inner, run
+        self.kind = next(name for name, kind in INTEGRATION_TO_CALLBACK.items() if type(inner) is kind)
+        self.lost = False
+        self._close: Callable[[], object] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        try:
+            if state.is_world_process_zero:
+                self.run.begin(state.global_step)
+                OPENED.get(self.kind, lambda *_: None)(self, args, state)
+            self.inner.on_train_begin(self._named(args), state, control, **more)
+        except Exception as error:
+            raise ValueError(
+                f"`report_to` names {self.kind!r}, which cannot begin: {type(error).__name__}: {error}. Mend that, or "
+                "leave it out"
+            ) from error
+
+    def _named(self, args: Any) -> Any:
+        """The settings, with a name of the run."""
+        if args.run_name is not None or not self.run.identity:
+            return args
+        named = copy.copy(args)
+        # trackio knows a run by its name alone
+        named.run_name = f"{self.run.name}-{self.run.identity}" if self.kind == "trackio" else self.run.name
+        return named
+
+    def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """What the trainer tells of ``event``."""
+        if self.lost:
+            return
+        try:
+            getattr(self.inner, event)(self._named(args), state, control, **more)
+        except Exception as error:
+            self.lost = True
+            logger.warning(
+                "%s (`report_to`) failed at step %d and gets no more of this training, which goes on: %s: %s. "
+                "metrics.jsonl has every number",
+                self.kind,
+                state.global_step,
+                type(error).__name__,
+                error,
+            )
+
+    def end(self) -> None:
+        """Close what was opened for this training."""
+        if self._close is not None:
+            with suppress(Exception):
+                self._close()
+
+
+def _passed_on(event: str) -> Callable[..., None]:
+    def heard(self: Attended, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.hear(event, args, state, control, **more)
+
+    return heard
+
+
+for _event in dir(TrainerCallback):
+    if _event.startswith("on_") and _event != "on_train_begin":
+        setattr(Attended, _event, _passed_on(_event))
+
+
+def _wandb(tracker: Attended, args: Any, state: Any) -> None:
+    """A run under its own identity, which wandb goes on with; one that a team has opened itself is left to it."""
+    import wandb
+
+    if wandb.run is not None:
+        return
+    project = os.getenv("WANDB_PROJECT", "huggingface")
+    chosen = os.getenv("WANDB_RUN_ID") or tracker.run.identity
+    name = args.run_name or tracker.run.name
+    opened = wandb.init(project=project, id=chosen, name=name, resume="allow")
+    tracker._close = opened.finish
+
+
+def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
+    """One folder for all sessions of a training; what stands there of steps after ``state`` no longer counts."""
+    given = tracker.inner.logging_dir  # TENSORBOARD_LOGGING_DIR: one place for several trainings
+    place = tracker.run.folder / "runs" if given is None else Path(given) / (args.run_name or tracker.run.name)
+    purged = state.global_step + 1 if state.global_step else None
+    writer = tracker.inner._SummaryWriter(str(place / tracker.run.identity), purge_step=purged)
+    tracker.inner.tb_writer = writer
+    tracker._close = writer.close
+
+
+OPENED: dict[str, Callable[[Attended, Any, Any], None]] = {"wandb": _wandb, "tensorboard": _tensorboard}
+"""Trackers whose run is opened here, before their callback does."""
