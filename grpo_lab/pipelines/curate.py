@@ -21,6 +21,7 @@ from grpo_lab.io import write_json, write_json_lines
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
+    OF_A_SAMPLED_MODEL,
     STRICT_ACCURACY,
     DataSection,
     ModelSection,
@@ -83,6 +84,10 @@ class CurationRecipe:
             raise ValueError(f"`filters.band.fail_best_of` is {best_of} and `n_samples` {n}; it needs as many")
         if self.model is not None and self.model.path is None:
             raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
+        if self.model is not None:
+            self.model.refuse("model", **OF_A_SAMPLED_MODEL)
+        else:
+            self.sampling.refuse_unread("without `model` nothing is sampled")
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:

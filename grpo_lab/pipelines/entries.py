@@ -22,6 +22,7 @@ from grpo_lab.pipelines.outlook import in_stage
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, StageSection, plain_recipe
 from grpo_lab.pipelines.stage_record import StageRecord, named_in
 from grpo_lab.pipelines.standing import Asked, Standing, look_at, standing, state_of
+from grpo_lab.recipe.elsewhere import SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.yaml import set_at, written
 from grpo_lab.runs.differences import OF_NO_FILE, versions
 from grpo_lab.runs.folder import STAGE, write_run
@@ -94,6 +95,10 @@ def entries_of(recipe: PipelineRecipe) -> list[Entry]:
         if section.launch and not getattr(kinds[section.name], "ranks", False):
             raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
         with in_stage(section.name):
+            own = getattr(kinds[section.name], "__dataclass_fields__", {})
+            if "recipe" not in own:  # which knows its own words
+                others = [name for name in given if name not in own]
+                refuse_words_from_elsewhere(others, f"`stages.{section.name}`", SUPERVISED)
             kind = read(kinds[section.name], given, f"stages.{section.name}")
         found.append(Entry(number, section, recipe.output_dir / section.name, takes, kind))
     return found

@@ -60,6 +60,10 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
         no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
         recipe: Mapping[str, Any]
 
+        def __post_init__(self) -> None:
+            if "output_dir" in self.recipe:
+                raise ValueError("`output_dir` has no effect: a stage works in the pipeline's folder of its name")
+
         def as_read(self) -> Any:
             return read_recipe({**self.recipe, "output_dir": "."})
 

@@ -23,9 +23,11 @@ from grpo_lab.io import write_json
 from grpo_lab.pipelines.standing import again_in_words, left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers
+from grpo_lab.recipe.elsewhere import SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.sections import (
+    OF_A_SAMPLED_MODEL,
     STRICT_ACCURACY,
     DataSection,
     EvaluationSection,
@@ -33,6 +35,7 @@ from grpo_lab.recipe.sections import (
     RewardSection,
     SamplingSettings,
     check_command,
+    refuse_every,
     with_name,
 )
 from grpo_lab.runs import differences
@@ -49,6 +52,8 @@ from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train, chec
 from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"
+OF_AN_EVALUATION = ("max_completion_length", "chat_template_kwargs")
+"""What an evaluation takes of the sampling's settings, besides its seed and its device."""
 EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples", "temperature", "before")
 
 
@@ -98,6 +103,17 @@ class Long2ShortRecipe:
             raise ValueError("`data` is needed to sample on, and has no effect with `method: merge`")
         if self.method == "merge" and self.training:
             raise ValueError("`training` has no effect with `method: merge`, which trains nothing; leave it out")
+        self.model.refuse("model", **OF_A_SAMPLED_MODEL)
+        refuse_every(self.evaluation)
+        refuse_words_from_elsewhere(self.training, "`training`", SUPERVISED)
+        if self.method != "merge" and self.alpha != 0.5:
+            raise ValueError(f"`alpha` has an effect only with `method: merge`, not `{self.method}`; leave it out")
+        if self.method == "merge":
+            if self.samples is not None or self.reward != STRICT_ACCURACY:
+                unread = "samples" if self.samples is not None else "reward"
+                raise ValueError(f"`{unread}` has no effect with `method: merge`, which samples nothing; leave it out")
+            beside = {"n_samples": 8, **{name: getattr(self.sampling, name) for name in OF_AN_EVALUATION}}
+            self.sampling.refuse_unread("`method: merge` samples nothing", **beside)
         if self.pairs is not None and self.method not in ("dpo", "simpo"):
             raise ValueError(f"`pairs` has no effect with `method: {self.method}`; leave it out")
 

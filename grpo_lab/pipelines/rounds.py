@@ -259,10 +259,11 @@ class RoundStages:
     def begin(self, at: Round) -> Facts:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe, cold = self.recipe, self.recipe.cold_start
-        data, training = (None, {}) if cold is None else (cold.data, cold.arguments)
-        training = {"use_cpu": recipe.sampling.use_cpu, **training}
+        if cold is None:
+            return ColdStart(recipe.model, None, recipe.sampling.seed).run(at)
+        training = {"use_cpu": recipe.sampling.use_cpu, **cold.arguments}
         template = recipe.sampling.chat_template_kwargs
-        return ColdStart(recipe.model, data, recipe.sampling.seed, training, template).run(at, self.cold_rows)
+        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(at, self.cold_rows)
 
     def sample(self, at: Round) -> Facts:
         """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""

@@ -8,7 +8,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from grpo_lab.recipe.elsewhere import SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.sections import (
+    OF_A_SAMPLED_MODEL,
     STRICT_ACCURACY,
     ColdStartSection,
     DataSection,
@@ -17,6 +19,7 @@ from grpo_lab.recipe.sections import (
     RewardSection,
     SamplingSettings,
     check_command,
+    refuse_every,
     with_name,
 )
 from grpo_lab.runs.console import model_of, settings_in_words, told
@@ -120,6 +123,12 @@ class RoundsRecipe:
         ):
             if wrong:
                 raise ValueError(said)
+        if self.cold_start is None and self.model.path is not None:
+            self.model.refuse("model", tokenizer=OF_A_SAMPLED_MODEL["tokenizer"])
+        if base is not None:
+            base.refuse("base", tokenizer=OF_A_SAMPLED_MODEL["tokenizer"])
+        refuse_every(self.evaluation)
+        refuse_words_from_elsewhere(self.training, "`training`", SUPERVISED)
 
 
 def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds") -> RoundsRecipe:

@@ -53,6 +53,8 @@ def judges_of(section: EvaluationSection) -> dict[str, Any]:
 def build_reward(section: RewardSection, where: str = "rewards") -> Any:
     """The reward that ``section`` names: one of ours or TRL's, ``"module:attribute"`` of a team, or a reward model. A
     reward model (a folder, or a hub name ``owner/name``) stays the text that TRL loads a sequence classifier from."""
+    if section.weight != 1.0 and where != "rewards":
+        raise ValueError(f"`{where}.weight` is {section.weight:g} and has no effect: one reward judges; leave it out")
     if section.name in REWARDS:
         kind = getattr(import_module("grpo_lab.rewards"), REWARDS[section.name])
         if section.name in AROUND and "reward" in section.arguments:
@@ -99,10 +101,7 @@ def scoring_nothing(name: str) -> Any:
 
 def _inside(section: RewardSection, where: str) -> Any:
     """The reward that another one is around."""
-    inner = read(RewardSection, section.arguments["reward"], where)
-    if inner.weight != 1.0:
-        raise ValueError(f"`{where}.weight` has no effect: give the weight to {section.name!r}")
-    return build_reward(inner, where)
+    return build_reward(read(RewardSection, section.arguments["reward"], where), where)
 
 
 def _reward_model(section: RewardSection, where: str) -> str:

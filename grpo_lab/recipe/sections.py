@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from grpo_lab.engines.sampler import check_template_kwargs
+from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
@@ -26,7 +27,6 @@ from grpo_lab.settings import (
     Positive,
     Switch,
     Temperature,
-    UnknownSettingError,
     Whole,
     from_json,
     must_be,
@@ -64,6 +64,12 @@ class ModelSection:
         if (self.path is None) == (self.tiny is None):
             said = "exactly one of `path` (folder or hub name) and `tiny` (a model built from config)"
             raise ValueError(f"`model` needs {said}")
+
+    def refuse(self, where: str, **unread: str) -> None:
+        """ValueError for a setting that nothing would read there: its name → why."""
+        for name, why in unread.items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{where}.{name}` has no effect: {why}; leave it out")
 
     @property
     def name(self) -> str:
@@ -113,6 +119,9 @@ class ColdStartSection:
 
     data: DataSection
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        refuse_words_from_elsewhere(self.arguments, "`cold_start`", SUPERVISED)
 
 
 LISTED = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else () if value is None else (value,))
@@ -248,39 +257,9 @@ TELLING = {
 """Sections, and values of ``method``, that one command alone has."""
 
 
-ELSEWHERE = {
-    "model_name_or_path": "`model: {path: …}`",
-    "dataset_name": "`data: {loader: …, source: …}`, with a loader for its columns (`gsm8k`, `math`, `file`, a team's)",
-    "dataset_config": "an argument of the loader in `data`",
-    "dataset_mixture": "a stage `build` of a pipeline, or a loader of your own",
-    "dataset_prompt_column": "an argument of the loader in `data`",
-    **dict.fromkeys(("dataset_train_split", "dataset_split"), "`data: {split: …}`"),
-    "dataset_test_split": "`evaluation: {data: {split: …}}`, or `eval_dataset`",
-    "reward_funcs": "`rewards: [accuracy, …]`",
-    "reward_model_name_or_path": "a folder or hub name in `rewards`",
-    **dict.fromkeys(("torch_dtype", "dtype"), "`model_init_kwargs: {dtype: …}`"),
-    "attn_implementation": "`model_init_kwargs: {attn_implementation: …}`",
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "`model_init_kwargs: {quantization_config: …}`"),
-    "use_peft": "`model: {lora: {…}}`, or nothing",
-    **{f"lora_{name}": f"`model: {{lora: {{{name}: …}}}}`" for name in ("r", "target_modules")},
-    **{name: f"`model: {{lora: {{{name}: …}}}}`" for name in ("lora_alpha", "lora_dropout")},
-    "system_prompt": "`data: {template: …}`",
-    "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
-}
-"""Words of TRL's scripts and of open-r1 → what is written here instead."""
-
-
-def refuse_words_from_elsewhere(written: Mapping[str, Any]) -> None:
-    """ValueError for all of them, with what is written here instead."""
-    if found := [f"{key!r} is {ELSEWHERE[key]}" for key in written if key in ELSEWHERE]:
-        raise UnknownSettingError(
-            f"the recipe has words of another framework: {'; '.join(found)} here (docs/coming_from_trl.md)"
-        )
-
-
 def check_command(written: Mapping[str, Any], command: str) -> None:
     """ValueError for a recipe of another command or framework, and for an output folder without a name."""
-    refuse_words_from_elsewhere(written)
+    refuse_words_from_elsewhere(written, words=RECIPE if command == "train" else SAVED)
     for key in (*written, written.get("method")):
         other = TELLING.get(str(key), command)
         if other != command:
@@ -345,6 +324,26 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)
+
+    def refuse_unread(self, why: str, **beside: Any) -> None:
+        """ValueError for a setting where nothing is sampled, which is ``why``; ``beside``: what may stand there."""
+        plain = replace(SamplingSettings(), seed=self.seed, use_cpu=self.use_cpu, **beside)
+        for one in fields(self):
+            if getattr(self, one.name) != getattr(plain, one.name):
+                raise ValueError(f"`{one.name}` has no effect: {why}; leave it out")
+
+
+OF_A_SAMPLED_MODEL = {
+    "lora": "all weights are asked, and trained",
+    "tokenizer": "a model is asked with its own (save the other one into its folder)",
+}
+"""Settings of a ``model`` that is asked as it was saved → why they have no effect."""
+
+
+def refuse_every(evaluation: EvaluationSection | None) -> None:
+    """ValueError for an evaluation on the way, where none is made."""
+    if evaluation is not None and evaluation.every is not None:
+        raise ValueError("`evaluation.every` has no effect: only `grpo-lab train` measures on the way; leave it out")
 
 
 def refuse_engine_alone(asked: Any) -> None:

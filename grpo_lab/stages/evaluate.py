@@ -56,6 +56,9 @@ class Evaluate:
 
     def plan(self) -> str:
         refuse_itself(self.model, self.against)
+        for name, unset in (("every", None), ("before", True)):
+            if getattr(self.section, name) != unset:
+                raise ValueError(f"`{name}` has no effect: a stage `evaluate` measures one model, once; leave it out")
         held_out = HeldOutRows(self.section, self.max_completion_length, self.seed, rows_here, "data")
         rows = next(iter(held_out.rows.values()))
         if rows is not None:

@@ -137,6 +137,10 @@ class FilterTraces:
     reward: RewardSection = STRICT_ACCURACY
     per_problem: Positive | None = None
 
+    def __post_init__(self) -> None:
+        if self.refine is None and self.reward != STRICT_ACCURACY:
+            raise ValueError("`reward` has an effect only with `refine`, whose traces it judges again; leave it out")
+
     def plan(self) -> str:
         check_lines(self.samples, "samples", OF_A_LINE)
         if self.refine is not None:

@@ -127,6 +127,12 @@ class ColdStart:
     training: Training = field(default_factory=dict)
     chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.model.refuse("model", lora="a cold start trains all weights")
+        unread = [*self.training, *(["chat_template_kwargs"] if self.chat_template_kwargs else [])]
+        if self.data is None and unread:
+            raise ValueError(f"`{unread[0]}` has no effect: without `data` nothing is trained; leave it out, or add it")
+
     def plan(self) -> str:
         check_supervised("sft", self.training, "cold_start")
         words = known_model(self.model, whole=True)

@@ -51,6 +51,10 @@ SAMPLERS = ("sample", "curate", "rounds", "long2short")
 JUDGES = ("sample", "evaluate", "curate", "rounds", "long2short")
 PREFER = ("dpo", "simpo", "reward_model")
 
+SUPERVISED = ("cold_start", "sft", "dpo", "simpo", "distill", "reward_model")
+WHOLE = ("rl", "curate", "rounds", "long2short")
+MERGED = {"method": "merge", "short_model": "MODEL", "data": None, "training": None}
+
 WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     # a model
     (OF_A_MODEL, {"model": "./gone"}, r"`model` is './gone': no such folder"),
@@ -118,6 +122,51 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (TRAINED, {"eval_strategy": "steps"}, r"`(\w+.)?eval_strategy` is 'steps'"),
     (("rounds", "long2short"), {"training.learning_rate": -1}, r"`training.learning_rate` is -1"),
     (("curate",), {"filters": {"balance": {"by": "level"}}}, r"`filters.balance.by` is 'level'"),
+    # what was accepted, and read by nobody
+    (
+        ("cold_start", "curate", "long2short"),
+        {"model.lora": {"r": 4}},
+        r"`model.lora` has no effect: a",
+    ),
+    (
+        ("curate", "rounds", "long2short"),
+        {"model.tokenizer": "MODEL"},
+        r"`model.tokenizer` has no effect: a model",
+    ),
+    (("cold_start",), {"data": None}, r"` has no effect: without `data` nothing is trained"),
+    (
+        ("sample", "curate", "rounds", "long2short"),
+        {"reward": {"name": "accuracy", "weight": 2}},
+        r"`reward.weight` is 2",
+    ),
+    (("evaluate",), {"measures": {"m": {"name": "accuracy", "weight": 2}}}, r"`evaluation.measures.m.weight` is 2"),
+    (("evaluate",), {"every": 2}, r"`every` has no effect"),
+    (("evaluate",), {"before": False}, r"`before` has no effect"),
+    (("rounds", "long2short"), {"evaluation": {**HELD, "every": 2}}, r"`evaluation.every` has no effect"),
+    (("filter",), {"reward": "boxed"}, r"`reward` has an effect only with `refine`"),
+    (("curate",), {"model": None, "filters": {"kind": True}}, r"`n_samples` has no effect: without `model` nothing"),
+    (("long2short",), {"alpha": 0.3}, r"`alpha` has an effect only with `method: merge`"),
+    (("long2short",), {**MERGED, "n_samples": 3}, r"`n_samples` has no effect: `method: merge` samples nothing"),
+    (("long2short",), {**MERGED, "samples": "SAMPLES"}, r"`samples` has no effect with `method: merge`"),
+    (WHOLE, {"output_dir": "runs/mine"}, r"`output_dir` has no effect: a stage works in the pipeline's folder"),
+    (SUPERVISED, {"output_dir": "runs/mine"}, r"output_dir` has no effect: the model is saved in the folder"),
+    (
+        SUPERVISED[:-1],
+        {"model_init_kwargs": {"dtype": "bfloat16"}},
+        r"model_init_kwargs` has no effect: TRL",
+    ),
+    (("rounds",), {"training.model_init_kwargs": {"dtype": "auto"}}, r"`training.model_init_kwargs` has no effect"),
+    # other frameworks' words
+    (
+        SUPERVISED,
+        {"model_name_or_path": "m", "dtype": "auto"},
+        r"'dtype' is `bf16: true`.*'model_name_or_path' is `model",
+    ),
+    (("sample", "evaluate", "build"), {"dataset_name": "d"}, r"'dataset_name' is `rows: …`, a file .*coming_from_trl"),
+    (("rl",), {"torch_dtype": "x"}, r"'torch_dtype' is `model_init_kwargs: .*coming_from"),
+    (WHOLE[1:], {"torch_dtype": "x"}, r"'torch_dtype' is nothing: a model is loaded as it was saved"),
+    (("rounds", "long2short"), {"training.torch_dtype": "x"}, r"`training` has words .*'torch_dtype' is `bf16: true`"),
+    (("rl",), {"cold_start": {"data": WORKED, "use_peft": True}}, r"`cold_start` has words .*'use_peft' is nothing"),
 ]
 CASES = [(kind, change, said) for kinds, change, said in WRONG for kind in kinds]
 

@@ -475,10 +475,13 @@ def test_a_folder_that_no_file_system_takes_is_one_line(
 def test_words_of_other_frameworks_are_answered_all_at_once() -> None:
     """They were "needs `model`, and has none"."""
     theirs = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["accuracy"], "torch_dtype": "bfloat16"}
-    for reader in (recipe_from, curation_recipe_from):
+    for reader, own in (
+        (recipe_from, ("`rewards: [", "{dtype: …}", "{attn_implementation: …}")),
+        (curation_recipe_from, ("`reward: …`", "'torch_dtype' is nothing: a model is loaded as it was saved")),
+    ):
         with pytest.raises(ValueError, match="words of another framework") as caught:
             reader({**theirs, "attn_implementation": "sdpa"})
-        for one in ("`model: {path: …}`", "`data: {loader: …", "`rewards: [", "{dtype: …}", "{attn_implementation: …}"):
+        for one in ("`model: {path: …}`", "`data: {loader: …", *own):
             assert one in str(caught.value)
 
 

@@ -50,6 +50,13 @@ FIXED: dict[str, dict[str, Any]] = {
     "reward": {"max_length": None},  # TRL leaves out longer pairs, and says nothing
 }
 """Of the configuration, where it is not set."""
+OF_LOADING = ("model_init_kwargs", "trust_remote_code")
+UNREAD = {
+    "output_dir": "the model is saved in the folder of its stage, or of its run",
+    "resume_from_checkpoint": "the same command goes on by itself",
+    **dict.fromkeys(OF_LOADING, "TRL is given a model that is loaded, as it was saved"),
+}
+"""Of the configuration, what a training does not read → why."""
 WEIGHT = "rewards/weight"
 
 
@@ -190,6 +197,10 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
     refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
     found: dict[str, Any] = typed(arguments, config, where)
     check_choices(found, where)
+    for name, why in UNREAD.items():
+        loaded_by_trl = method == "reward" and name in OF_LOADING
+        if name in found and not loaded_by_trl:
+            raise ValueError(f"`{where}.{name}` has no effect: {why}; leave it out")
     if found.get("eval_strategy", "no") != "no":
         raise ValueError(
             f"`{where}.eval_strategy` is {found['eval_strategy']!r}, and this training has no rows to evaluate on; "

@@ -1,0 +1,61 @@
+"""Words of TRL's scripts and of open-r1 → what is written here instead: in a recipe, and in a supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from grpo_lab.settings import UnknownSettingError
+
+_LORA = ("lora_r", "lora_target_modules", "lora_alpha", "lora_dropout")
+_BITS = ("load_in_4bit", "load_in_8bit")
+
+RECIPE = {
+    "model_name_or_path": "`model: {path: …}`",
+    "dataset_name": "`data: {loader: …, source: …}`, with a loader for its columns (`gsm8k`, `math`, `file`, a team's)",
+    "dataset_config": "an argument of the loader in `data`",
+    "dataset_mixture": "a stage `build` of a pipeline, or a loader of your own",
+    "dataset_prompt_column": "an argument of the loader in `data`",
+    **dict.fromkeys(("dataset_train_split", "dataset_split"), "`data: {split: …}`"),
+    "dataset_test_split": "`evaluation: {data: {split: …}}`, or `eval_dataset`",
+    "reward_funcs": "`rewards: [accuracy, …]`",
+    "reward_model_name_or_path": "a folder or hub name in `rewards`",
+    **dict.fromkeys(("torch_dtype", "dtype"), "`model_init_kwargs: {dtype: …}`"),
+    "attn_implementation": "`model_init_kwargs: {attn_implementation: …}`",
+    **dict.fromkeys(_BITS, "`model_init_kwargs: {quantization_config: …}`"),
+    "use_peft": "`model: {lora: {…}}`, or nothing",
+    **{name: f"`model: {{lora: {{{name if name in _LORA[2:] else name[5:]}: …}}}}`" for name in _LORA},
+    "system_prompt": "`data: {template: …}`",
+    "chat_template": "a tokenizer's folder that holds it, `model: {tokenizer: …}`",
+}
+"""In a recipe of `grpo-lab train`."""
+
+SAVED = {
+    **RECIPE,
+    "dataset_test_split": "`evaluation: {data: {split: …}}`",
+    **dict.fromkeys(("reward_funcs", "reward_model_name_or_path"), "`reward: …`, one that judges answers"),
+    **dict.fromkeys(("torch_dtype", "dtype", "attn_implementation"), "nothing: a model is loaded as it was saved"),
+    **dict.fromkeys((*_BITS, "use_peft", *_LORA), "nothing: whole weights are asked, and trained"),
+}
+"""In a recipe of the commands that take a saved model as it is."""
+
+SUPERVISED = {
+    **SAVED,
+    "model_name_or_path": "`model: …`, a folder or hub name",
+    "teacher_model_name_or_path": "`teacher: …`, a folder or hub name",
+    "dataset_name": "`rows: …`, a file that a stage leaves, or `data: {loader: …, source: …}`",
+    "dataset_test_split": "a stage `evaluate`",
+    **dict.fromkeys(("torch_dtype", "dtype"), "`bf16: true`, or nothing: a model is loaded as it was saved"),
+    "system_prompt": "a message of the rows, or `data: {template: …}`",
+    "chat_template": "a tokenizer's folder that holds it, beside the model",
+}
+"""In a stage of a pipeline, and in the settings of a supervised training."""
+
+
+def refuse_words_from_elsewhere(
+    written: Iterable[str], where: str = "the recipe", words: Mapping[str, str] = RECIPE
+) -> None:
+    """ValueError for all of them, with what is written here instead; ``where`` they stand."""
+    if found := [f"{key!r} is {words[key]}" for key in written if key in words]:
+        raise UnknownSettingError(
+            f"{where} has words of another framework; here {'; '.join(found)} (docs/coming_from_trl.md)"
+        )
