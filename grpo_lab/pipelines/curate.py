@@ -86,8 +86,6 @@ class CurationRecipe:
             raise ValueError("`model` of a curation is a saved one: give `path`, a folder or hub name")
         if self.model is not None:
             self.model.refuse("model", **OF_A_SAMPLED_MODEL)
-        else:
-            self.sampling.refuse_unread("without `model` nothing is sampled")
 
 
 def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curation") -> CurationRecipe:

@@ -52,8 +52,6 @@ from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train, chec
 from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"
-OF_AN_EVALUATION = ("max_completion_length", "chat_template_kwargs")
-"""What an evaluation takes of the sampling's settings, besides its seed and its device."""
 EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples", "temperature", "before")
 
 
@@ -108,12 +106,8 @@ class Long2ShortRecipe:
         refuse_words_from_elsewhere(self.training, "`training`", SUPERVISED)
         if self.method != "merge" and self.alpha != 0.5:
             raise ValueError(f"`alpha` has an effect only with `method: merge`, not `{self.method}`; leave it out")
-        if self.method == "merge":
-            if self.samples is not None or self.reward != STRICT_ACCURACY:
-                unread = "samples" if self.samples is not None else "reward"
-                raise ValueError(f"`{unread}` has no effect with `method: merge`, which samples nothing; leave it out")
-            beside = {"n_samples": 8, **{name: getattr(self.sampling, name) for name in OF_AN_EVALUATION}}
-            self.sampling.refuse_unread("`method: merge` samples nothing", **beside)
+        if self.method == "merge" and self.samples is not None:
+            raise ValueError("`samples` has no effect with `method: merge`, which samples nothing; leave it out")
         if self.pairs is not None and self.method not in ("dpo", "simpo"):
             raise ValueError(f"`pairs` has no effect with `method: {self.method}`; leave it out")
 

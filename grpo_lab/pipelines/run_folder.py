@@ -27,6 +27,7 @@ from grpo_lab.recipe.sections import Recipe
 from grpo_lab.recipe.yaml import parsed, written
 from grpo_lab.runs.differences import (
     Difference,
+    differing,
     other_releases,
     plain_settings,
     refuse_other_rows,
@@ -79,28 +80,82 @@ def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
     process asks here, and has the main one's answer."""
     if overwrite and resume:
         raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    here = not overwrite and (recipe.output_dir / RUN).is_file()
+    here = not overwrite and is_to_go_on_with(recipe)
     return bool(gather_object([here])[0])  # the main process's answer
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the run in ``folder`` has made something that its settings decided: a checkpoint, whole or not, a step in
+    its metrics, a model. One that failed before has not, and leaves the folder to any recipe."""
+    record = read_marker(folder / RUN)
+    metrics = folder / "metrics.jsonl"
+    return bool(
+        record.get("trained")
+        or record.get("finished")
+        or next(folder.glob("*checkpoint-*"), None)
+        or (folder / "config.json").is_file()
+        or (metrics.is_file() and metrics.stat().st_size)
+    )
+
+
+def is_to_go_on_with(recipe: Recipe) -> bool:
+    """Whether the output folder holds a run that has begun, or one of this recipe that failed before it had: what that
+    has made, such as its cold start, stays."""
+    folder = recipe.output_dir
+    return (folder / RUN).is_file() and (has_begun(folder) or _is_of(folder, recipe))
+
+
+def _is_of(folder: Path, recipe: Recipe) -> bool:
+    """Whether the run in ``folder`` is of ``recipe``, but for what cannot change its past."""
+    then = _recipe_of(folder)
+    if then is None:
+        return bool(read_marker(folder / RUN).get("fingerprint") == fingerprint(recipe))
+    return all(map(may_differ, differing(then, plain_settings(recipe))))
+
+
+def _recipe_of(folder: Path) -> dict[str, Any] | None:
+    """What the run in ``folder`` was asked for; None where that cannot be read."""
+    try:
+        then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
+    except (OSError, ValueError):
+        return None
+    return then if isinstance(then, dict) else None
+
+
+def _put_aside(recipe: Recipe) -> None:
+    """What a run of another recipe that failed before its first step has made stands beside, as `<name>.before-<n>`."""
+    folder = recipe.output_dir
+    for place in (folder / "cold_start", folder / "evaluation"):
+        if place.is_dir() and not any(one.is_relative_to(place.resolve()) for one in _starts_from(recipe)):
+            beside = (place.with_name(f"{place.name}.before-{number}") for number in itertools.count(1))
+            place.rename(next(one for one in beside if not one.exists()))
+
+
+def _starts_from(recipe: Recipe) -> list[Path]:
+    """Folders of the model, and of the critic, that ``recipe`` begins with."""
+    value = recipe.arguments.get("value")
+    critic = value.get("model") if isinstance(value, Mapping) else value
+    return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
 
 
 def claim(recipe: Recipe, overwrite: bool) -> Path:
     """The output folder, made and marked as this run's; what differs from an earlier run of it is logged."""
     folder = recipe.output_dir
-    begun = not overwrite and (folder / RUN).is_file()
+    begun = not overwrite and is_to_go_on_with(recipe)
     changed = refuse_folder(recipe, overwrite)
     measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
     found = read_marker(folder / RUN) if begun else {}
     gone = gone_from(folder, found)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
-        value = recipe.arguments.get("value")
-        critic = value.get("model") if isinstance(value, Mapping) else value
-        needed = [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
+        needed = _starts_from(recipe)
         earlier = [*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"), folder / SAVING]
         for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic", folder / FOLDER):
             if not any(one.is_relative_to(stale.resolve()) for one in needed):
                 shutil.rmtree(stale, ignore_errors=True)
     if not begun:
+        if not overwrite:
+            _put_aside(recipe)
         for name in ("metrics.jsonl", TOKEN_WEIGHTS):
             (folder / name).unlink(missing_ok=True)
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
@@ -135,18 +190,15 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     found = record_of(folder, None)
     if not found:
         return []
-    try:
-        then: Any = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
-    except (OSError, ValueError):
-        then = None
-    if not isinstance(then, dict) and found.get("fingerprint") != fingerprint(recipe):
+    if not is_to_go_on_with(recipe):  # it failed before its first step
+        return []
+    then = _recipe_of(folder)
+    if then is None and found.get("fingerprint") != fingerprint(recipe):
         raise ValueError(
             f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
             "read); choose another `--output_dir`, or give --overwrite"
         )
-    changed = []
-    if isinstance(then, dict):
-        changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
+    changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     newest = newest_whole(folder)[0]
     check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))
     if not any(one.of("evaluation") for one in changed):
@@ -179,8 +231,8 @@ def may_differ(found: Difference) -> bool:
 def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
     """ValueError where a run with steps still to train would go on with other rows, or another number of processes."""
     record = read_marker(folder / RUN)
-    if 0 < max_steps <= (record.get("trained") or 0):
-        return  # only the evaluation is left
+    if not has_begun(folder) or 0 < max_steps <= (record.get("trained") or 0):
+        return  # nothing was trained, or only the evaluation is left
     refuse_other_rows(folder, record.get("rows"), rows)
     before = record.get("processes")
     if before is not None and before != processes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import field, fields, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,13 +324,6 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)
-
-    def refuse_unread(self, why: str, **beside: Any) -> None:
-        """ValueError for a setting where nothing is sampled, which is ``why``; ``beside``: what may stand there."""
-        plain = replace(SamplingSettings(), seed=self.seed, use_cpu=self.use_cpu, **beside)
-        for one in fields(self):
-            if getattr(self, one.name) != getattr(plain, one.name):
-                raise ValueError(f"`{one.name}` has no effect: {why}; leave it out")
 
 
 OF_A_SAMPLED_MODEL = {

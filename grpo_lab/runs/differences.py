@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lab.io import is_local
 from grpo_lab.recipe.models import model_files
-from grpo_lab.runs.folder import record_of
+from grpo_lab.runs.folder import is_only_marked, record_of
 
 FLAT = ("arguments", "sampling")
 """Sections whose settings stand in a recipe without a section's name."""
@@ -56,9 +56,10 @@ def earlier_run(
 ) -> dict[str, Any]:
     """What ``run.json`` says of an earlier run of ``command`` in the recipe's folder; `{}` for a new folder, and with
     ``overwrite``. ValueError where the folder holds something else, or a run of other ``settings`` (what two runs must
-    have in common, of a recipe), which are named."""
+    have in common, of a recipe), which are named; one that failed before it had written anything leaves the folder."""
     found = record_of(recipe.output_dir, command)
-    if overwrite or not found:
+    failed = not found.get("finished") and is_only_marked(recipe.output_dir)
+    if overwrite or not found or failed:
         return {}
     if "recipe" in found:
         refuse_other_settings(recipe.output_dir, found["recipe"], settings(recipe))

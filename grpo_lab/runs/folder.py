@@ -108,6 +108,13 @@ def is_empty(folder: Path) -> bool:
     return all(entry.name in (LOCK, STAGE) or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
+def is_only_marked(folder: Path) -> bool:
+    """Whether a command has said in ``folder`` that it is its own, and no file of what it makes is there."""
+    marks = (LOCK, RUN, STAGE)
+    files = (one for one in folder.rglob("*") if not one.is_dir() and not one.name.endswith(".json.part"))
+    return all(one.parent == folder and one.name in marks for one in files)
+
+
 def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:
     """What an earlier run of ``command`` (None: of `grpo-lab train`) says of itself in ``folder``, `{}` for a new one;
     a ``marker`` other than ``run.json`` is of one command alone. ValueError: the folder holds something else, or

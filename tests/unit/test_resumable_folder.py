@@ -47,6 +47,13 @@ def given(folder: Path, **changes: Any) -> Recipe:
     return recipe_from({**WRITTEN, "output_dir": str(folder), **changes})
 
 
+def begun(recipe: Recipe) -> Path:
+    """The folder of a run of ``recipe`` that has made a step."""
+    folder = claim(recipe, overwrite=False)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    return folder
+
+
 def save(folder: Path, step: int) -> Path:
     """A checkpoint as transformers leaves it, with small tensors."""
     place = folder / f"checkpoint-{step}"
@@ -151,7 +158,7 @@ def test_what_cannot_change_the_past_may_differ_and_is_listed(
     ],
 )
 def test_the_rest_is_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    claim(given(tmp_path / "o"), overwrite=False)
+    begun(given(tmp_path / "o"))
     with pytest.raises(ValueError, match="other settings") as caught:
         claim(given(tmp_path / "o", max_steps=8, **changes), overwrite=False)
     assert said in str(caught.value)
@@ -368,6 +375,7 @@ def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
 
 def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Path) -> None:
     rows = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "finished": False})
     again = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
     refuse_another_run(tmp_path, again, 2, 4)
@@ -386,6 +394,9 @@ def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Pat
         refuse_another_run(tmp_path, changed, 2, 8)
     write_run(tmp_path, {"finished": False})
     refuse_another_run(tmp_path, changed, 1, 4)  # of an earlier version, which wrote neither
+    (tmp_path / "metrics.jsonl").unlink()
+    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "finished": False})
+    refuse_another_run(tmp_path, changed, 4, 4)  # it failed before its first step
 
 
 def read_only(**_: Any) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun
 from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
+from grpo_lab.runs.differences import earlier_run
+from grpo_lab.runs.folder import read_marker, write_run
 
 
 def recipe(folder: Path, **arguments: Any) -> Recipe:
@@ -41,8 +44,48 @@ def test_a_run_whose_start_failed_can_be_resumed(tmp_path: Path) -> None:
     claim(first, overwrite=False)
     assert (folder / "cold_start").is_dir()
     assert not is_begun(first, overwrite=True, resume=False)
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_its_folder_to_a_mended_recipe(tmp_path: Path) -> None:
+    """It kept it shut: "other settings, give --overwrite"; nothing that was trained is in it. Its cold start may have
+    followed from what was mended: it stands beside."""
+    out = tmp_path / "out"
+    folder = claim(recipe(out, learning_rate=1e-3), overwrite=False)
+    write_run(folder, {**read_marker(folder / "run.json"), "parameters": 9, "processes": 2})
+    (folder / "cold_start").mkdir()
+    (folder / "evaluation" / "before").mkdir(parents=True)
+    mended = recipe(out, learning_rate=2e-3)
+    assert not is_begun(mended, overwrite=False, resume=True)
+    claim(mended, overwrite=False)
+    assert read_marker(folder / "run.json")["fingerprint"] == fingerprint(mended)
+    assert {one.name for one in folder.iterdir() if one.is_dir()} == {"cold_start.before-1", "evaluation.before-1"}
+
+
+@pytest.mark.parametrize("made", ["metrics.jsonl", "checkpoint-2", "broken-checkpoint-2", "config.json", "trained"])
+def test_a_run_that_has_made_a_step_keeps_its_folder(made: str, tmp_path: Path) -> None:
+    folder = claim(recipe(tmp_path / "out", learning_rate=1e-3), overwrite=False)
+    if made == "trained":
+        write_run(folder, {**read_marker(folder / "run.json"), "trained": 3})
+    elif "checkpoint" in made:
+        (folder / made).mkdir()
+    else:
+        (folder / made).write_text('{"step": 1}\n')
+    other = recipe(tmp_path / "out", learning_rate=2e-3)
+    assert is_begun(other, overwrite=False, resume=False)
     with pytest.raises(ValueError, match="other settings"):
-        claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=False)
+        claim(other, overwrite=False)
+
+
+def test_commands_that_failed_before_they_wrote_anything_leave_their_folder_too(tmp_path: Path) -> None:
+    """`rounds`, `long2short`: the marker alone kept a mended recipe out."""
+    out = tmp_path / "out"
+    (out / "start").mkdir(parents=True)
+    write_run(out, {"pipeline": "rounds", "recipe": {"seed": 1}})
+    asked = SimpleNamespace(output_dir=out)
+    assert earlier_run(asked, "rounds", False, lambda _: {"seed": 2}) == {}
+    (out / "start" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"other settings: seed: 1 → 2"):
+        earlier_run(asked, "rounds", False, lambda _: {"seed": 2})
 
 
 def test_overwrite_leaves_no_checkpoint_of_the_run_before(tmp_path: Path) -> None:
