@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from grpo_lab.evaluation.result import EvaluationResult, number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
 from grpo_lab.labs.cells import record_file
-from grpo_lab.labs.checks import OF_LOG, check_shown
+from grpo_lab.labs.checks import OF_LOG, check_shown, not_logged
 from grpo_lab.labs.experiment import (
     GENERATED,
     Experiment,
@@ -116,7 +117,7 @@ class Arms:
     def experiment(self) -> Experiment:
         how: Any = {"prepare": self.make_ready, "seeds": self.said.seeds, "problems": self.problems}
         how |= {"settings": self.settings, "check": self.check, "start": self.start_folder}
-        how |= {"kept": KEPT, "read": self.read_anew}
+        how |= {"kept": KEPT, "read": self.read_anew, "odd": partial(not_logged, self.said.columns, self.said.curves)}
         how["result"] = lambda record: record["after"][self.said.compared_by]
         return Experiment([*self.said.arms], self.run, self.report, **how)
 

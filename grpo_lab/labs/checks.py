@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation.result import EvaluationResult, Outcome, number_at
+from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.registry import load_named
-from grpo_lab.settings import one_of
+from grpo_lab.settings import did_you_mean, one_of
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
@@ -36,6 +38,21 @@ def check_shown(columns: Mapping[str, str], curves: Mapping[str, str], jobs: Map
             _check_place(place, f"curves.{title}", jobs)
         else:
             _check_reward(name, f"curves.{title}", jobs)
+
+
+def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: Iterable[Path]) -> list[str]:
+    """A sentence for each column and curve of a metric that no run in ``folders`` has logged: it stays empty."""
+    logs = [folder / "metrics.jsonl" for folder in folders]
+    known = {name for log in logs if log.is_file() for _, row in read_json_lines(log) for name in row}
+    wanted = {f"columns.{title}": name for title, name in columns.items() if name.partition(".")[0] in OF_LOG}
+    wanted |= {f"curves.{title}": name for title, name in curves.items() if name.partition(".")[0] != "evaluation"}
+    said = list[str]()
+    for where, name in wanted.items():
+        metric = name.partition(".")[2] if where.startswith("columns.") else name
+        if known and ":" not in name and metric not in known:
+            near = did_you_mean(metric, known) or "."
+            said.append(f"`{where}` is {name!r}, and no run here has logged {metric!r}: it is empty{near}")
+    return said
 
 
 def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:

@@ -72,6 +72,8 @@ class Experiment:
         check: arms and options, before anything is made → facts of a dry run. ValueError: a mistake.
         kept, read: places in a cell's folder that its numbers are read from anew; a record, its folder and the options
             → the record as it is shown.
+        odd: folders of cells that are done → what is odd about what is to be shown of them: said after the first of
+            them, and beside the report.
     """
 
     arms: Sequence[str]
@@ -87,6 +89,7 @@ class Experiment:
     check: Callable[[Sequence[str], Options], Mapping[str, str]] = lambda arms, options: {}
     kept: Sequence[str] = ()
     read: Callable[[Record, Path, Options], Record] = lambda record, folder, options: record
+    odd: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
 
     def cell(self, arm: str, seed: int, options: Options) -> LabCell:
         return LabCell.of(arm, seed, options.folder, self.settings(arm, seed, options), self.start(options))
@@ -191,8 +194,17 @@ def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> 
         for cell in cells:
             _run_cell(experiment, cell, options)
         return []
+    failed = list[str]()
+    done = list[Path]()
     with ThreadPoolExecutor(options.jobs) as pool:
-        return [why for why in pool.map(_in_own_process, cells) if why]
+        for cell, why in zip(cells, pool.map(_in_own_process, cells), strict=True):
+            if why:
+                failed.append(why)
+                continue
+            done.append(cell.folder)
+            if len(done) == 1:
+                _print(*experiment.odd(done))
+    return failed
 
 
 def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell], options: Options) -> None:
@@ -205,6 +217,7 @@ def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell
                 _print(f"not in the table: {cell.name} ({_shortened(why)})")
         if shown := experiment.shown(of_arm, options):
             done[arm] = shown
+    _print(*experiment.odd([cell.folder for cell in cells if cell.arm in done and not cell.due()]))
     if done:
         write_whole_text(options.folder / "records.json", json.dumps(done, indent=1))
         _print(experiment.report(done, options), experiment.power(arms, options))

@@ -11,7 +11,6 @@ now is: who takes it is done again, and its own stage says so."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from grpo_lab.evaluation import pipeline_sections, write_report
 from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, RUNNING, STAGES, PipelineStage, gone_from
 from grpo_lab.locks import is_locked
 from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, StageRecord, digests_at, files_of
-from grpo_lab.reading import read_record
+from grpo_lab.reading import checked_object, read_record
 from grpo_lab.recipe.digests import is_as_seen
 from grpo_lab.recipe.models import files_of_model
 from grpo_lab.runs.folder import RUN, read_marker
@@ -131,17 +130,23 @@ def state_of(folder: Path, record: StageRecord) -> str:
 
 
 def stages_now(folder: Path) -> list[PipelineStage]:
-    """The stages of the pipeline in ``folder`` as they stand now, for who shows them; empty where it does not say what
-    it asks of them (an earlier release) or is damaged, which its reader names."""
+    """The stages of the pipeline in ``folder`` as they stand now, for who shows them; empty where its file cannot be
+    read, which ``read_stages`` names. A stage of which it does not say what is asked says so."""
     try:
-        listed = json.loads((folder / STAGES).read_text(encoding="utf-8"))["stages"]
-        asked = {str(one["name"]): Asked(**one["asked"]) for one in listed}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        listed = read_record(folder / STAGES, {"stages": list})["stages"]
+        listed = [checked_object(one, {"name": str, "kind": str, "inputs": dict, "before": list}) for one in listed]
+    except (OSError, ValueError):
         return []
+    asked = {str(one["name"]): _asked(one) for one in listed}
     records = {str(one["name"]): _record(folder, one) for one in listed}
     shown = list[PipelineStage]()
-    for name, stands in survey(folder, asked, records).items():
-        record = records[name]
+    stand = survey(folder, {name: one for name, one in asked.items() if one is not None}, records)
+    for name, record in records.items():
+        if asked[name] is None:
+            said = f"{STAGES} does not say what is asked of it, so that it cannot be known whether it stands"
+            shown.append(replace(record, status=state_of(folder, record), error=record.error or said))
+            continue
+        stands = stand[name]
         status = state_of(folder, record)
         why = record.why
         if stands.state in (AGAIN, GOES_ON, WAITS) and record.status == DONE:
@@ -153,6 +158,15 @@ def stages_now(folder: Path) -> list[PipelineStage]:
         error = record.error if record.status == FAILED else edited
         shown.append(replace(record, status=status, why=why, error=error))
     return shown
+
+
+def _asked(said: Mapping[str, Any]) -> Asked | None:
+    """What `pipeline.json` says that is asked of a stage; None where that is damaged, or an earlier release's."""
+    try:
+        needs = {"settings": dict, "takes": dict, "named": list, "leaves": list, "keeps": list}
+        return Asked(**checked_object(said.get("asked"), needs))
+    except (ValueError, TypeError):
+        return None
 
 
 def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:

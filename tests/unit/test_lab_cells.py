@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,36 @@ def test_a_column_and_a_curve_that_are_added_are_read_anew(lab_file: Path, capsy
     said = capsys.readouterr().out
     assert "| b | 1 | 0.500 | 0.250 | 4.000 |" in said
     assert "| a | – | 0.500 |" in said.partition("After 0.1 k")[2]
+
+
+def test_a_metric_that_no_run_has_logged_is_said(lab_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt one was "–" without a word."""
+    columns = {"accuracy": "greedy.accuracy.value", "H": "mean.entropi", "there": "last.entropy"}
+    file = {**LAB, "columns": columns, "curves": {"of nothing": "xyz", "H": "entropy"}}
+    lab_file.write_text(yaml.safe_dump(file, sort_keys=False))
+    assert main(["lab", str(lab_file), "--folder", str(lab_file.parent / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "`columns.H` is 'mean.entropi', and no run here has logged 'entropi': it is empty; did you mean 'ent" in said
+    assert "`curves.of nothing` is 'xyz', and no run here has logged 'xyz': it is empty." in said
+    assert said.count("no run here") == 2
+
+
+def test_it_is_said_after_the_first_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[list[str]] = []
+
+    def odd(folders: Sequence[Path]) -> list[str]:
+        asked.append([one.name for one in folders])
+        return []
+
+    one = experiment.Experiment(["a", "b"], lambda *_: {}, lambda *_: "", odd=odd)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experiment, "_in_own_process", lambda cell: None if cell.arm == "b" else f"{cell.name}: failed")
+        options = words(tmp_path, seeds=[0, 1])
+        assert experiment._run(one, experiment._cells(one, ["a", "b"], options), options) == [
+            "a, seed 0: failed",
+            "a, seed 1: failed",
+        ]
+    assert asked == [["b-0"]]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,20 @@ def test_what_a_done_stage_left_is_remembered(out: Path, capsys: pytest.CaptureF
     assert [place.name for place in out.glob("*.before-*")] == ["third.before-1"]
 
 
+def test_a_damaged_pipeline_json_is_said(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it asks of one stage was damaged: all were shown as done."""
+    content = json.loads((out / "pipeline.json").read_text())
+    content["stages"][0]["asked"] = 5
+    (out / "third" / "rows.jsonl").unlink()
+    (out / "pipeline.json").write_text(json.dumps(content))
+    found = said(out, capsys)
+    assert "first: done: pipeline.json does not say what is asked of it" in found
+    assert "third: done, to do again: again: its rows.jsonl is gone" in found
+    (out / "pipeline.json").write_bytes(b'{"stages": [\n')
+    assert main(["pipeline", "status", str(out)]) == 2
+    assert "pipeline.json, line 2: not JSON" in capsys.readouterr().err
+
+
 def test_weights_that_are_gone_are_missed_and_checkpoints_are_not(
     tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
