@@ -3,10 +3,11 @@ report."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -249,11 +250,8 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         write_run(folder, record)
     trainer.parts.stop.signals, trainer.parts.stop.returns = list(SIGNALS), True  # it answers both, and comes back here
     with tracked(trainer, folder):
-        try:
+        with _ended_as_asked(trainer, folder, record):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
-        except KeyboardInterrupt:
-            _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
-            raise
         seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
         _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
         save_final(trainer, folder)
@@ -265,6 +263,21 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     late = next(filter(None, gather_object([trainer.parts.stop.late])), None)
     if late is not None:  # the training is done and kept; what is left is the evaluation
         raise Interrupted(late, None, folder)
+
+
+@contextmanager
+def _ended_as_asked(trainer: Any, folder: Path, record: dict[str, Any]) -> Iterator[None]:
+    """Around ``train()``: ``Interrupted`` where it was broken off, or lost its server, after it was asked to stop."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
+        raise
+    except ConnectionError as lost:  # with a checkpoint, which says the reason
+        if trainer.parts.stop.reason is not None:
+            logging.getLogger("grpo_lab").warning("%s", lost)
+        _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
+        raise
 
 
 def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from grpo_lab.engines.vllm.talk import ServerGone
+from grpo_lab.pipelines.train import _ended_as_asked
 from grpo_lab.runs import stop as stop_requests
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.folder import RUN, read_marker
+from grpo_lab.runs.stop import Interrupted, StopRequests
 
 
 def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +62,19 @@ def test_beside_the_main_thread_no_handler_is_touched(tmp_path: Path) -> None:
     worker.join(30)
     assert told == [None, "stop file"]
     assert handlers == {number: signal.getsignal(number) for number in handlers}
+
+
+def test_a_server_that_goes_with_a_run_that_is_asked_to_stop(tmp_path: Path) -> None:
+    """A cluster's job is asked as a whole: its server ends first, and the checkpoint is there. It is gone on with as
+    one that was asked (75), and not as one that lost its server (3)."""
+    stop = SimpleNamespace(reason="SIGTERM", broke_off_a_wait=None)
+    accelerator = SimpleNamespace(wait_for_everyone=lambda: None, is_main_process=True)
+    trainer = SimpleNamespace(
+        parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2)
+    )
+    with pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"), _ended_as_asked(trainer, tmp_path, {}):
+        raise ServerGone("it went. A checkpoint of step 2 was written")
+    assert read_marker(tmp_path / RUN)["interrupted"] == {"signal": "SIGTERM", "step": 2}
+    stop.reason = None
+    with pytest.raises(ServerGone, match="it went"), _ended_as_asked(trainer, tmp_path, {}):
+        raise ServerGone("it went")
