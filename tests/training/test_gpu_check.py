@@ -308,8 +308,8 @@ def test_every_section_gives_numbers(tmp_path: Path) -> None:
     for row in updates:
         assert min(row["seconds"], row["tokens/s"], row["peak MiB"]) > 0
         assert row["MFU"] == "unknown", "no CPU has a peak in the table"
-        spared = row["dead"] > 0 and row["side"] == "ours"
-        assert (row["computed"] < row["real"]) == spared
+        padded = row["side"] == "stock"  # ours computes live rows alone, and each group's prompt once
+        assert (row["computed"] >= row["real"]) == padded
     for row in sections["whole step, transformers"]["rows"][:2]:
         shares = [row[f"{part} %"] for part in ("sync", "generate", "score", "update")]
         assert sum(shares) == pytest.approx(100)
