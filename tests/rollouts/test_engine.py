@@ -37,7 +37,10 @@ def move(model: Any, seed: int, size: float = 0.1) -> None:
 def proven(engine: Any, model: Any, **options: Any) -> float:
     """Gap of a full proof under the stated tolerance; raises where it fails."""
     tolerance = tolerance_for(engine.llm_engine.model_config.dtype, model.dtype)
-    return prove_sync(engine, model, model.named_parameters, PROMPTS, tolerance=tolerance, **options).mean
+    before = torch.get_rng_state()
+    gap = prove_sync(engine, model, model.named_parameters, PROMPTS, tolerance=tolerance, **options).mean
+    assert torch.equal(torch.get_rng_state(), before), "the probe moved the training's random numbers"
+    return gap
 
 
 @pytest.mark.parametrize(

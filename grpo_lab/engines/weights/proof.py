@@ -201,9 +201,13 @@ def prove_sync(
 
     `model`: the trainer's; `named_params`: its full parameters as they were pushed, and those of the base where the
     adapter (`lora_request`) goes by itself. Raises WeightSyncError (``judge``), EngineFault for NaN, FloatingPointError
-    for NaN in the trainer's own weights.
+    for NaN in the trainer's own weights. The probe leaves this process's random numbers as they were: a resumed run
+    proves its first syncs again, and goes on with the draws of the run that was not broken off.
     """
-    probe = draw_probe(llm, prompt_ids, lora_request=lora_request)
+    device = next(model.parameters()).device
+    here = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=here, device_type="cuda" if device.type == "cpu" else device.type):
+        probe = draw_probe(llm, prompt_ids, lora_request=lora_request)
     own = forward_logprobs(model, probe.prompt_ids, probe.completion_ids)
     found = differing_tensors(engine_model(llm), named_params())  # in any case: other ranks gather shards for it
     try:
