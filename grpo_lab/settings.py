@@ -229,7 +229,10 @@ def _in_our_words(where: str, root: str) -> Iterator[None]:
         yield
     except ValidationError as error:
         mistakes = []
+        places = [found["loc"] for found in error.errors()]
         for found in error.errors():
+            if found["type"] == "too_short" and any(one[: len(found["loc"])] == found["loc"] != one for one in places):
+                continue  # its entries are wrong, which is said of each
             path = [where] if where else []
             path += [str(step) for step in found["loc"] if step not in _COLLECTED]
             mistakes.append(_sentence(found, path, root))

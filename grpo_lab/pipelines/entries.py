@@ -27,7 +27,7 @@ from grpo_lab.recipe.yaml import set_at, written
 from grpo_lab.runs.differences import OF_NO_FILE, versions
 from grpo_lab.runs.folder import STAGE, write_run
 from grpo_lab.runs.stage import plain_facts
-from grpo_lab.settings import read
+from grpo_lab.settings import all_of, read
 
 
 @dataclass(frozen=True)
@@ -75,33 +75,52 @@ class Entry:
 
 
 def entries_of(recipe: PipelineRecipe) -> list[Entry]:
-    """The stages in their order, each of its kind with its settings and inputs. ValueError for what does not fit."""
+    """The stages in their order, each of its kind with its settings and inputs. ValueError for what does not fit, the
+    mistakes of all stages together."""
     ordered = recipe.in_order()
+    kinds: dict[str, Any] = {}
     found = list[Entry]()
-    kinds = {one.name: kind_of(one.stage, f"stages.{one.name}.stage") for one in recipe.stages}
+    mistakes: list[Exception] = []
+    for section in recipe.stages:
+        try:
+            kinds[section.name] = kind_of(section.stage, f"stages.{section.name}.stage")
+        except ValueError as error:
+            mistakes.append(error)
     for number, section in enumerate(ordered, 1):
-        if recipe.seed is not None and hasattr(kinds[section.name], "seed"):
-            section = replace(section, settings={"seed": recipe.seed, **section.settings})
-        given = plain_facts(section.settings)
-        takes: dict[str, str] = {}
-        for setting, wanted in section.inputs.items():
-            before, _, thing = wanted.partition(".")
-            leaves = getattr(kinds[before], "leaves", {})
-            if thing not in leaves:
-                had = sorted(leaves) or "nothing"
-                raise ValueError(f"`stages`: {section.name!r} takes {wanted!r}; {before!r} leaves {had}")
-            takes[wanted] = (Path(before) / leaves[thing]).as_posix()
-            set_at(given, setting, str(recipe.output_dir / takes[wanted]), f"stages.{section.name}.inputs.")
-        if section.launch and not getattr(kinds[section.name], "ranks", False):
-            raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
-        with in_stage(section.name):
-            own = getattr(kinds[section.name], "__dataclass_fields__", {})
-            if "recipe" not in own:  # which knows its own words
-                others = [name for name in given if name not in own]
-                refuse_words_from_elsewhere(others, f"`stages.{section.name}`", SUPERVISED)
-            kind = read(kinds[section.name], given, f"stages.{section.name}")
-        found.append(Entry(number, section, recipe.output_dir / section.name, takes, kind))
+        if section.name not in kinds or not kinds.keys() >= {*section.before}:
+            continue
+        try:
+            found.append(_entry(number, section, recipe, kinds))
+        except ValueError as error:
+            mistakes.append(error)
+    if mistakes:
+        raise all_of(mistakes)
     return found
+
+
+def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Mapping[str, Any]) -> Entry:
+    kind = kinds[section.name]
+    if recipe.seed is not None and hasattr(kind, "seed"):
+        section = replace(section, settings={"seed": recipe.seed, **section.settings})
+    given = plain_facts(section.settings)
+    takes: dict[str, str] = {}
+    for setting, wanted in section.inputs.items():
+        before, _, thing = wanted.partition(".")
+        leaves = getattr(kinds[before], "leaves", {})
+        if thing not in leaves:
+            had = sorted(leaves) or "nothing"
+            raise ValueError(f"`stages`: {section.name!r} takes {wanted!r}; {before!r} leaves {had}")
+        takes[wanted] = (Path(before) / leaves[thing]).as_posix()
+        set_at(given, setting, str(recipe.output_dir / takes[wanted]), f"stages.{section.name}.inputs.")
+    if section.launch and not getattr(kind, "ranks", False):
+        raise ValueError(f"`stages.{section.name}.launch`: a stage of kind {section.stage!r} runs in one process")
+    with in_stage(section.name):
+        own = getattr(kind, "__dataclass_fields__", {})
+        if "recipe" not in own:  # which knows its own words
+            others = [name for name in given if name not in own]
+            refuse_words_from_elsewhere(others, f"`stages.{section.name}`", SUPERVISED)
+        settled = read(kind, given, f"stages.{section.name}")
+    return Entry(number, section, recipe.output_dir / section.name, takes, settled)
 
 
 @dataclass

@@ -107,7 +107,8 @@ def pipeline_from(given: Mapping[str, Any], default_name: str = "pipeline", besi
 def _entry(one: Mapping[str, Any], beside: Path) -> dict[str, Any]:
     """An entry with the settings of its ``recipe``, its own in their place."""
     own = {name: value for name, value in one.items() if name in OWN}
-    own |= {name: _file(own[name], name, beside) for name in ("recipe", "launch") if own.get(name)}
+    stage = f"stages.{one.get('name', '?')}"
+    own |= {name: _file(own[name], f"{stage}.{name}", beside) for name in ("recipe", "launch") if own.get(name)}
     if not (file := own.pop("recipe", None)):
         return {**one, **own}
     found = read_yaml(file, {name: value for name, value in one.items() if name not in OWN})
@@ -118,7 +119,7 @@ def _file(name: Any, setting: str, beside: Path) -> str:
     for place in (Path(str(name)), beside / str(name)):
         if place.is_file():
             return str(place)
-    raise ValueError(f"`stages`: `{setting}` is {str(name)!r}: no such file here, nor in {str(beside)!r}")
+    raise ValueError(f"`{setting}` is {str(name)!r}: no such file here, nor in {str(beside)!r}")
 
 
 def plain_recipe(recipe: PipelineRecipe) -> dict[str, Any]:

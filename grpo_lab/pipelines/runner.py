@@ -31,6 +31,7 @@ from grpo_lab.runs.folder import LOCK, STAGE, one_writer
 from grpo_lab.runs.stage import At, Facts, Words, console, plain_facts, under_way, working
 from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.sandbox.kernel import die_with_parent
+from grpo_lab.settings import all_of
 
 
 def run_pipeline(
@@ -220,16 +221,25 @@ def plan_of_pipeline(
         if stands[name].state != NOTHING:
             said = f"stage {name!r}, which it reads, is not done in {recipe.output_dir} ({stands[name].why})"
             raise ValueError(f"`--only {only}`: {said}; `grpo-lab pipeline run` without it does both")
-    plan, estimates, outlook = {}, Estimates(), Outlook(here_only=not run)
+    plan: dict[str, str] = {}
+    mistakes: list[Exception] = []
+    estimates = Estimates()
+    outlook = Outlook(here_only=not run)
     with asking_the_hub_once():
         for one in [] if launched else entries:  # who launched them has looked at it
-            if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
-                words = outlook.words(one.name, one.kind, one.section.launch)
-                plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
-            outlook.leave(one.kind, one.folder)
-            takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
-            if f"{one.number}. {one.name}" in plan:
-                plan[f"{one.number}. {one.name}"] += takes
+            try:
+                if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
+                    words = outlook.words(one.name, one.kind, one.section.launch)
+                    plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
+                takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
+                if f"{one.number}. {one.name}" in plan:
+                    plan[f"{one.number}. {one.name}"] += takes
+            except ValueError as error:
+                mistakes.append(error)
+            with suppress(ValueError):  # of a model whose mistake has been said
+                outlook.leave(one.kind, one.folder)
+    if mistakes:
+        raise all_of(mistakes)
     plan |= {} if run else {"in all": estimates.in_all()}
     done = [name for name, one in stands.items() if one.state == NOTHING]
     left = [f"{name} ({one.why})" for name, one in stands.items() if one.state != NOTHING]

@@ -256,16 +256,19 @@ def refuse_adapter(model: str, where: str) -> None:
 
 
 def tokenizer_and_config(section: ModelSection, here_only: bool) -> tuple[Any, Any] | None:
-    """The model's tokenizer and its configuration; None for an adapter, and for a hub name, ``here_only``."""
+    """The model's tokenizer and its configuration (an adapter's: of its base); None for a hub name, ``here_only``."""
     from transformers import AutoConfig
 
     if section.tiny is not None:
         model, words = load_model(section, seed=0)
         return words, model.config
-    path = str(section.path)
-    named = [name for name in (section.path, section.tokenizer) if name is not None]
-    if (Path(path) / "adapter_config.json").is_file() or (here_only and not all(is_local(name) for name in named)):
+    base = _base_of_adapter(str(section.path))
+    path = str(section.path) if base is None else base
+    named = [name for name in (path, section.tokenizer) if name is not None]
+    if here_only and not all(is_local(name) for name in named):
         return None
     with loading(path):
         config = AutoConfig.from_pretrained(path)
+    if base is not None and section.tokenizer is None and not holds_tokenizer(str(section.path)):
+        section = ModelSection(path=str(section.path), tokenizer=base)
     return load_tokenizer(section), config

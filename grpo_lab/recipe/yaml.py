@@ -117,7 +117,7 @@ def written(settings: Any) -> str:
 
 
 def read_yaml(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, where: str = "`--config`"
+    path: str | Path, overrides: Mapping[str, Any] | None = None, where: str = "the recipe"
 ) -> dict[str, Any]:
     """The mapping in a YAML file with ``--key value`` overrides; ``where`` names what named the file. ValueError: no
     such file, no YAML, no mapping."""

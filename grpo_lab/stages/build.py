@@ -48,9 +48,10 @@ class Source:
     weight: Annotated[Number, Field(gt=0)] | None = None
     count: Count | None = None
 
-    def __post_init__(self) -> None:
+    def check(self, name: str) -> None:
+        """ValueError: not one place of rows, or two words for how many of them."""
         if (self.file is None) == (self.data is None) or None not in (self.weight, self.count):
-            raise ValueError("a source of `rows` is a `file` or `data`, and has a `weight`, a `count` or neither")
+            raise ValueError(f"`rows.{name}` is a `file` or `data`, and has a `weight`, a `count` or neither")
 
     def at_most(self, name: str) -> int | None:
         """How many rows there are, the same ones counted twice; None where they are not here yet. ValueError: no such
@@ -91,6 +92,8 @@ class Build:
     seed: Whole = 0
 
     def __post_init__(self) -> None:
+        for name, source in self.rows.items():
+            source.check(name)
         weighed = [name for name, source in self.rows.items() if source.weight is not None]
         if weighed and (others := [name for name in self.rows if name not in weighed]):
             raise ValueError(f"`rows.{weighed[0]}` has a `weight` and `rows.{others[0]}` has none; weigh all or none")

@@ -71,6 +71,10 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("rl", "cold_start"), {"model.path": "ADAPTER"}, r"`model.path` .* is an adapter of .*merge"),
     (("merge",), {"model": "gone"}, r"gone is no folder here"),
     (LOADED, {"model": "WORDLESS"}, r"holds a model and no tokenizer"),
+    (("sample", "evaluate"), {"model": "ADAPTER", "max_completion_length": 5000}, r"5000"),  # its base's context
+    # the entry itself
+    (("rl", "sft"), {"launch": "gone.yaml"}, r"`stages.it.launch` is 'gone.yaml': no such file"),
+    (("rl", "rounds"), {"recipe": "gone.yaml"}, r"`stages.it.recipe` is 'gone.yaml': no such file"),
     # rows of a loader
     (OF_DATA, {"data.n": 0}, r"`data` \(loader 'word_problems'\): n is 0; at least 1"),
     (OF_DATA, {"data.loader": "word_problem"}, r"`data.loader` is 'word_problem'; did you mean 'word_problems'"),
@@ -89,6 +93,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("sft", *PREFER), {"rows": "QUESTIONS"}, r"`rows`: .*questions.jsonl.* line 1: it has no `prompt`"),
     (("select", "filter", "fusion"), {"samples": "./gone.jsonl"}, r"`samples` is './gone.jsonl': no such file"),
     (("select", "filter", "fusion"), {"samples": "ROWS"}, r"`samples`: .*rows.jsonl, line 1: it has no `row`"),
+    (("build",), {"rows": {"own": {"weight": 1}}}, r"`rows.own` is a `file` or `data`"),
     (("build",), {"rows": {"own": "./gone.jsonl"}}, r"`rows.own.file` is './gone.jsonl': no such file"),
     (("build",), {"rows": {"own": "QUESTIONS"}}, r"`rows.own.file`: .*questions.jsonl, line 1: it has no `prompt`"),
     (("build",), {"rows": {"own": {"file": "ROWS", "count": 99}}}, r"`rows.own.count` asks for 99 rows .* which has 4"),
@@ -291,3 +296,29 @@ def test_what_a_stage_will_leave_is_known_by_what_it_is_made_from(
     on = {"stage": "sft", "name": "it", "rows": places["ROWS"], "inputs": {"model": "tuned.model"}, **TRAINING}
     assert main(["pipeline", "run", str(pipeline(tmp_path, adapter, on))]) == 2
     assert re.search(r"stage 'it': .*tuned.* will be an adapter", capsys.readouterr().err)
+
+
+def test_mistakes_of_several_stages_are_said_together(
+    places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of their settings; then of what they would do."""
+    wrong = [{"stage": "sft", "name": "one", **MODEL}, {"stage": "marge", "name": "two", **MODEL}]
+    late = [{"stage": "sft", "name": name, **GOOD["sft"], "rows": f"./{name}.jsonl"} for name in ("three", "four")]
+    for stages, said in ((wrong, ("`stages.one` needs `rows`", "'marge'")), (late, ("three.jsonl", "four.jsonl"))):
+        assert main(["pipeline", "run", str(pipeline(tmp_path, *placed(stages, places)))]) == 2
+        refused = capsys.readouterr().err
+        assert "2 mistakes" in refused
+        assert all(one in refused for one in said), refused
+
+
+def test_an_empty_entry_is_said_without_the_reader_s_own_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path / "out"), "stages": [{"rows": 1}]}))
+    assert main(["pipeline", "run", str(tmp_path / "gone.yaml")]) == 2
+    refused = capsys.readouterr().err
+    assert "`stages.0` needs `stage`" in refused
+    assert "Tuple" not in refused
+    (tmp_path / "gone.yaml").unlink()
+    assert main(["pipeline", "run", str(tmp_path / "gone.yaml")]) == 2
+    assert "--config" not in capsys.readouterr().err  # which nobody gave
