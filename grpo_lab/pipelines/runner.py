@@ -33,6 +33,9 @@ from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import all_of
 
+PIPELINE_OF_RANK = "GRPO_LAB_PIPELINE_PROCESS"
+"""The variable that names a launched rank the pipeline's process."""
+
 
 def run_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False
@@ -151,7 +154,7 @@ def _end(entry: Entry, record: StageRecord, error: BaseException) -> None:
 
 def _as_launched(entry: Entry, folder: Path) -> Facts:
     """As one of the processes of a stage; the first keeps the results, for the pipeline that launched it."""
-    die_with_parent(signal.SIGUSR1)
+    _end_with_launcher(entry)
     first = int(os.environ.get("RANK", "0")) == 0
     asked, here = processes_of(entry.section.launch, entry.name), int(os.environ.get("WORLD_SIZE", "1"))
     if here != asked:
@@ -173,12 +176,23 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
     return record.results
 
 
+def _end_with_launcher(entry: Entry) -> None:
+    """This rank is asked to stop when its launcher ends. Interrupted: that has ended already, during the seconds in
+    which this process imported what it needs; nobody would ask it any more."""
+    die_with_parent(signal.SIGUSR1)
+    pipeline = os.environ.get(PIPELINE_OF_RANK)
+    if pipeline is not None and int(pipeline) not in [one.pid for one in psutil.Process().parents()]:
+        raise Interrupted("its launcher has ended", None, entry.folder)
+
+
 def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
     """The stage on the processes that its accelerate file says. ``Interrupted``: asked to stop, and they did. They are
     asked one by one: the launcher itself would kill them 30 seconds later, or leave a single one behind."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(entry.section.launch)]
     launch += [*words_of_stage(recipe, entry.name), "--launched"]
-    running = psutil.Popen(launch, process_group=0, preexec_fn=partial(die_with_parent, signal.SIGTERM))
+    environment = {**os.environ, PIPELINE_OF_RANK: str(os.getpid())}
+    ends_with_this = partial(die_with_parent, signal.SIGTERM)
+    running = psutil.Popen(launch, process_group=0, env=environment, preexec_fn=ends_with_this)
     told = set[int]()
     with stop.patient(signal.SIGINT):
         while running.poll() is None:

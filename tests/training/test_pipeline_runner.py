@@ -281,6 +281,22 @@ def test_a_stage_of_several_processes_is_not_done_by_one(
     assert not (tmp_path / "out" / "stage" / "evaluation").exists()
 
 
+def test_a_rank_whose_launcher_ended_while_it_was_starting_ends(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its ranks had asked to be told of its end, the launcher left them behind: they waited for one
+    another, or worked on, and the same command was told that the folder is in use."""
+    entry = {"stage": "evaluate", "name": "stage", "model": str(tiny_folder), "data": {**DATA, "n": 4}}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump({"distributed_type": "NO", "num_processes": 1, "use_cpu": True}))
+    stages = [{**entry, "max_completion_length": 4, "use_cpu": True, "launch": str(tmp_path / "one.yaml")}]
+    recipe = pipeline_from({"output_dir": str(tmp_path / "out"), "stages": stages})
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as ended:
+        monkeypatch.setenv("GRPO_LAB_PIPELINE_PROCESS", str(ended.pid))
+    with pytest.raises(Interrupted, match="its launcher has ended: stopped outside of the training"):
+        run_pipeline(recipe, only="stage", launched=True)
+    assert not (tmp_path / "out" / "stage" / "evaluation").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGINT, 130)], ids=["evaluate", "rl"]
