@@ -407,6 +407,7 @@ def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path:
     settings = (long2short if command == "long2short" else rounds).settings_of(recipe)
     said = {"pipeline": command, "recipe": settings, "data_digest" if command == "long2short" else "rows": before}
     write_run(tmp_path / "out", said)
+    (tmp_path / "out" / "samples.jsonl").write_text("{}\n")  # it has begun
     resolve(recipe, overwrite=False)
     refuse: Any = pytest.raises(ValueError, match=r"the data of the run in .* has changed since: 3 rows")
     with refuse:
