@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
             "settings": "checked types",
             "io": "whole files",
             "reading": "files from outside",
+            "hub": "asked once",
             "locks": "one writer a file",
             "finite": "where NaN is",
             "visible": "text fit to show",
