@@ -89,8 +89,8 @@ def _locked(opened: int, file: Path) -> bool:
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
     """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    why = "" if there.is_dir() else "that is no folder"
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    why = "" if there.is_dir() else "that is no folder" if there.exists() else "that is a link which leads nowhere"
     try:
         if not why:
             tempfile.TemporaryFile(dir=there).close()

@@ -407,6 +407,13 @@ def test_an_output_folder_that_cannot_be_written_is_said_first(tmp_path: Path, m
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"`output_dir` .*cannot be written: .*file: that is no folder"):
         claim(given(tmp_path / "file" / "o"), overwrite=False)
+    (tmp_path / "link").symlink_to("gone")  # `mkdir` says of it that it exists
+    for folder in (tmp_path / "link", tmp_path / "link" / "o"):
+        with pytest.raises(ValueError, match=r"cannot be written: .*link: that is a link which leads nowhere; choose"):
+            claim(given(folder), overwrite=False)
+    (tmp_path / "gone").mkdir()
+    claim(given(tmp_path / "link" / "o"), overwrite=False)
+    assert (tmp_path / "gone" / "o" / "run.json").is_file()
     monkeypatch.setattr("tempfile.TemporaryFile", read_only)  # root may write everywhere
     with pytest.raises(
         ValueError, match=r"cannot be written: .*nothing may be written there \(read-only\); choose another"
