@@ -17,6 +17,7 @@ from grpo_lab.recipe.rows import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
+from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
 EVALUATION_TOKENS = 512
@@ -219,6 +220,19 @@ def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
             f"(`generation_batch_size` {config.generation_batch_size} / `num_generations` {config.num_generations}): "
             "no step would be trained. Bring more rows, or lower `per_device_train_batch_size`, "
             "`gradient_accumulation_steps` or `steps_per_generation`"
+        )
+
+
+def check_turns(recipe: Recipe, rollout: RolloutSettings) -> None:
+    """ValueError for tools or an environment, which make completions in turns, beside what needs them in one; the
+    trainer says it, too, when it is built: after a cold start, and beside its engine."""
+    budget = None if rollout.thinking_budget is None else "thinking_budget"
+    setting = budget or rollout.earlier_policy
+    turns = "tools" if recipe.tools else "environment_factory" if recipe.environment_factory is not None else None
+    if setting is not None and turns is not None:
+        raise ValueError(
+            f"`rollout.{setting}` does not combine with `{turns}`, by which a completion is made in turns: leave one "
+            "of them out"
         )
 
 

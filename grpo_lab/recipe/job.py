@@ -76,6 +76,7 @@ class Job:
             cold_start: whether the cold start is still to be made.
         """
         checks.check_trackers(config.report_to)
+        checks.check_turns(recipe, config.lab_settings.rollout)
         check_whole_model(recipe.model)
         trainer = parts.trainer_class(recipe.trainer)
         rewards = [parts.build_reward(section) for section in recipe.rewards]

@@ -307,3 +307,14 @@ def test_an_evaluation_by_a_column_that_the_rows_lack_is_refused() -> None:
         ValueError, match=r"`evaluation\.by` is 'level'; the columns of `evaluation\.data` are prompt, .*steps"
     ):
         dry_run(recipe_from({**GOOD, "evaluation": {**held_out, "by": "level"}}, "dry"))
+
+
+@pytest.mark.parametrize("ahead", ["overlap", "cut_after", "thinking_budget"])
+@pytest.mark.parametrize("turns", ["tools", "environment_factory"])
+def test_what_a_training_in_turns_refuses_is_said(ahead: str, turns: str) -> None:
+    """The stand-in is built without `rollout`, so that the run alone said it: after a cold start, beside an engine."""
+    written = {**GOOD, "rollout": {ahead: 1}, "use_vllm": ahead != "thinking_budget"}
+    written["vllm_mode"] = "server" if ahead == "overlap" else "colocate"
+    written[turns] = ["builtins:abs"] if turns == "tools" else {"name": "builtins:list"}
+    with pytest.raises(ValueError, match=rf"^`rollout\.{ahead}` does not combine with `{turns}`, .* leave one"):
+        dry_run(recipe_from(written))
