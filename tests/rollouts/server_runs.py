@@ -47,8 +47,9 @@ def build(folder: Path, model: str, url: str, peft_config: Any = None, **changes
     )
 
 
-def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[str, float]:
-    """Kill 0.1 s after the run's request number ``generation`` was sent -> times of the kill and of the failure."""
+def kill_during(client: Any, generation: int, kill: Callable[[], None], after: float = 0.1) -> dict[str, float]:
+    """Kill ``after`` seconds after the run's request number ``generation`` was sent -> times of the kill and of the
+    failure."""
     generate, calls, times = client.generate, [0], {}
 
     def killed() -> None:
@@ -60,7 +61,7 @@ def kill_during(client: Any, generation: int, kill: Callable[[], None]) -> dict[
             calls[0] += 1
         if calls[0] != generation:
             return generate(*args, **arguments)
-        threading.Timer(0.1, killed).start()
+        threading.Timer(after, killed).start()
         try:
             return generate(*args, **arguments)
         finally:
