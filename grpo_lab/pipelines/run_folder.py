@@ -201,7 +201,7 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
     changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     newest = newest_whole(folder)[0]
     check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))
-    if not any(one.of("evaluation") for one in changed):
+    if found.get("finished") and not any(one.of("evaluation") for one in changed):
         refuse_lost(folder, gone_from(folder, found), newest)
     return changed
 

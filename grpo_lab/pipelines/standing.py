@@ -25,7 +25,7 @@ from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, StageRecord, digests
 from grpo_lab.reading import checked_object, read_record
 from grpo_lab.recipe.digests import is_as_seen
 from grpo_lab.recipe.models import files_of_model
-from grpo_lab.runs.folder import RUN, read_marker
+from grpo_lab.runs.folder import RUN, STAGE, read_marker
 
 WAITS, NOTHING = "waits", "done"
 TO_DO_AGAIN = "done, to do again"
@@ -138,6 +138,8 @@ def stages_now(folder: Path) -> list[PipelineStage]:
     except (OSError, ValueError):
         return []
     asked = {str(one["name"]): _asked(one) for one in listed}
+    if not any(asked.values()) and not any((folder / name / STAGE).is_file() for name in asked):
+        return []  # the file alone was kept: it says what there was
     records = {str(one["name"]): _record(folder, one) for one in listed}
     shown = list[PipelineStage]()
     stand = survey(folder, {name: one for name, one in asked.items() if one is not None}, records)

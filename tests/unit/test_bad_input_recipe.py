@@ -78,6 +78,7 @@ def test_output_folder_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixt
     out = tmp_path / "out"
     out.mkdir()
     (out / "run.json").write_text(json.dumps({"name": "older", "fingerprint": "0"}))
+    (out / "metrics.jsonl").write_text('{"step": 1}\n')  # it has begun
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({**GOOD, "output_dir": str(out)}))
     assert main(["train", "--config", str(file)]) == 2

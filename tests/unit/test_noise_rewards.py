@@ -132,7 +132,7 @@ def test_in_a_recipe_the_reward_inside_is_written_as_one() -> None:
     for arguments, said in (
         ({"share": 0.5}, "`rewards`: 'wrong_label' needs `reward`"),
         ({"reward": "acuracy", "share": 0.5}, "`rewards.reward`: unknown reward 'acuracy'; did you mean 'accuracy'"),
-        ({"reward": {**inside, "weight": 2}, "share": 0.5}, "`rewards.reward.weight` has no effect"),
+        ({"reward": {**inside, "weight": 2}, "share": 0.5}, "`rewards.reward.weight` is 2 and has no effect"),
         ({"reward": 3, "share": 0.5}, "`rewards.reward.name` is 3; it must be a name, or a mapping"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
