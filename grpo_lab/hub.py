@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
-_SECONDS_TO_CONNECT, _SECONDS_TO_ANSWER = 5, 10
+_SECONDS_TO_CONNECT = 5
+_SECONDS_TO_ANSWER = 10
 
 
 def reach_hub(name: str, kind: str = "model") -> None:

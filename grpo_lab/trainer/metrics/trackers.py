@@ -73,7 +73,8 @@ class Attended(TrainerCallback):  # type: ignore[misc]
     said once, and it hears nothing more."""
 
     def __init__(self, inner: Any, run: TrackedRun) -> None:
-        self.inner, self.run = inner, run
+        self.inner = inner
+        self.run = run
         self.kind = next(name for name, kind in INTEGRATION_TO_CALLBACK.items() if type(inner) is kind)
         self.lost = False
         self._close: Callable[[], object] | None = None
