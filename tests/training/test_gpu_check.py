@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,15 @@ def checked(record: Record, sections: list[Section], budget: float = 60.0, cores
     setting = Setting(True, device, time.monotonic() + budget, folder)
     Runner(setting, record.keep, cores).run(sections)
     return {name: outcome["status"] for name, outcome in json.loads(record.file.read_text())["sections"].items()}
+
+
+def test_the_page_of_what_was_measured_names_sections_that_are_there() -> None:
+    page = (SCRIPTS.parent / "docs" / "measured_on_a_gpu.md").read_text()
+    cells = [line.split("|")[-2] for line in page.splitlines() if line.startswith("| ") and "section" not in line]
+    named = {name.strip('"') for cell in cells for name in re.findall("`([^`]+)`", cell)}
+    known = {name for one in SECTIONS for name in one.names()}
+    assert len(named) >= 12
+    assert named <= known
 
 
 def test_each_way_to_end_has_its_word_and_no_section_takes_another_with_it(record: Record) -> None:
