@@ -194,7 +194,7 @@ class Arms:
                     jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
                 except ValueError as error:
                     raise ValueError(f"arm {arm!r}: {error}") from error
-        check_shown(self.said.columns, self.said.curves, jobs)
+        check_shown(self.said.columns, self.said.curves, jobs, known_later=len(jobs) < len(arms))
         made = f"the recipe's cold start, in {self.own_start(options)}"
         return {"lab": self.said.about, "recipe": str(self.recipe(options)), "start": given or made}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,25 @@ from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import did_you_mean, one_of
+from grpo_lab.trainer.metrics.names import logged_names, team_may_log
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")
 """What a column takes of a logged metric."""
 
 
-def check_shown(columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job]) -> None:
-    """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; none where that is known
-    later. A metric that is not a reward's may be a team's own, and is looked for in the runs."""
+def check_shown(
+    columns: Mapping[str, str], curves: Mapping[str, str], jobs: Mapping[str, Job], known_later: bool = False
+) -> None:
+    """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``: there
+    are further arms. Where a team's code may log, a metric is looked for in the runs (`not_logged`)."""
+    logged = None if known_later else _logged_by(jobs.values())
     for title, name in columns.items():
         of_log, _, metric = name.partition(".")
         if ":" in name:
             load_named(name, f"columns.{title}")
         elif of_log in OF_LOG:
-            _check_reward(metric, f"columns.{title}", jobs)
+            _check_metric(metric, f"columns.{title}", jobs, logged)
         else:
             _check_place(name, f"columns.{title}", jobs)
     for title, name in curves.items():
@@ -37,7 +41,7 @@ def check_shown(columns: Mapping[str, str], curves: Mapping[str, str], jobs: Map
         elif of == "evaluation":
             _check_place(place, f"curves.{title}", jobs)
         else:
-            _check_reward(name, f"curves.{title}", jobs)
+            _check_metric(name, f"curves.{title}", jobs, logged)
 
 
 def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: Iterable[Path]) -> list[str]:
@@ -64,14 +68,32 @@ def _check_place(name: str, where: str, jobs: Mapping[str, Job]) -> None:
             number_at(_made_up(job.evaluation).summary(), name, where)
 
 
-def _check_reward(metric: str, where: str, jobs: Mapping[str, Job]) -> None:
-    """``rewards/NAME/mean`` of a reward that an arm has; an environment brings its own."""
+def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
+    """Every name that these trainings may log; None where that is a team's to say."""
+    names = dict[str, None]()
+    for job in jobs:
+        rewards = job.trainer.declared_rewards([*job.rewards])
+        parts = [one for one in (*rewards, *job.arguments.get("callbacks", ())) if not isinstance(one, str)]
+        if (objective := job.config.algorithm.objective) is not None:
+            parts.append(objective.surrogate)
+        if job.arguments.get("environment_factory") is not None or team_may_log(job.trainer, parts):
+            return None
+        names |= dict.fromkeys(logged_names(map(reward_name, rewards)))
+    return [*names] or None
+
+
+def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Collection[str] | None) -> None:
+    """One that is logged: ``rewards/NAME/mean`` of a reward that an arm has (an environment brings its own), or any
+    other of ``logged``, where that is known."""
     found = re.fullmatch(r"rewards/.+/(mean|std)", metric)
     if found and jobs and not any(job.arguments.get("environment_factory") for job in jobs.values()):
         rewards = [one for job in jobs.values() for one in job.trainer.declared_rewards([*job.rewards])]
         known = list(dict.fromkeys(f"rewards/{reward_name(one)}/{found[1]}" for one in rewards))
         if metric not in known:
             raise ValueError(f"`{where}` is {metric!r}{one_of(metric, known)}")
+    elif logged is not None and metric not in logged:
+        near = did_you_mean(metric, logged)
+        raise ValueError(f"`{where}` is {metric!r}, which no run logs (docs/metrics.md lists what is logged){near}")
 
 
 def _made_up(section: EvaluationSection) -> EvaluationResult:

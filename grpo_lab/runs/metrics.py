@@ -21,7 +21,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
         self.beside: Callable[[], Mapping[str, float]] = dict
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs and "train_runtime" not in logs:  # HF's totals repeat the last step
+        if state.is_world_process_zero and logs and "train_loss" not in logs:  # HF's totals repeat the last step
             append_json_line(self.path, {"step": state.global_step, **self.beside(), **logs})
 
 

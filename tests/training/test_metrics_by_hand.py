@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
+from grpo_lab.trainer.metrics.names import logged_names
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, train
 
@@ -43,6 +44,8 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     assert (cut > 0) is (kind == "two-sided")
     assert {"update/live_share", "update/computed_share"} <= seen
     assert not math.isnan(sum(run.losses))
+    totals = {"train_loss", "train_samples_per_second", "train_steps_per_second", "total_flos"}
+    assert {name for row in run.history for name in row} - totals <= {*logged_names(["accuracy_reward"])}
 
 
 #: documented metrics that the runs above do not have → the test that computes them
@@ -58,6 +61,8 @@ ELSEWHERE = {
     "code_reward/limit": "unit/test_code_reward.py",
     "code_reward/unusable": "unit/test_code_reward.py",
     "code_reward/walls": "unit/test_code_reward.py",
+    "<name>/flipped": "unit/test_noise_rewards.py",
+    "<name>/beyond_share": "unit/test_token_classification.py",
     "rewards/nan_share": "training/test_reward_kinds.py",
     **{f"guard/{name}": "training/test_guard.py" for name in ("left_out", "loss", "gradient", "reward", "log_prob")},
     "guard/advantage": "training/test_guard.py",
@@ -124,4 +129,4 @@ def test_every_documented_metric_has_a_test_that_computes_it() -> None:
     documented = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)} - {"len_q4"}
     assert documented == HERE | ELSEWHERE.keys()
     for name, place in ELSEWHERE.items():
-        assert name.removesuffix("<name>") in (tests / place).read_text(encoding="utf-8"), name
+        assert name.replace("<name>", "") in (tests / place).read_text(encoding="utf-8"), name

@@ -281,6 +281,18 @@ def test_a_panel_without_a_curve_is_drawn_empty(tmp_path: Path, recwarn: pytest.
         ({"columns": {"accuracy": "lab_gone:x"}}, [], "`columns.accuracy` is 'lab_gone:x', which cannot be loaded"),
         ({"curves": {"held out": "evaluation.greedy.x"}}, [], "`curves.held out` is 'greedy.x'"),
         ({"curves": {"reward": "rewards/acuracy_reward/mean"}}, [], "did you mean 'rewards/accuracy_reward/mean'"),
+        (
+            {"columns": {"accuracy": "greedy.accuracy.value", "dead": "mean.update/dead_fracton"}},
+            [],
+            "`columns.dead` is 'update/dead_fracton', which no run logs (docs/metrics.md lists what is logged)",
+        ),
+        (
+            {"columns": {"accuracy": "greedy.accuracy.value", "long": "last.completions/mean_lenght"}},
+            [],
+            "lists what is logged); did you mean 'completions/mean_length'?",
+        ),
+        ({"curves": {"of nothing": "xyz"}}, [], "`curves.of nothing` is 'xyz', which no run logs (docs/metrics.md"),
+        ({"curves": {"H": "entropi"}}, [], "what is logged); did you mean 'entropy'?"),
         ({"arms": {"a": {"lerning_rate": 1}, "b": {}}}, [], "has no setting 'lerning_rate'; did you mean"),
         ({"arms": {"a": {"rewards": ["acuracy"]}, "b": {}}}, [], "arm 'a': `rewards`: unknown reward 'acuracy'"),
         ({"arms": {"a": "lab_gone:x"}}, [], "`arms.a` is 'lab_gone:x', which cannot be loaded"),
@@ -299,6 +311,23 @@ def test_a_mistake_is_named_before_anything_is_made(
     assert main(["lab", str(file), "--folder", str(tmp_path / "out"), *asked]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("asked", [{"rewards.0": "lab_team:reward"}, {"callbacks": ["lab_team:Callback"]}])
+def test_a_metric_that_a_team_may_log_is_looked_for_in_the_runs(
+    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside code of a team no name is refused before training; neither is one that a seed's function may ask for."""
+    (tmp_path / "lab_team.py").write_text(
+        "from transformers import TrainerCallback\n"
+        "def reward(completions, log_metric=None, **_): ...\n"
+        "class Callback(TrainerCallback): ...\n"
+        "def arm(arm, seed, options): return {}\n"
+    )
+    file = tmp_path / "lab.yaml"
+    for arms in ({"a": asked}, {"a": {}, "b": "lab_team:arm"}):
+        file.write_text(yaml.safe_dump({**LAB, "arms": arms, "curves": {"ours": "team/name"}}, sort_keys=False))
+        assert main(["lab", str(file), "--folder", str(tmp_path / "out"), "--dry-run"]) == 0, capsys.readouterr().err
 
 
 def test_a_dry_run_says_which_cells_would_run_and_writes_nothing(

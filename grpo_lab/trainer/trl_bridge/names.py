@@ -189,11 +189,11 @@ def teams(trainer: Any, method: str) -> str | None:
     the bases, and so does a team's function on a library's class.
     """
     if not isinstance(trainer, type):
-        if not _is_librarys(vars(trainer).get(method)):
+        if not is_librarys(vars(trainer).get(method)):
             return f"trainer.{method}"
         trainer = type(trainer)
     homes = [kind for kind in trainer.__mro__ if method in vars(kind)]
-    of_team = (kind for kind in homes if not (_is_librarys(kind) and _is_librarys(vars(kind)[method])))
+    of_team = (kind for kind in homes if not (is_librarys(kind) and is_librarys(vars(kind)[method])))
     return next((f"{kind.__name__}.{method}" for kind in of_team), None)
 
 
@@ -207,7 +207,7 @@ def hf_runs_the_step() -> bool:
     return frame is not None
 
 
-def _is_librarys(code: Any) -> bool:
+def is_librarys(code: Any) -> bool:
     """Of a function: it and all that it wraps (``functools.wraps`` gives a wrapper the module of what is wrapped)."""
     while code is not None:
         module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])

@@ -1,0 +1,87 @@
+"""The names that a run logs: one list, beside which docs/metrics.md says what each is.
+
+``<name>`` stands for a reward's. In evaluation every name has the prefix ``eval_``. Many belong to a setting, so no run
+logs all. Code of this package, TRL's trainer and transformers' log no other (tests/unit/test_metric_names.py); a team's
+may log any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, is_librarys
+
+QUARTERS = ("len_q1", "len_q2", "len_q3", "len_q4")
+
+OF_THE_LOSS = (
+    "entropy",
+    "kl",
+    *(f"clip_ratio/{what}" for what in ("low_mean", "high_mean", "region_mean", "delta_mean", "low_min", "high_max")),
+    "product_ratio/held_mean",
+    "cispo_clip_ratio",
+    "aux_loss",
+    *(f"value/{what}" for what in ("loss", "clip_fraction", "explained_variance", "return_mean")),
+    "policy/approx_kl",
+)
+OF_REWARDS = (
+    *(f"kl/{what}" for what in ("reward_penalty", "measured", "beta")),
+    *(f"ppo/{what}" for what in ("shaped_reward", "task_reward", "kl_reward")),
+    *(f"groups/{what}" for what in ("dead_share", "solved_share", "learnable_share")),
+    *(f"completions/{what}" for what in ("truncated_share", "mean_length_correct", "mean_length_incorrect")),
+    *(f"rewards/{what}" for what in ("unscorable_share", "nan_share", "worked_out/mean")),
+    *(f"accuracy_reward/{what}" for what in ("unscorable_gold", "timeout", "no_answer", "unjudged")),
+    *(f"code_reward/{what}" for what in ("limit", "unusable", "unjudged", "walls")),
+    "<name>/flipped",
+    "<name>/beyond_share",
+    "reward_weights/<name>",
+    *(f"preference/{what}" for what in ("pair_accuracy", "comparisons")),
+)
+OF_GENERATION = (
+    *(f"sampling/{what}/{quarter}" for what in ("ratio_mean", "kept_share") for quarter in QUARTERS),
+    *SAMPLING_METRICS,
+    *(f"sampler/{what}" for what in ("seen_share", "at_floor_share")),
+    *(f"rollout/{what}" for what in ("cut_share", "sync_gap", "sync_bytes", "server_returns")),
+    *(f"rollout/{what}" for what in ("staleness", "segments", "waiting", "waited_s", "generated")),
+)
+OF_THE_UPDATE = (
+    *(f"update/{what}" for what in ("live_share", "padding_share", "computed_share", "bytes_moved")),
+    *(f"update/{what}" for what in ("tokens_computed", "tokens_stock")),
+    *(f"update/{what}" for what in ("resample_rounds", "resampled_share", "completions_generated")),
+    *(f"guard/{what}" for what in ("left_out", "loss", "gradient", "reward", "log_prob", "advantage")),
+)
+OURS = (*OF_THE_LOSS, *OF_REWARDS, *OF_GENERATION, *OF_THE_UPDATE)
+
+OF_TRL = (
+    *("reward", "reward_std", "frac_reward_zero_std", "rewards/<name>/mean", "rewards/<name>/std"),
+    *(f"completions/{what}_length" for what in ("mean", "min", "max")),
+    *(f"completions/{what}_terminated_length" for what in ("mean", "min", "max")),
+    *("completions/clipped_ratio", "num_tokens", "step_time"),
+    *("tools/call_frequency", "tools/failure_frequency"),
+    *("policy_loss", "entropy_coef", "vespo/phi_seq_mean"),
+)
+OF_TRANSFORMERS = (
+    *("loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"),
+    *("train_runtime", "train_tokens_per_second"),
+    *("eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second"),
+)
+
+
+def logged_names(rewards: Iterable[str]) -> list[str]:
+    """Every name that a run with these ``rewards`` may log, unless a team's code logs more."""
+    found = dict[str, None]()
+    for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
+        found |= dict.fromkeys(name.replace("<name>", one) for one in rewards) if "<name>" in name else {name: None}
+    return ["step", *found, *(f"eval_{name}" for name in found if not name.startswith(("eval_", "train_")))]
+
+
+def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
+    """Whether code outside this package, TRL and transformers may log names of its own: a ``trainer`` class, or one of
+    the ``parts`` (rewards, callbacks, a surrogate), or what a part is around."""
+    return not is_librarys(trainer) or any(not is_librarys(one) or team_may_log(trainer, _inside(one)) for one in parts)
+
+
+def _inside(part: Any) -> list[Any]:
+    """What a part of ours holds that is called: a reward around a reward."""
+    held = vars(part).values() if hasattr(part, "__dict__") and not isinstance(part, type) else ()
+    return [one for one in held if callable(one) and not isinstance(one, type)]
