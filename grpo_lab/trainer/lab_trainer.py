@@ -2,7 +2,7 @@
 
     prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
     generate          which groups are whole (``rollout.cut_after``), then ``_generate_single_turn``, and there: prove
-                      sync, ask for the next batch (``rollout.overlap``)
+                      sync, ask for the next batch (``rollout.overlap``); then the turns of tools, ``_tool_call_loop``
     score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs:
                       ``_generate_and_score``
     record, buffer    its end; TRL cuts the batch and keeps it
@@ -35,6 +35,7 @@ from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.in_step import by_groups
 from grpo_lab.trainer.generation.prompt_fit import check_room
 from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
+from grpo_lab.trainer.generation.turns import tool_turns
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
@@ -198,6 +199,9 @@ class LabTrainer(ResumableTrainer):
             self.parts.sync_proof.prove(self.parts.partial.asked or prompt_ids)
         self.parts.overlap.begin()
         return generated
+
+    def _tool_call_loop(self, *rows: Any) -> Any:
+        return tool_turns(self, super()._tool_call_loop, *rows)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         trls = super()._calculate_rewards

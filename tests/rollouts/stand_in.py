@@ -45,6 +45,8 @@ class Engine:
     stop: Callable[[tuple[int, ...]], bool] | None = None
     end: int = 0
     context: int = 256
+    #: completions end after so many tokens at the latest
+    longest: int = 1 << 30
     #: the trainer's step, and what it was at each sync
     step: Callable[[], int] = lambda: -1
     synced_at: list[int] = field(default_factory=list)
@@ -67,7 +69,7 @@ class Engine:
             raise self.faults.pop(place)
 
     @torch.no_grad()
-    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **asked: Any) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int | None, **asked: Any) -> dict[str, Any]:
         assert not self.busy, "two requests at once"
         self.busy, probe = True, "repetition_penalty" not in asked  # the client's own request says no more than it must
         try:
@@ -75,7 +77,7 @@ class Engine:
         finally:
             self.busy = False
 
-    def _generate(self, prompts: list[list[int]], n: int, max_tokens: int, kind: str) -> dict[str, Any]:
+    def _generate(self, prompts: list[list[int]], n: int, max_tokens: int | None, kind: str) -> dict[str, Any]:
         held = self.syncs
         self.said.append(f"{kind} {held}")
         if kind == "generate":
@@ -84,13 +86,14 @@ class Engine:
             self.fail(f"generate {self.generations}")
         ids, logps, places = [], [], Counter[tuple[int, ...]]()
         for prompt in prompts:
+            most = self.context - len(prompt) if max_tokens is None else max_tokens
             for _ in range(n):
                 place, places[tuple(prompt)] = places[tuple(prompt)], places[tuple(prompt)] + 1
                 if self.stop is not None and kind == "generate":
-                    row, scores = self._follow(prompt, place, max_tokens)
+                    row, scores = self._follow(prompt, place, most)
                     self.segments.append((tuple(prompt), tuple(row), scores, held))
                 else:
-                    row, scores = self._sample(prompt, place, max_tokens)
+                    row, scores = self._sample(prompt, place, most)
                 ids.append(row)
                 logps.append([[score] for score in scores])
                 self.drawn[*prompt, -1, *row] = held, scores
@@ -101,7 +104,8 @@ class Engine:
 
     def _sample(self, prompt: list[int], place: int, max_tokens: int) -> tuple[list[int], list[float]]:
         own = torch.Generator().manual_seed(zlib.crc32(str((prompt, place)).encode()))
-        length = 1 + int(torch.randint(max_tokens, (1,), generator=own))  # lengths differ, whatever the model writes
+        longest = min(max_tokens, self.longest)
+        length = 1 + int(torch.randint(longest, (1,), generator=own))  # lengths differ, whatever the model writes
         row, scores = list(prompt), []
         for _ in range(length):
             logps = self.model(torch.tensor([row])).logits[0, -1].double().log_softmax(-1)

@@ -107,7 +107,7 @@ def generate_in_step(
 ) -> list[Completion]:
     """Completions by the engine that TRL drives; every rank calls. One with fewer rows than it must hand in completes
     the ``filler`` in vain, so that ranks stay in step."""
-    rows = prompt_ids + filler[:1] * (_rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
+    rows = prompt_ids + filler[:1] * (rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
     if not rows:
         return []
     engine = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
@@ -121,7 +121,7 @@ def generate_in_step(
     return made[: len(prompt_ids)]
 
 
-def _rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
+def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
     """How many rows this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
     server); else one where others have any, since sharded weights are gathered by all ranks together."""
     if trainer.accelerator.num_processes == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from datasets import Dataset
@@ -18,6 +19,8 @@ from grpo_lab.trainer.settings.inputs import check_prompt_lengths, completion_li
 
 BATCH = 256
 NAMED = 5
+#: requests to a server at the same time
+AT_ONCE = 32
 
 
 class PromptTooLong(ValueError):
@@ -40,6 +43,25 @@ def refuse_long(
         if len(ids) > context - room:
             text = "" if decode is None else f" (it begins {decode(list(ids[:60]))[:160]!r})"
             raise PromptTooLong(_no_room(f"a prompt of {len(ids)} tokens{text} leaves", context, room))
+
+
+def fill_rooms(
+    ask: Callable[..., dict[str, Any]], prompts: list[list[int]], context: int, features: Any = None, **sampling: Any
+) -> dict[str, Any]:
+    """A server's answer to rows that each get what their prompt leaves of ``context``, as an engine in the process does
+    it. A request has one ``max_tokens`` for all its prompts, so each row is one; the server takes them together."""
+
+    def row(number: int) -> dict[str, Any]:
+        shown = None if features is None else features[number : number + 1]
+        room = context - len(prompts[number])
+        return ask([prompts[number]], features=shown, **{**sampling, "max_tokens": room})
+
+    with ThreadPoolExecutor(max_workers=min(AT_ONCE, len(prompts))) as pool:
+        answers = list(pool.map(row, range(len(prompts))))
+    unsaid = {name for name, value in answers[0].items() if value is None}
+    return {
+        name: None if name in unsaid else [value for answer in answers for value in answer[name]] for name in answers[0]
+    }
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:

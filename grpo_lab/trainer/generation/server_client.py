@@ -32,7 +32,7 @@ from grpo_lab.engines.weights.adapter import AdapterVersion
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.background import Background
-from grpo_lab.trainer.generation.prompt_fit import refuse_long
+from grpo_lab.trainer.generation.prompt_fit import fill_rooms, refuse_long
 from grpo_lab.trainer.settings.parse import ServerSettings
 
 logger = logging.getLogger("grpo_lab")
@@ -289,7 +289,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
         try:
             with talk.read_as_vllms(self.base_url):
-                answer: dict[str, Any] = super().generate(*args, **kwargs)
+                answer = self._asked(*args, **kwargs)
             talk.check_answer(answer["logprobs"])
         except talk.RequestRefused:
             if self.adapters:  # one that was started again knows no such name
@@ -301,9 +301,16 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.check_same_weights()
         return answer
 
+    def _asked(self, prompts: list[list[int]], **kwargs: Any) -> dict[str, Any]:
+        """TRL's request; where ``max_tokens`` is None each row gets as many as there is room for."""
+        ask = super().generate
+        if kwargs.get("max_tokens", 1) is None:
+            return fill_rooms(ask, prompts, self.context, **kwargs)
+        return dict(ask(prompts, **kwargs))
+
     def generate_unscored(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
-        answer: dict[str, Any] = super().generate(*args, **{**kwargs, "logprobs": None})
+        answer = self._asked(*args, **{**kwargs, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]
         self.check_same_weights()

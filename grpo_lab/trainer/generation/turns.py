@@ -1,0 +1,122 @@
+"""A tool loop (``tools``, environments): TRL's own turns, with ranks in step and prompts within the server's context.
+
+TRL lets every rank ask for its own turns. An engine that ranks share (a server, tensor parallel) hands rows out by
+their place among equal numbers of rows, and sharded weights are gathered by all ranks together; so each rank hands in
+as many rows as it must, and one that has no turn left goes on in vain until no rank has.
+
+A prompt grows with every turn. TRL leaves a row as it is whose prompt fills the context of an engine in the process,
+and of a server it takes the model's positions for that context; here it is the server's own. A server refuses a prompt
+that leaves no room for ``max_completion_length`` tokens: such a row is asked for what there is room for, as an engine
+in the process gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from trl import GRPOTrainer
+
+from grpo_lab.trainer.generation.in_step import rows_in_step
+from grpo_lab.trainer.trl_bridge import replaced
+
+
+def tool_turns(trainer: GRPOTrainer, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any) -> Any:
+    """``_tool_call_loop``: what ``stock``, TRL's, makes of the rows of this rank. Every rank calls."""
+    turns = Turns(trainer, list(prompt_ids[0]))
+    with (
+        replaced(trainer, "_generate_single_turn", turns.ask),
+        # the first turn was proven; of later ones, some ranks may have none
+        replaced(trainer.parts.sync_proof, "is_due", lambda: False),
+        within_context(trainer),
+    ):
+        made = stock(prompts, prompt_ids, *rest)
+        turns.keep_in_step()
+    return made
+
+
+class Turns:
+    """The turns of one tool loop. ``filler``: a prompt of this rank, completed in vain where ranks must be in step."""
+
+    def __init__(self, trainer: GRPOTrainer, filler: list[int]) -> None:
+        self.trainer, self.filler = trainer, filler
+        self._single_turn = trainer._generate_single_turn
+        self._served = trainer.use_vllm and trainer.vllm_mode == "server"
+        self._together = trainer.accelerator.num_processes > 1 and shares_engine_or_weights(trainer)
+
+    def ask(self, prompt_ids: Any, images: Any, fields: Any, **options: Any) -> tuple[Any, Any]:
+        """``_generate_single_turn``: completions and log-probs of this rank's rows, of which there is at least one."""
+        made: dict[int, tuple[Any, Any]] = {}
+        for tight in self._kinds():
+            rows = [row for row, ids in enumerate(prompt_ids) if self._is_tight(ids) is tight]
+            of_rows = None if images is None else [images[row] for row in rows]
+            found = self._asked([prompt_ids[row] for row in rows], of_rows, fields, tight, options)
+            made.update(zip(rows, found or [], strict=True))
+        in_order = [made[row] for row in range(len(prompt_ids))]
+        unscored = in_order[0][1] is None
+        return [ids for ids, _ in in_order], None if unscored else [logprobs for _, logprobs in in_order]
+
+    def keep_in_step(self) -> None:
+        """Take part in the turns of other ranks until none has one."""
+        while self._together:
+            took_part = [
+                self._asked([], None, {}, tight, {"num_generations": 1}) is not None for tight in self._kinds()
+            ]
+            if not any(took_part):
+                return
+
+    def _kinds(self) -> tuple[bool, ...]:
+        """Whether rows are tight, in the order in which every rank asks."""
+        return (False, True) if self._served else (False,)
+
+    def _is_tight(self, ids: list[int]) -> bool:
+        """Whether a server would refuse this prompt beside the longest completion."""
+        if not self._served or self.trainer.max_completion_length is None:
+            return False
+        return bool(len(ids) + self.trainer.max_completion_length > self.trainer.vllm_generation.context)
+
+    def _asked(
+        self, prompts: list[list[int]], images: Any, fields: Any, tight: bool, options: dict[str, Any]
+    ) -> list[tuple[Any, Any]] | None:
+        """(completion, log-probs) of each of these rows; None where no rank has any."""
+        rows = rows_in_step(self.trainer, len(prompts)) if self._together else len(prompts)
+        missing = rows - len(prompts)
+        if rows == 0:
+            return None
+        longest: AbstractContextManager[None] = contextlib.nullcontext()
+        filler = self.filler
+        if tight:  # as much as there is room for: of the filler, one token
+            context = self.trainer.vllm_generation.context
+            filler = (filler * context)[: context - 1]
+            longest = replaced(self.trainer.vllm_generation, "max_completion_length", None)
+        shown = None if images is None else images + [None] * missing
+        with longest:
+            ids, logprobs = self._single_turn(prompts + [filler] * missing, shown, fields, **options)
+        scored = [None] * rows if logprobs is None else logprobs
+        return list(zip(ids, scored, strict=True))[: len(prompts)]
+
+
+def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
+    """Whether a turn of one rank takes all: of a server, of a tensor-parallel engine, of a model in shards."""
+    if trainer.use_vllm:
+        return bool(trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    return bool(trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3))
+
+
+@contextlib.contextmanager
+def within_context(trainer: GRPOTrainer) -> Iterator[None]:
+    """Inside the block TRL leaves rows as they are whose prompts would fill the server's context: it asks the model's
+    config for that number."""
+    if not trainer.use_vllm or trainer.vllm_mode != "server":
+        yield
+        return
+    config = trainer.model.config.text_config if trainer._is_vlm else trainer.model.config
+    positions = config.max_position_embeddings
+    config.max_position_embeddings = min(positions, trainer.vllm_generation.context)
+    try:
+        yield
+    finally:
+        config.max_position_embeddings = positions
