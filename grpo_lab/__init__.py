@@ -39,8 +39,21 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(_imported(_HOMES[name]), name)
     raise AttributeError(f"module 'grpo_lab' has no attribute {name!r}; it offers {sorted(_HOMES)}")
+
+
+def _imported(home: str) -> Any:
+    """The room; ImportError that names all of what this Python lacks, and not the first of it."""
+    try:
+        return import_module(home)
+    except ImportError as error:
+        from grpo_lab.requirements import failing, in_words
+
+        lacking = failing()
+        if not lacking:
+            raise
+        raise ImportError(in_words(lacking)) from error
 
 
 def __dir__() -> list[str]:

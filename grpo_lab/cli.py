@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.io import NO_ROOM
-from grpo_lab.registry import working_folder_on_path
+from grpo_lab.requirements import absent, failing, in_words
 from grpo_lab.visible import VisibleFormatter, print_errors_visibly, visible
 
 EXIT_INTERRUPTED = 75
@@ -151,14 +151,29 @@ def main(words: Sequence[str] | None = None) -> int:
     A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
     checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
     """
+    try:
+        lacking = absent()
+        if not lacking:
+            return _main(words)
+    except ImportError:
+        lacking = failing()
+        if not lacking:
+            raise
+    _say(f"error: {in_words(lacking)}")
+    return 2
+
+
+def _main(words: Sequence[str] | None) -> int:
+    """The same, where everything imports."""
+    from grpo_lab.registry import working_folder_on_path
+
     working_folder_on_path()
     if words is None:
         sys.excepthook = print_errors_visibly
     first = int(os.environ.get("RANK", "0")) == 0
     parser = _parser(sys.argv[1:] if words is None else words)
     known, rest = parser.parse_known_args(words)
-    if words is None and getattr(known, "dry_run", False):
-        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
+    known.own_process = words is None
     to_stderr = logging.StreamHandler()
     to_stderr.setFormatter(VisibleFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[to_stderr])
@@ -269,30 +284,30 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
     """The command; of a pipeline the recipe, planned (``--dry-run``) or run."""
     if not command.verbose:
         return int(_load(command.run)(known) or 0)
+    if command.read:
+        return _run_recipe(command, known, rest)
+    from grpo_lab.runs.console import quiet
+
+    with quiet(known.verbose):
+        return int(_load(command.run)(known))
+
+
+def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
+    """The recipe that the words name, planned or run, or what its folder says of it."""
+    from grpo_lab.recipe.yaml import parse_overrides, read_yaml, switched_on
+
+    rest = [*rest, *_name_recipe(command, known)]
+    if known.config is None:  # asked how far it is
+        _load(f"pipelines.standing:{known.action}")(Path(known.place))
+        return 0
+    file = Path(known.config)
+    written = read_yaml(file, parse_overrides(rest))
+    engine = switched_on("use_vllm", written)
+    if known.dry_run and known.own_process and not engine:
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     from grpo_lab.runs.console import quiet, show
 
-    if not command.read:
-        with quiet(known.verbose):
-            return int(_load(command.run)(known))
-    from grpo_lab.recipe.yaml import QUICKSTART, parse_overrides, read_yaml, shipped_recipe
-
-    if command.actions:
-        place = known.config or known.place
-        if place is None:
-            raise ValueError(f"`grpo-lab {known.command}` needs one of {[*command.actions]} and a file or folder")
-        if known.action in ("status", "show"):
-            _load(f"pipelines.standing:{known.action}")(Path(place))
-            return 0
-        if known.action == "resume":
-            rest += ["--output_dir", place]
-            place = f"{place}/pipeline.yaml"
-        known.config = place
-    if not command.recipes:
-        known.config = str(shipped_recipe(QUICKSTART))
-        print(f"recipe: {known.config}", flush=True)
-    file = Path(known.config)
-    beside = {"beside": file.parent} if command.actions else {}
-    recipe = _load(command.read)(read_yaml(file, parse_overrides(rest)), file.stem, **beside)
+    recipe = _load(command.read)(written, file.stem, **({"beside": file.parent} if command.actions else {}))
     given = ("overwrite", "resume", "only", "launched")
     flags = {name: getattr(known, name) for name in given if hasattr(known, name)}
     if getattr(known, "submit", None):
@@ -300,7 +315,8 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
         return 0
     with quiet(known.verbose):
         if known.dry_run:
-            show(recipe.name, _load(command.plan)(recipe, **flags))
+            words = _load(command.plan)(recipe, **flags)
+            show(recipe.name, {**words, **_engine_here(written)} if engine else words)
             return 0
         try:
             _load(command.run)(recipe, **flags)
@@ -316,6 +332,34 @@ def _run(command: Command, known: argparse.Namespace, rest: list[str]) -> int:
                 said = NOTHING
             raise StoppedByUser(said) from stop
     return 0
+
+
+def _name_recipe(command: Command, known: argparse.Namespace) -> list[str]:
+    """Put the recipe's file at ``known.config`` (None: the command only reads ``known.place``); the overrides that
+    come with it."""
+    from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
+
+    if not command.recipes:
+        known.config = str(shipped_recipe(QUICKSTART))
+        print(f"recipe: {known.config}", flush=True)
+    if not command.actions:
+        return []
+    known.place = known.config or known.place
+    if known.place is None:
+        raise ValueError(f"`grpo-lab {known.command}` needs one of {[*command.actions]} and a file or folder")
+    known.config = None if known.action in ("status", "show") else known.place
+    if known.action != "resume":
+        return []
+    known.config = f"{known.place}/pipeline.yaml"
+    return ["--output_dir", known.place]
+
+
+def _engine_here(written: Mapping[str, Any]) -> dict[str, str]:
+    """What a plan says of an engine that cannot be had on this machine; the run may be on another."""
+    from grpo_lab.engines.vllm.presence import why_not
+
+    why = why_not(kernels=written.get("vllm_mode") != "server")
+    return {} if why is None else {"engine": f"{why}: `use_vllm` is refused by a run on this machine"}
 
 
 def _serve(known: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "hub": set(),
     "settings": set(),
     "visible": set(),
+    "requirements": set(),
     "signals": set(),
     "locks": set(),
     "registry": {"settings"},
@@ -41,23 +42,23 @@ ALLOWED: dict[str, set[str]] = {
     "rewards": BASE | {"io", "reading", "verifiers", "sandbox"},
     "data": BASE | {"hub", "io", "reading", "verifiers"},
     "curation": BASE | {"finite", "io", "locks", "reading", "verifiers", "visible"},
-    "engines": BASE | {"finite", "io", "signals", "verifiers", "sandbox"},
+    "engines": BASE | {"finite", "io", "requirements", "signals", "verifiers", "sandbox"},
     "diagnostics": BASE | {"verifiers"},
     "testing": BASE | MIDDLE | {"verifiers"},  # shipped for teams: may use the rooms it imitates
-    "trainer": BASE | MIDDLE | {"finite", "io", "reading", "signals", "verifiers", "sandbox"},
+    "trainer": BASE | MIDDLE | {"finite", "io", "reading", "requirements", "signals", "verifiers", "sandbox"},
     "evaluation": UPPER,
     "recipe": UPPER | {"testing"},
     "runs": UPPER | {"evaluation", "recipe"},
     "stages": UPPER | {"evaluation", "recipe", "runs"},
     "pipelines": UPPER | {"evaluation", "testing", "recipe", "runs", "stages"},
     "labs": UPPER | {"evaluation", "pipelines", "recipe", "runs"},
-    "cli": UPPER | {"evaluation", "testing", "pipelines", "recipe", "runs"},
-    "__init__": {"trainer", "objectives", "advantages"},
+    "cli": UPPER | {"evaluation", "testing", "pipelines", "recipe", "requirements", "runs"},
+    "__init__": {"trainer", "objectives", "advantages", "requirements"},
     "__main__": {"cli"},
 }
 """room → rooms that it may import. No arrow up, none sideways but what stands here."""
 
-PURE = {"io", "locks", "reading", "signals", "visible", "batch", "registry", "objectives", "advantages"}
+PURE = {"io", "locks", "requirements", "reading", "signals", "visible", "batch", "registry", "objectives", "advantages"}
 PURE_THIRD_PARTY = {"torch", "numpy"}
 """What the pure rooms may import besides the standard library."""
 

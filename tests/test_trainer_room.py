@@ -18,6 +18,7 @@ TRAINER = "grpo_lab.trainer"
 #: rooms and files from the bottom up: each may import what stands before it, and its own room
 ORDER = (
     *(
+        "trl_import",
         "trl_bridge",
         "ranks",
         "settings",

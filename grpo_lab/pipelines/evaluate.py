@@ -96,9 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. The exit code: 75 after SIGTERM or SIGUSR1, the answers kept."""
     from grpo_lab.evaluation.sweep import AGAINST
+    from grpo_lab.recipe.ahead import check_engine
     from grpo_lab.stages.evaluate import conditions_in
 
     plan = plan_of(known)
+    check_engine(plan.section.use_vllm is True, "--vllm", here_only=False)
     main = int(os.environ.get("RANK", "0")) == 0
     ours = [*conditions_in(plan.section), *([AGAINST] if known.against else [])]
     with claim_output(known.output, known.overwrite, ours) if main and known.output else nullcontext():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_lab.engines.vllm.presence import refuse_without_engine
 from grpo_lab.io import check_place
 from grpo_lab.recipe.models import refuse_adapter, tokenizer_and_config
 from grpo_lab.recipe.sections import ModelSection
@@ -92,6 +93,13 @@ def check_whole_model(section: ModelSection, where: str = "model.path") -> None:
             f"`{where}` is {section.path!r}, which will be an adapter (`model.lora`): what trains, merges or teaches "
             "takes a whole model. Leave `lora` out there, or merge the adapter into its base in between"
         )
+
+
+def check_engine(asked: bool, setting: str, here_only: bool = True, kernels: bool = True) -> None:
+    """ValueError where ``setting`` asks for an engine that cannot be had. A dry run may plan for another machine, and
+    says it beside its plan (``cli``). ``kernels``: the engine is to run in this process."""
+    if asked and not (here_only and outlook().here_only):
+        refuse_without_engine(f"`{setting}`", kernels)
 
 
 def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any] | None:

@@ -14,7 +14,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.sampler import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.recipe import checks, parts
-from grpo_lab.recipe.ahead import check_whole_model, known_model, made_from, model_here
+from grpo_lab.recipe.ahead import check_engine, check_whole_model, known_model, made_from, model_here
 from grpo_lab.recipe.policy import check_policy
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
@@ -75,6 +75,7 @@ class Job:
             here_only: a dry run, which may have no network and is to be quick.
             cold_start: whether the cold start is still to be made.
         """
+        _check_engines(recipe, config, here_only)
         checks.check_trackers(config.report_to)
         checks.check_turns(recipe, config.lab_settings.rollout)
         check_whole_model(recipe.model)
@@ -105,9 +106,8 @@ class Job:
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         if evaluation is not None:
-            evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
             told: Any = config.chat_template_kwargs
-            evaluation = evaluation.rendered_as(told)
+            evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe)).rendered_as(told)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -126,6 +126,17 @@ class Job:
             room=room,
             facts=facts_of(recipe),
         )
+
+
+def _check_engines(recipe: Recipe, config: Any, here_only: bool) -> None:
+    """ValueError: the training or its evaluation asks for an engine that cannot be had."""
+    check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
+    check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
+
+
+def _asks(evaluation: EvaluationSection | None) -> bool:
+    """Whether an evaluation is to be made by an engine."""
+    return evaluation is not None and evaluation.use_vllm is True
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
@@ -207,6 +218,7 @@ def questions(
 ) -> Questions:
     """The sections of a recipe as what they name; ValueError: what cannot be loaded or judged. ``here_only``: a dry
     run, which may have no network."""
+    check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
     judge = parts.build_reward(reward, "reward")
     rows = None if data is None else load(data, "data")
@@ -233,6 +245,7 @@ def check_model(
     """The model's tokenizer and configuration, None where a dry run (``here_only``) does not know them. ValueError: no
     such model or engine, or not one prompt that leaves room for a completion in its context."""
     EngineOptions.from_mapping(sampling.engine)
+    check_engine(sampling.use_vllm, "use_vllm", here_only)
     known = known_model(model, where, here_only)
     if known is None:
         return None

@@ -196,3 +196,10 @@ def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
         f"this installation of grpo_lab ships no recipe {name!r}; looked in {' and '.join(map(str, places))}. Install "
         "a wheel or an editable checkout, or name a file: grpo-lab train --config FILE"
     )
+
+
+def switched_on(name: str, written: Any) -> bool:
+    """Whether a switch of this name is true anywhere in what a recipe says."""
+    if isinstance(written, Mapping):
+        return written.get(name) is True or any(switched_on(name, one) for one in written.values())
+    return isinstance(written, list) and any(switched_on(name, one) for one in written)

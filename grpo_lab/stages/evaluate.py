@@ -18,7 +18,7 @@ from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
 from grpo_lab.recipe import parts
-from grpo_lab.recipe.ahead import known_model
+from grpo_lab.recipe.ahead import check_engine, known_model
 from grpo_lab.recipe.checks import check_by, check_held_out
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.rows import every_argument, load_rows, rows_here
@@ -240,6 +240,7 @@ class HeldOutRows:
         one that is known here only as far as that is."""
         if self.section.use_vllm:
             EngineOptions.from_mapping(self.section.engine)
+            check_engine(True, "use_vllm", here_only)
         known = known_model(ModelSection(path=model), where, here_only)
         if known is None:
             return

@@ -93,7 +93,9 @@ def load_writer(
     from transformers import AutoConfig, GenerationConfig
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
+    from grpo_lab.engines.vllm.presence import refuse_without_engine
 
+    refuse_without_engine("`use_vllm`")
     words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model):
         config: Any = AutoConfig.from_pretrained(model)

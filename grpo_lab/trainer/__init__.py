@@ -1,5 +1,10 @@
 """The only room that knows TRL."""
 
+from grpo_lab.trainer.trl_import import import_trl
+
+import_trl()  # before anything else imports it
+
+# ruff: noqa: E402
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.lab_trainer import LabTrainer

@@ -185,5 +185,6 @@ def stand_in(model: Any) -> Iterator[Engine]:
         patch.setattr(StandIn, "engine", engine, raising=False)
         patch.setattr(server, "LabVLLMClient", StandIn)
         patch.setattr(server, "check_same_model", lambda *_: None)
+        patch.setattr("grpo_lab.trainer.generation.engine.refuse_without_engine", lambda *_, **__: None)
         patch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda *_, **__: True)
         yield engine

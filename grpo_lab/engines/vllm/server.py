@@ -34,6 +34,7 @@ from grpo_lab.engines.vllm.engine import (
     refuse_beyond_positions,
     runs_on_cpu,
 )
+from grpo_lab.engines.vllm.presence import why_not
 from grpo_lab.engines.vllm.talk import ServerGone, wait_until_ready
 from grpo_lab.io import looks_local
 from grpo_lab.sandbox.kernel import die_with_parent
@@ -342,6 +343,8 @@ def refuse_no_model(model: str) -> None:
 def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
     """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
     refuse_no_model(options.model)
+    if (why := why_not()) is not None:
+        raise ValueError(f"`grpo-lab serve` starts an engine, and {why}")
     refuse_beyond_positions(options.engine.max_model_len, config_of(options.model), "--max-model-len")
     handle(signal.default_int_handler, signal.SIGTERM)  # as Ctrl-C, so that the server ends with this process
     if not options.is_local:

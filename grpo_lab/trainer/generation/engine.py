@@ -22,6 +22,7 @@ from trl.generation import vllm_generation as trl_vllm
 
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
+from grpo_lab.engines.vllm.presence import refuse_without_engine
 from grpo_lab.engines.weights.adapter import (
     AdapterFiles,
     adapter_tensors,
@@ -62,6 +63,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
         adapters: AdapterFiles | None = None
 
         def _init_vllm(self) -> None:
+            refuse_without_engine("`use_vllm`", kernels=self.mode != "server")
             if settings.sync == "adapter":
                 self.adapters = AdapterFiles(self.model)
             elif hasattr(self.model, "peft_config"):

@@ -1,0 +1,78 @@
+"""Whether an engine can be started here: vLLM is there, it imports, and its kernels are loaded.
+
+A vLLM that cannot be imported is no reason to do without the rest: ``grpo_lab.trainer.trl_import`` then hides it from
+TRL and notes why, and whatever asks for an engine is refused with that reason before a run starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+from grpo_lab.requirements import described
+
+_broken: str | None = None
+"""Why the vLLM that is installed does not import, once that was tried."""
+
+
+def note_broken(why: str) -> None:
+    """Remember that the vLLM that is there does not import."""
+    global _broken
+    _broken = why
+
+
+def why_not(kernels: bool = True) -> str | None:
+    """Why no engine can be started in this process; None: nothing speaks against it. ``kernels``: an engine is to run
+    here, and not only a client of one. Loads a vLLM that works, which takes seconds."""
+    if _broken is not None:
+        return f"vLLM is broken here ({_broken})"
+    if find_spec("vllm") is None:
+        return "vLLM is not installed here (docs/vllm.md says how)"
+    try:
+        from vllm.platforms import current_platform
+
+        found = _without_kernels(current_platform) if kernels else None
+    except Exception as error:  # whatever half an installation raises
+        note_broken(described(error))
+        return f"vLLM is broken here ({_broken})"
+    return found and f"vLLM is broken here ({found})"
+
+
+def refuse_without_engine(setting: str, kernels: bool = True) -> None:
+    """ValueError where ``setting`` asks for an engine and none can be started."""
+    why = why_not(kernels)
+    if why is not None:
+        raise ValueError(
+            f"{setting} asks for an engine, and {why}: mend that, or leave {setting} out and generate with transformers"
+        )
+
+
+class _Heard(logging.Handler):
+    """Keeps what vLLM says while it loads its kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _without_kernels(platform: object) -> str | None:
+    """What is wrong with the compiled part of a vLLM for CPUs or for CUDA. A vLLM without it imports all the same, with
+    a warning, and fails in its first step."""
+    import torch
+
+    asked = [getattr(platform, name, None) for name in ("is_cpu", "is_cuda")]
+    if not any(one is not None and one() for one in asked):
+        return None
+    heard = _Heard()
+    logger = logging.getLogger("vllm")
+    logger.addHandler(heard)
+    try:
+        platform.import_kernels()  # type: ignore[attr-defined]
+    finally:
+        logger.removeHandler(heard)
+    if any(name.startswith(("_C::", "_C_")) for name in torch._C._dispatch_get_all_op_names()):
+        return None
+    return heard.said[-1] if heard.said else "its compiled kernels, vllm/_C*.so, are not loaded"
