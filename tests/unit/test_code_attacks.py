@@ -56,7 +56,7 @@ signals and abstract sockets (before 6)."""
 @pytest.fixture
 def any_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets that root is not given are tried as root, too."""
-    monkeypatch.setattr(client, "_is_root", lambda: False)
+    monkeypatch.setattr(client, "_is_root", lambda: False, raising=False)
 
 
 @pytest.fixture(params=WALLS)
@@ -192,6 +192,26 @@ def test_nothing_outside_is_touched(
     assert [path for path in touched if path.exists()] == []
     assert scores(reward, {"right": "def add(a, b):\n    return a + b"}) == {"right": 1.0}
     reward.close()
+
+
+def test_the_filter_alone_lets_no_signal_and_no_datagram_out(any_user: None, request: pytest.FixtureRequest) -> None:
+    """What no other wall holds back: the kernel signals the owner of a descriptor, and a pair sends to any address."""
+    bare = CodeReward(timeout_s=CPU_S, wall_s=WALL_S, workers=1, walls=["seccomp", "limits"])
+    received: list[int] = []
+    for name in ("SIGUSR1", "SIGWINCH", "SIGIO"):
+        noticed(name, received, request)
+    went_out: list[str] = []
+    for attack in (name for name in HARMFUL if name.startswith(("a signal by the owner", "datagrams of a pair"))):
+        try:
+            with mailboxes() as (path, name):
+                filled = {"TRAINER": str(os.getpid()), "MAILBOX": path, "ABSTRACT": name}
+                nothing_paid(scores(bare, {attack: fill(HARMFUL[attack], filled)}))
+        except pytest.fail.Exception:  # a mailbox holds something
+            went_out.append(attack)
+        went_out += [attack] if received else []
+        received.clear()
+    bare.close()
+    assert went_out == []
 
 
 @contextlib.contextmanager

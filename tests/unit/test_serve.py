@@ -16,7 +16,6 @@ from transformers import Qwen2Config
 from grpo_lab.cli import main
 from grpo_lab.engines.vllm import server
 from grpo_lab.engines.vllm import token as server_token
-from grpo_lab.engines.vllm.engine import refuse_beyond_positions
 from grpo_lab.engines.vllm.server import Server, ServerOptions, server_command
 from ports import free_port
 
@@ -100,8 +99,6 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(a_model: str, capsys: 
         port = taken.getsockname()[1]
         assert main(["serve", "--model", a_model, "--port", str(port)]) == 2
         assert f"port {port}" in capsys.readouterr().err
-    with server.held_address(ServerOptions("a-model", port)):
-        pass
 
 
 def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +116,8 @@ def test_no_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_context_beyond_the_model_s_positions_is_one_line(a_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM's own answer is pydantic's, after a traceback."""
+    from grpo_lab.engines.vllm.engine import refuse_beyond_positions
+
     config = {"model_type": "qwen2", "max_position_embeddings": 512}
     (Path(a_model) / "config.json").write_text(json.dumps(config))
     assert main(["serve", "--model", a_model, "--max-model-len", "513"]) == 2
@@ -190,6 +189,16 @@ def test_a_second_server_of_an_address_leaves_the_token_of_the_first(
     with Server(ServerOptions("a-model", port, host=second), log=None) as two:
         assert two.token is not None
         assert two.token.value != one.token.value
+
+
+def test_the_port_is_held_while_the_model_is_loaded(loading: pytest.MonkeyPatch) -> None:
+    """Against every process of this machine, and free again after the server."""
+    port = free_port()
+    with Server(ServerOptions("a-model", port), log=None), socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
 
 
 def test_a_token_file_that_two_servers_name_is_of_both(loading: pytest.MonkeyPatch, tmp_path: Path) -> None:
