@@ -85,10 +85,10 @@ def test_which_cells_run_is_no_setting_of_a_cell(tmp_path: Path) -> None:
 def test_one_arm_edited_runs_again_and_the_other_does_not(tmp_path: Path) -> None:
     ran: list[tuple[str, int]] = []
     of_arm: dict[str, Mapping[str, Any]] = {"a": {"rate": 0.1}, "b": {"rate": 0.2}}
-    asked = counted(ran, settings=lambda arm, seed, options: of_arm[arm])
-    carry_out(asked, words(tmp_path))
+    made = counted(ran, settings=lambda arm, seed, options: of_arm[arm])
+    carry_out(made, words(tmp_path))
     of_arm["b"] = {"rate": 0.3}
-    carry_out(asked, words(tmp_path))
+    carry_out(made, words(tmp_path))
     assert ran[4:] == [("b", 0), ("b", 1)]
 
 
@@ -191,6 +191,49 @@ def test_a_column_and_a_curve_that_are_added_are_read_anew(lab_file: Path, capsy
     assert "| a | – | 0.500 |" in said.partition("After 0.1 k")[2]
 
 
+def asked(folder: Path, columns: Mapping[str, str]) -> list[str]:
+    """The command of a lab of one arm that shows these."""
+    file = folder / "lab.yaml"
+    file.write_text(yaml.safe_dump({**LAB, "arms": {"a": {}}, "curves": {}, "columns": columns}, sort_keys=False))
+    return ["lab", str(file), "--folder", str(folder / "out"), "--start", "some/model"]
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """What a training logs: a stand-in leaves it, and an evaluation, in the cell's folder."""
+    rows: list[dict[str, float]] = []
+
+    def train(recipe: Any) -> Namespace:
+        result = EvaluationResult((outcome(0, 1.0, tokens=3), outcome(1, 0.0, tokens=5)))
+        result.write(Path(recipe.output_dir) / "evaluation" / "after")
+        for row in rows:
+            (Path(recipe.output_dir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        return Namespace(before=None, after=result)
+
+    monkeypatch.setattr("grpo_lab.pipelines.train.train", train)
+    return rows
+
+
+def test_a_column_added_to_a_finished_lab_is_in_its_table(
+    tmp_path: Path, logged: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged.append({"step": 1, "entropy": 0.25})
+    main([*asked(tmp_path, {"accuracy": "greedy.accuracy.value"}), "--run-one", "a", "0"])
+    more = {"accuracy": "greedy.accuracy.value", "H": "mean.entropy", "tokens": "greedy.mean_length"}
+    assert main(asked(tmp_path, more)) == 0
+    assert "| a | 1 | 0.500 | 0.250 | 4.000 |" in capsys.readouterr().out
+
+
+def test_a_cell_whose_run_logs_no_step_has_its_record(
+    tmp_path: Path, logged: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``max_steps: 2`` with ``logging_steps: 5`` does."""
+    command = asked(tmp_path, {"accuracy": "greedy.accuracy.value", "H": "last.entropy"})
+    main([*command, "--run-one", "a", "0"])
+    assert main([*command, "--at-most", "0"]) == 0
+    assert "| a | 1 | 0.500 | – |" in capsys.readouterr().out
+
+
 def test_a_metric_that_no_run_has_logged_is_said(lab_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt one was "–" without a word."""
     columns = {"accuracy": "greedy.accuracy.value", "H": "mean.entropi", "there": "last.entropy"}
@@ -204,10 +247,10 @@ def test_a_metric_that_no_run_has_logged_is_said(lab_file: Path, capsys: pytest.
 
 
 def test_it_is_said_after_the_first_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[list[str]] = []
+    seen: list[list[str]] = []
 
     def odd(folders: Sequence[Path]) -> list[str]:
-        asked.append([one.name for one in folders])
+        seen.append([one.name for one in folders])
         return []
 
     one = experiment.Experiment(["a", "b"], lambda *_: {}, lambda *_: "", odd=odd)
@@ -218,7 +261,7 @@ def test_it_is_said_after_the_first_cell(tmp_path: Path, capsys: pytest.CaptureF
             "a, seed 0: failed",
             "a, seed 1: failed",
         ]
-    assert asked == [["b-0"]]
+    assert seen == [["b-0"]]
 
 
 @pytest.mark.parametrize(
@@ -307,15 +350,15 @@ def test_a_mistake_is_named_before_anything_is_made(
 ) -> None:
     file = tmp_path / "lab.yaml"
     file.write_text(yaml.safe_dump({**LAB, **change}, sort_keys=False))
-    asked = [word for pair in [set_] if pair for word in ("--set", *pair)]
-    assert main(["lab", str(file), "--folder", str(tmp_path / "out"), *asked]) == 2
+    words = [word for pair in [set_] if pair for word in ("--set", *pair)]
+    assert main(["lab", str(file), "--folder", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("asked", [{"rewards.0": "lab_team:reward"}, {"callbacks": ["lab_team:Callback"]}])
+@pytest.mark.parametrize("own", [{"rewards.0": "lab_team:reward"}, {"callbacks": ["lab_team:Callback"]}])
 def test_a_metric_that_a_team_may_log_is_looked_for_in_the_runs(
-    asked: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside code of a team no name is refused before training; neither is one that a seed's function may ask for."""
     (tmp_path / "lab_team.py").write_text(
@@ -325,7 +368,7 @@ def test_a_metric_that_a_team_may_log_is_looked_for_in_the_runs(
         "def arm(arm, seed, options): return {}\n"
     )
     file = tmp_path / "lab.yaml"
-    for arms in ({"a": asked}, {"a": {}, "b": "lab_team:arm"}):
+    for arms in ({"a": own}, {"a": {}, "b": "lab_team:arm"}):
         file.write_text(yaml.safe_dump({**LAB, "arms": arms, "curves": {"ours": "team/name"}}, sort_keys=False))
         assert main(["lab", str(file), "--folder", str(tmp_path / "out"), "--dry-run"]) == 0, capsys.readouterr().err
 

@@ -194,9 +194,12 @@ def test_a_second_server_of_an_address_leaves_the_token_of_the_first(
 def test_the_port_is_held_while_the_model_is_loaded(loading: pytest.MonkeyPatch) -> None:
     """Against every process of this machine, and free again after the server."""
     port = free_port()
-    with Server(ServerOptions("a-model", port), log=None), socket.socket() as other:
-        with pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
+    with (
+        Server(ServerOptions("a-model", port), log=None),
+        socket.socket() as other,
+        pytest.raises(OSError, match="use"),
+    ):
+        other.bind(("127.0.0.1", port))
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
 
