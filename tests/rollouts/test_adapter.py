@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +12,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.engine import LORA_RANKS, lora_arguments
-from grpo_lab.engines.weights.adapter import (
-    AdapterFiles,
-    adapter_tensors,
-    lora_of,
-    max_rank,
-    refuse_untied,
-    under_base_names,
-)
+from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors, lora_of, max_rank
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, cached_prompt
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
+from grpo_lab.trainer.generation.engine import engine_class
 
 
 def adapted(**changes: Any) -> Any:
@@ -71,7 +63,7 @@ def test_what_an_engine_cannot_serve_is_refused(changes: dict[str, Any], said: s
     ],
 )
 def test_merged_weights_are_those_of_the_model_or_refused(
-    tied: bool, changes: dict[str, Any], right_where_tied: bool
+    tied: bool, changes: dict[str, Any], right_where_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine takes them, which ties head and embedding where the config says so: trained tokens were sent under
     names that no engine knows, and an untied head was met after the first step."""
@@ -79,21 +71,23 @@ def test_merged_weights_are_those_of_the_model_or_refused(
     model = get_peft_model(tiny_model("qwen2", tie_embeddings=tied)[0], LoraConfig(**{**given, **changes})).eval()
     engine = tiny_model("qwen2", tie_embeddings=tied)[0].eval()
     table = dict(engine.named_parameters())
-    sent = SimpleNamespace(model=model)
+    kind = engine_class(LabConfig(use_cpu=True).lab_settings.rollout, None)
+    monkeypatch.setattr("grpo_lab.trainer.generation.engine.start_engine", lambda *_: None)
+    sent = object.__new__(kind)
+    sent.model, sent.mode = model, "colocate"
     sent._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: contextlib.nullcontext())
-    sent._fix_param_name_to_vllm = functools.partial(VLLMGeneration._fix_param_name_to_vllm, sent)
     ids = torch.arange(8)[None]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        for name, tensor in under_base_names(VLLMGeneration._iter_named_params(sent)):
+        for name, tensor in sent._iter_named_params():
             if name in table or not tied:
                 table[name].copy_(tensor)
         alike = torch.allclose(engine(ids).logits, model(ids).logits, atol=1e-4)
     assert alike == (right_where_tied or not tied)
     with contextlib.nullcontext() if alike else pytest.raises(ValueError, match=r"ties .*`ensure_weight_tying: true`"):
-        refuse_untied(model)
+        sent._init_vllm()
 
 
 def test_several_adapters_none_and_no_lora_are_refused() -> None:

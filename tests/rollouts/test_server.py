@@ -25,7 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from grpo_lab.engines.vllm.server import Server, ServerOptions
+from grpo_lab.engines.vllm.server import WORKER_EXTENSION, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, bound_session, post_json, wait_until_ready
 from grpo_lab.engines.vllm.token import Bearer, of_trainer, own_folder
 from grpo_lab.engines.vllm.worker import (
@@ -40,6 +40,7 @@ from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance
 from grpo_lab.engines.weights.sync import WeightSyncError, fit
 from grpo_lab.finite import NumbersError
 from grpo_lab.trainer.generation.engine import send
+from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 
 REQUESTS_REASON = "requests comes with vLLM: run `make setup-vllm`"
@@ -150,21 +151,37 @@ def loaded(method: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     return {"tensors": len(dict(read_shards(Path(arguments["folder"])))), "version": arguments["version"]}
 
 
-def test_an_adapter_is_not_sent_to_a_server_whose_base_a_run_has_replaced() -> None:
+def test_an_adapter_is_not_sent_to_a_server_whose_base_a_run_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was found by the proof of the first sync, after the server had completed a batch."""
+    pytest.importorskip("requests", reason=REQUESTS_REASON)
+    from grpo_lab.trainer.generation.server_client import LabVLLMClient
 
     class Worker(WeightLoading):
-        model_runner = None
+        model_runner = SimpleNamespace(get_model=lambda: nn.Linear(1, 1))
+        vllm_config = None
 
-    def courier(worker: Worker) -> WeightCourier:
-        return WeightCourier(Workers(lambda method, arguments: getattr(worker, method)(**arguments)))
-
-    fresh = courier(Worker())
-    fresh.note(moved=False)  # an adapter
-    assert not fresh.base_is_moved()
-    fresh.note(moved=True)  # weights, over NCCL
-    fresh.note(moved=False)
-    assert fresh.base_is_moved()
+    inside = SimpleNamespace(set_current_vllm_config=contextlib.nullcontext)  # of vLLM, which only a server has
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=inside))
+    monkeypatch.setitem(sys.modules, "vllm.config", inside)
+    monkeypatch.setattr("grpo_lab.engines.vllm.worker.load_into_runner", lambda runner, tensors: len([*tensors]))
+    worker = Worker()
+    workers = Workers(lambda method, arguments: getattr(worker, method)(**arguments))
+    adapters = object.__new__(LabVLLMClient)  # what its constructor asks of a server
+    adapters.base_url, adapters.settings, adapters.courier = (
+        "http://127.0.0.1:1",
+        ServerSettings(),
+        WeightCourier(workers),
+    )
+    taken = {"max_lora_rank": 8, "max_loras": 2}
+    adapters.info = {
+        "lora_config": taken,
+        "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
+        "device_config": {"device": "cpu"},
+    }
+    adapters.open_way(torch.device("cpu"), lora_rank=8)
+    WeightCourier(workers).push([("a", torch.ones(2))])  # another run's
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:1 holds weights that another run sent.*start it again"):
+        adapters.open_way(torch.device("cpu"), lora_rank=8)
 
 
 def test_push_leaves_nothing_behind_and_knows_its_version() -> None:
