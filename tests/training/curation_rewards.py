@@ -29,4 +29,10 @@ def brief(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(one[-1]["content"]) <= 16) for one in completions]
 
 
+def by_tokens(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """1 for an even number of tokens, which the text does not say."""
+    assert len(completion_ids) == len(completions)
+    return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+
 by_digest.measures_correctness = True  # type: ignore[attr-defined]

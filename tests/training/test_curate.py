@@ -113,6 +113,14 @@ def test_another_band_costs_no_sample_and_other_settings_are_refused(tiny_folder
     assert (again.folder / "pass_rates.jsonl").read_bytes() != samples
 
 
+def test_a_reward_that_reads_tokens_is_given_them(tiny_folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"reward": "training.curation_rewards:by_tokens", "filters": {"band": {"low": 0.5}}}
+    done = curate(recipe(tmp_path, tiny_folder, max_completion_length=2, n_samples=2, **changes))
+    rates = [json.loads(line) for line in (done.folder / "pass_rates.jsonl").read_text().splitlines()]
+    assert {score for rate in rates[1:] for score in rate["scores"]} <= {0.0, 1.0}
+    assert len(rates) == len(QUESTIONS)  # a head, and all problems but the one that does not fit
+
+
 def test_samples_end_with_the_chat_template_and_what_was_cut_is_said_again(tiny_folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_folder, model)
