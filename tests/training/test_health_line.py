@@ -63,6 +63,24 @@ def test_all_groups_dead_is_said_and_what_to_look_at(
     assert {first.levelno, last.levelno} == {logging.WARNING}
 
 
+class OwnLoss(LabTrainer):
+    """A team's, of whose value nobody here knows what it says."""
+
+    def token_loss(self, batch: Any) -> torch.Tensor:
+        return super().token_loss(batch)
+
+
+@pytest.mark.parametrize(("trainer", "is_said"), [(LabTrainer, True), (OwnLoss, False)])
+def test_of_a_teams_loss_it_does_not_say_that_0_is_right(
+    trainer: type[LabTrainer], is_said: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "grpo_lab")
+    whole_batch = {"max_steps": 1, "per_device_train_batch_size": 24, "gradient_accumulation_steps": 1}
+    config = LabConfig(**arguments(tmp_path, **whole_batch), objective="grpo")
+    assert abs(train(trainer, config, tiny_folder, reward=mixed_reward()).losses[0]) < 1e-6
+    assert ["loss 0 is right" in one.getMessage() for one in lines(caplog)] == [is_said]
+
+
 def test_a_drop_in_run_has_it_where_it_is_asked_for(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 from fractions import Fraction
@@ -12,8 +13,9 @@ import pytest
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.evaluation.comparison import compare, comparison_page
+from grpo_lab.evaluation.comparison import compare, comparison_page, print_comparison
 from grpo_lab.evaluation.statistics import mcnemar_exact
+from grpo_lab.evaluation.terminal import Terminal
 from unit.test_report import Page, assert_self_contained, outcome, whole_run
 
 
@@ -96,6 +98,15 @@ def test_two_whole_runs_and_a_lone_evaluation(tmp_path: Path, capsys: pytest.Cap
     page_file.write_text("mine")
     assert main(["compare", *words, "--output", str(page_file)]) == 2
     assert page_file.read_text() == "mine"
+
+
+def test_the_printed_table_breaks_no_word(tmp_path: Path) -> None:
+    """At 80 columns, beside names that are long."""
+    names = [f"second_supervised_stage_of_a_pipeline_with_two_ways_to_think_{one}" for one in "ab"]
+    said = Terminal(file=io.StringIO(), width=80)
+    print_comparison(compare([evaluated(tmp_path / name, [1.0, 0.0, 1.0]) for name in names]), said)
+    table = said.file.getvalue().partition(" against ")[0]  # type: ignore[attr-defined]
+    assert {*names, "accuracy", "truncated", "66.7%", "93.9]"} <= {*table.replace(",", "").split()}
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
