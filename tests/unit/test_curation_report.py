@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from grpo_lab.curation import CurationReport, Selection
 from grpo_lab.evaluation.curation_page import curation_page
+from grpo_lab.pipelines.curate import write_rows
 
 ROWS = [{"prompt": f"question {k}", "solution": str(k)} for k in range(10)]
 
@@ -119,3 +123,18 @@ def test_an_empty_set() -> None:
     report = Selection([]).report()
     assert (report.rows, report.kept) == (0, 0)
     assert "Rows in" in curation_page(report).html()
+
+
+def test_rows_are_written_without_a_second_copy_of_them(tmp_path: Path) -> None:
+    """A column at a time and the lines some at a time; it was four times what the rows hold."""
+    rows: list[dict[str, Any]] = [
+        {"question": f"How many are {i}? {'é' * 600}", "solution": str(i), "level": i} for i in range(4000)
+    ]
+    selection = Selection(rows, shown="question")
+    write_rows(tmp_path, Selection(rows[:1], shown="question"))  # what is imported and kept once
+    tracemalloc.start()
+    write_rows(tmp_path, selection)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * sum(len(row["question"].encode()) for row in rows)
+    assert json.loads((tmp_path / "curated.jsonl").read_text().splitlines()[-1]) == rows[-1]
