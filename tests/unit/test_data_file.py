@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,21 @@ def test_prompts_that_the_template_made_stay(tmp_path: Path) -> None:
     for name in ("r1", "qwen_math", "none", "chat"):
         prompt = apply_template("1+1?", name)
         assert load_file(written(tmp_path, {"prompt": prompt, "solution": "2"}), template=name)["prompt"] == [prompt]
+
+
+def test_the_docs_name_the_columns_that_are_required(tmp_path: Path) -> None:
+    """docs/evaluation.md: with these a file loads, without any one of them it does not."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"\*\*What a file of rows holds\*\*.*?\n\n((?:\|.*\n)+)", page)
+    cells = [line.split("|")[1:3] for line in table.splitlines()]
+    required = [re.findall("`(\\w+)`", names) for names, said in cells if said.strip().startswith("required")]
+    assert required == [["solution"], ["question", "problem"]]
+    assert "required where there is no `prompt`" in table
+    for question in required[1]:
+        whole = {"solution": "2", question: "1+1?"}
+        assert load_file(written(tmp_path, whole), template="none")[0]["prompt"]
+        for name in whole:
+            one_of = ["solution"] if name == "solution" else required[1]
+            with pytest.raises(ValueError, match=f"missing column: one of {', '.join(one_of)} is needed"):
+                load_file(written(tmp_path, {key: value for key, value in whole.items() if key != name}))
+    assert load_file(written(tmp_path, {"solution": "2", "prompt": "1+1?"}), template="none")[0]["prompt"] == "1+1?"

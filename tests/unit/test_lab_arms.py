@@ -147,6 +147,13 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text() == said + "\n"
 
 
+def test_a_pair_of_which_an_arm_has_no_run_has_no_line(tmp_path: Path) -> None:
+    """The difficulty lab from a weaker start runs without `resample`: its page said "resample − uniform: –"."""
+    found = {"a": [{"seed": 0, "before": None, "after": {"accuracy": 0.5}, "curves": {}}]}
+    assert "seed by seed" not in lab_of(pairs=[["a", "b"]]).report(found, options(folder=tmp_path))
+    assert [name for name, text in pages().items() if re.search(r"seed by seed: –$", text, re.MULTILINE)] == []
+
+
 def test_the_recipe_lies_beside_the_file_or_below_recipes(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("")
     lab = Arms(read(LabFile, {**SAID, "recipe": "mine.yaml"}), tmp_path)
