@@ -69,10 +69,10 @@ def read_json(path: str | os.PathLike[str], advice: str = "") -> Any:
         raise ValueError(_sentence(path, error, advice)) from None
 
 
-def parse_json(text: str, where: str) -> Any:
+def parse_json(text: str | bytes, where: str) -> Any:
     """The value in JSON ``text`` that stands at ``where``. ValueError: it is damaged."""
     try:
-        return _value_of(text)
+        return _value_of(text if isinstance(text, str) else _decoded(text))
     except _Damaged as error:
         raise ValueError(f"{where}: {error}") from None
 

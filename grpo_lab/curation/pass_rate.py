@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from grpo_lab.io import append_rows, cut_to_whole_batches, no_link
 from grpo_lab.locks import lock
+from grpo_lab.reading import parse_json
 from grpo_lab.verifiers.verdict import CORRECT_FROM, checked_scores
 
 Problem = Mapping[str, Any]
@@ -195,17 +196,18 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str
     torn one lacks would be drawn from another."""
     file.seek(0)
     first = file.readline()
-    if not _is_ours(_parsed(first)) and not json.dumps(header).encode().startswith(first):
+    if not _holds_ours(first) and not json.dumps(header).encode().startswith(first):
         raise ValueError(f"{path} holds something else than samples, and is left as it is; use another path")
     cut_to_whole_batches(file, _is_ours)
     file.seek(0)
-    found, *rows = [_parsed(line) for line in file] or [None]
-    if found is None:
+    lines = [parse_json(line, f"{path}, line {number}") for number, line in enumerate(file, start=1)]
+    if not lines:
         append_rows(file, [header])
         return {}
+    found, *rows = lines
     for number, row in enumerate(rows, start=2):
         if not _is_ours(row):
-            raise ValueError(f"{path} is damaged in line {number}; remove that line or the file")
+            raise ValueError(f"{path}, line {number}: it holds no `key`, `scores` and `completions`; remove that line")
     seen, asked = _differing({name: found.get(name) for name in header}, header)
     if asked:
         raise ValueError(
@@ -229,11 +231,11 @@ def _is_ours(row: Any) -> bool:
     return isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
 
 
-def _parsed(line: bytes) -> Any:
+def _holds_ours(line: bytes) -> bool:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        return _is_ours(parse_json(line, "a line"))
+    except ValueError:
+        return False
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from grpo_lab.engines.sampler import context_of_config, in_form_of, render_promp
 from grpo_lab.evaluation.result import as_text
 from grpo_lab.io import whole_folder, write_json_lines, write_whole_text
 from grpo_lab.pipelines.evaluate import HeldOut, plan_of
+from grpo_lab.reading import checked_object, parse_json
 from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
@@ -133,7 +134,8 @@ def task_rows(beside: str) -> dict[str, Any]:
 
 def judged(reward: Mapping[str, Any], row: Mapping[str, Any], text: str) -> dict[str, float]:
     """The metrics of one completion: `accuracy` where the reward can score it, and `unscorable`."""
-    columns = {name: value for name, value in json.loads(row["row"]).items() if name != "completion"}
+    found = checked_object(parse_json(row["row"], f"`row` of a line of {ROWS}"), {"prompt": str | list})
+    columns = {name: value for name, value in found.items() if name != "completion"}
     answer = in_form_of(columns["prompt"], text)
     score = scores_of([(columns, answer)], _judge(json.dumps(reward)))[0]
     if score is None:

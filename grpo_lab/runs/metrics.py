@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.io import append_json_line, write_whole_text
+from grpo_lab.reading import checked_object, json_lines
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
@@ -27,16 +27,27 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again, and so will, where it
-    is due, the evaluation after ``step``. Half a line goes, too."""
-    if file.is_file():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_whole_text(file, "".join(line for line in lines if _is_before(line, step, evaluation_due)))
+    is due, the evaluation after ``step``. What a kill has left behind the last of them goes, too. ValueError: a line
+    among them is damaged."""
+    if not file.is_file():
+        return
+    kept, damaged = list[int](), dict[int, str]()
+    for number, found in json_lines(file):
+        try:
+            row = checked_object(found, {"step": int}) if isinstance(found, dict) else None
+        except ValueError as error:
+            row, found = None, str(error)
+        if row is None:
+            damaged[number] = str(found)
+        elif row["step"] < step or (row["step"] == step and not (evaluation_due and _is_evaluation(row))):
+            kept.append(number)
+    for number, why in damaged.items():
+        if kept and number < kept[-1]:
+            raise ValueError(f"{file}, line {number}: {why}: remove that line, and the run goes on without it")
+    lines = file.read_bytes().split(b"\n")[:-1]  # what has no end was not written whole
+    chosen = [lines[number - 1].decode() + "\n" for number in kept if number <= len(lines)]
+    write_whole_text(file, "".join(chosen))
 
 
-def _is_before(line: str, step: int, evaluation_due: bool) -> bool:
-    try:
-        row = json.loads(line)
-        again = evaluation_due and row["step"] == step and any(name.startswith("eval_") for name in row)
-        return line.endswith("\n") and bool(row["step"] <= step) and not again
-    except (ValueError, KeyError, TypeError):
-        return False
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval_") for name in row)

@@ -170,6 +170,7 @@ class RankWatch:
             except (OSError, RuntimeError, ValueError) as failure:
                 self._why_no_store = str(failure)
         _watches.append(self)
+        self._write()  # a rank that ends within its first beat has begun
         self._thread = threading.Thread(target=self._watch, name="grpo_lab rank watch", daemon=True)
         self._thread.start()
         return self
@@ -228,8 +229,8 @@ class RankWatch:
 
     def _entry(self) -> dict[str, Any]:
         line, waits = line_of(self._thread_that_trains)
-        where = f"at «{place()}», step {self._step()}, for {time.monotonic() - _changed:.0f} s: {line}"
-        where += f" (pid {os.getpid()} on {socket.gethostname()})"
+        where = f"at «{place() or 'the beginning'}», step {self._step()}, for {time.monotonic() - _changed:.0f} s"
+        where += f": {line} (pid {os.getpid()} on {socket.gethostname()})"
         return {"where": where, "waits": waits, "written": time.time()}
 
     def _write(self) -> None:

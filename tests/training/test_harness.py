@@ -106,6 +106,8 @@ def test_the_judge_is_ours(task: Path) -> None:
     assert 0.1 < sum(map(bool, scores)) / len(scores) < 0.9
     blank = {"row": json.dumps({"prompt": "q", "solution": ""})}
     assert judged(JUDGE, blank, "18") == {"unscorable": 1.0}
+    with pytest.raises(ValueError, match=r"`row` of a line of .*\.jsonl: not JSON"):
+        judged(JUDGE, {**blank, "row": '{"prompt'}, "18")
 
 
 def test_what_cannot_be_exported_is_refused(

@@ -108,6 +108,18 @@ def test_a_resume_goes_on_with_the_curve_and_a_new_training_begins_another(
     assert anew != first
 
 
+@pytest.mark.parametrize(("record", "why"), [('{"ru', "not JSON"), ('{"run": 3}', "its `run` is 3; it must be text")])
+def test_a_damaged_record_of_the_run_is_named(
+    record: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The curve went on in a second run, without a word."""
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Board)
+    (tmp_path / "trackers.json").write_text(record)
+    with pytest.raises(ValueError, match=rf"'tensorboard', which cannot begin: .*trackers\.json.*{why}.*: remove it"):
+        begin(Board, tmp_path, 3)
+    begin(Board, tmp_path, 0)  # a new training
+
+
 def test_wandb_has_a_run_for_each_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two trainings of one process; a run that a team has opened itself is used, and left open."""
     opened: list[dict[str, Any]] = []

@@ -110,6 +110,25 @@ def test_a_torn_end_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     assert file.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"key": "ab', "not JSON: "),
+        (b"\x00\xff", "the byte 0xff is no UTF-8"),
+        (b'{"key": 3}', "it holds no `key`, `scores` and `completions`"),
+        (b'{"key": "k", "key": "l", "scores": [], "completions": []}', "the key 'key' stands twice"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_named_with_what_it_holds(tmp_path: Path, line: bytes, why: str) -> None:
+    file = tmp_path / "rates.jsonl"
+    pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:2], line + b"\n", *lines[3:]]))
+    with pytest.raises(ValueError, match=r"rates\.jsonl, line 3: ") as caught:
+        pass_rates(PROBLEMS, Scripted(), exact, path=file, progress=False)
+    assert why in str(caught.value)
+
+
 def by_the_batch(prompts: list[str], n: int) -> list[list[str]]:
     """Like a sampler: what is drawn follows from the batch as a whole."""
     return [[f"{prompt} {len(prompts)} {prompts[0]} {j}" for j in range(n)] for prompt in prompts]

@@ -106,6 +106,12 @@ def test_the_missing_are_named_before_those_that_wait(store: Any) -> None:
     )
 
 
+def test_a_rank_that_ends_within_its_first_beat_has_begun(store: Any) -> None:
+    """Killed in the first ten seconds it "has not begun to train"."""
+    with watch_of(0, 2) as here, watch_of(1, 2):
+        assert here.others().startswith("Rank 1 is at «the beginning», step 12, for 0 s: ")
+
+
 def test_without_a_store_the_error_still_has_rank_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with (

@@ -433,6 +433,21 @@ def test_metrics_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     cut_metrics(tmp_path / "none.jsonl", 3)
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [('{"step": 2, "lo', "not JSON"), ('{"step": "2"}', '"2"; it must be a whole number'), ("[2]", "[2]")],
+)
+def test_a_damaged_line_among_metrics_that_stay_is_named(line: str, why: str, tmp_path: Path) -> None:
+    """It was left out without a word, and with it the step's numbers."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*: remove that line") as caught:
+        cut_metrics(file, 3)
+    assert why in str(caught.value)
+    cut_metrics(file, 1)
+    assert file.read_text() == '{"step": 1}\n'
+
+
 def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> None:
     """Its checkpoint says that it is due: the run was killed after it, whether made or not."""
     file, place = tmp_path / "metrics.jsonl", save(tmp_path, 2)

@@ -9,7 +9,6 @@ stage's into the model's own folder, which is moved to its place when it is whol
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from grpo_lab.io import write_json
+from grpo_lab.reading import read_record
 
 logger = logging.getLogger("grpo_lab")
 
@@ -56,16 +56,18 @@ class TrackedRun:
         self.identity = ""
 
     def begin(self, step: int) -> None:
-        """A training that goes on after ``step`` steps has the identity that it had; one at its first step a new."""
+        """A training that goes on after ``step`` steps has the identity that it had; one at its first step, or that had
+        none, a new. ValueError: its record is damaged."""
         if self.identity:
             return
-        with suppress(OSError, ValueError, KeyError):
-            if step:
-                self.identity = str(json.loads((self.folder / FILE).read_text(encoding="utf-8"))["run"])
+        file = self.folder / FILE
+        if step and file.is_file():
+            advice = "remove it, and the tracker has a second run from here on"
+            self.identity = read_record(file, {"run": str}, advice)["run"]
         if not self.identity:
             self.identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / FILE, {"run": self.identity})
+            write_json(file, {"run": self.identity})
 
 
 class Attended(TrainerCallback):  # type: ignore[misc]
