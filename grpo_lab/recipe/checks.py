@@ -17,6 +17,7 @@ from grpo_lab.recipe.rows import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
+from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
@@ -223,17 +224,19 @@ def check_enough_rows(trainer: Any, config: Any, rows: Dataset) -> None:
         )
 
 
-def check_turns(recipe: Recipe, rollout: RolloutSettings) -> None:
-    """ValueError for tools or an environment, which make completions in turns, beside what needs them in one; the
-    trainer says it, too, when it is built: after a cold start, and beside its engine."""
+def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any]) -> None:
+    """ValueError for tools or an environment, which make completions in turns, beside what needs them in one, or with
+    rows (``several``, by section) that are no conversations; the trainer says it, too, when it is built: after a cold
+    start, and beside its engine."""
     budget = None if rollout.thinking_budget is None else "thinking_budget"
     setting = budget or rollout.earlier_policy
-    turns = "tools" if recipe.tools else "environment_factory" if recipe.environment_factory is not None else None
+    turns = turns_of(recipe.tools, recipe.environment_factory)
     if setting is not None and turns is not None:
         raise ValueError(
             f"`rollout.{setting}` does not combine with `{turns}`, by which a completion is made in turns: leave one "
             "of them out"
         )
+    check_conversations(turns, several)
 
 
 def check_trackers(names: Any, where: str = "report_to") -> None:

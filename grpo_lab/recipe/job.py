@@ -77,7 +77,6 @@ class Job:
         """
         _check_engines(recipe, config, here_only)
         checks.check_trackers(config.report_to)
-        checks.check_turns(recipe, config.lab_settings.rollout)
         check_whole_model(recipe.model)
         trainer = parts.trainer_class(recipe.trainer)
         rewards = [parts.build_reward(section) for section in recipe.rewards]
@@ -91,6 +90,7 @@ class Job:
             checks.check_columns(recipe, trainer, rows, rewards)
             checks.check_enough_rows(trainer, config, rows)
         eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
+        checks.check_turns(recipe, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
         evaluation, held_out = recipe.evaluation, None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")

@@ -56,6 +56,7 @@ from grpo_lab.trainer.scoring.carriers import Scored
 from grpo_lab.trainer.scoring.kl_penalty import penalise
 from grpo_lab.trainer.scoring.reward_table import correctness, rewards_of_all
 from grpo_lab.trainer.scoring.scored import record, score
+from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.silenced import seen
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import rows_in_place
@@ -102,6 +103,8 @@ class LabTrainer(ResumableTrainer):
         environment_factory: Any = None,
     ) -> None:
         data, rollout = (train_dataset, eval_dataset), (environment_factory, rollout_func)
+        named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        check_conversations(turns_of(tools, environment_factory), named)
         found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
         self.lab_settings, self.algorithm = found.settings, found.algorithm
         means = TrlBook if self.lab_settings.objective is None else MetricBook

@@ -45,6 +45,14 @@ def said(caught: pytest.ExceptionInfo[BaseException], *parts: str) -> None:
 # -- at construction ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("turns", ["tools", "environment_factory"])
+def test_texts_beside_what_answers_in_turns_are_refused(turns: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """TRL generates, and then fails: 'str' object has no attribute 'get', 'string indices must be integers'."""
+    with pytest.raises(ValueError) as caught:
+        build(tiny_folder, tmp_path, **{turns: [abs] if turns == "tools" else Measured})
+    said(caught, f"`{turns}` needs prompts that are conversations", "`train_dataset` are texts (the first begins '0")
+
+
 class Measured:
     columns = ("solution",)
     __name__ = "measured"

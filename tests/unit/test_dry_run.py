@@ -318,3 +318,12 @@ def test_what_a_training_in_turns_refuses_is_said(ahead: str, turns: str) -> Non
     written[turns] = ["builtins:abs"] if turns == "tools" else {"name": "builtins:list"}
     with pytest.raises(ValueError, match=rf"^`rollout\.{ahead}` does not combine with `{turns}`, .* leave one"):
         dry_run(recipe_from(written))
+
+
+@pytest.mark.parametrize("turns", ["tools", "environment_factory"])
+def test_texts_beside_tools_are_refused_with_the_rows(turns: str) -> None:
+    """TRL failed over the first of them, generated: 'str' object has no attribute 'get'."""
+    written = {**GOOD, "data": {**GOOD["data"], "template": "none"}}
+    written[turns] = ["builtins:abs"] if turns == "tools" else {"name": "builtins:list"}
+    with pytest.raises(ValueError, match=rf"^`{turns}` needs prompts that are conversations, .* those of `data` are"):
+        dry_run(recipe_from(written))

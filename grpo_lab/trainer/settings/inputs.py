@@ -68,6 +68,25 @@ def check_dataset(dataset: Any, setting: str, needs_prompt: bool) -> None:
         raise ValueError(f"`{setting}` is a {type(dataset).__name__}; it must be a datasets.Dataset or IterableDataset")
 
 
+def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
+    """``ValueError`` for prompts that are texts beside ``turns`` (``tools``, ``environment_factory``): TRL calls tools,
+    and lets an environment speak, in conversations alone, and fails over a text once it is generated. ``several``: data
+    sets by setting; of streamed ones nothing is read."""
+    for setting, rows in several.items():
+        known = turns is not None and isinstance(rows, Dataset) and "prompt" in rows.column_names and len(rows) > 0
+        if known and isinstance(rows[0]["prompt"], str):
+            begins = f"the first begins {rows[0]['prompt'][:60]!r}"
+            raise ValueError(
+                f"`{turns}` needs prompts that are conversations, [{{'role': 'user', 'content': …}}], and those of "
+                f"`{setting}` are texts ({begins}): write them as messages (of our loaders: `template: chat`)"
+            )
+
+
+def turns_of(tools: Any, environment_factory: Any) -> str | None:
+    """The setting by which completions are made in turns."""
+    return "tools" if tools else "environment_factory" if environment_factory is not None else None
+
+
 def check_weights(weights: Any, rewards: list[Any]) -> None:
     """One weight for each reward. TRL says so with the numbers alone."""
     if len(weights) != len(rewards):
