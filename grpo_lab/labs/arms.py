@@ -180,7 +180,11 @@ class Arms:
 
     def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
         """What a dry run says of the lab. ValueError: what would stop a cell, or a number that no run can have."""
+        from grpo_lab.pipelines.train import NOTHING_TO_SHARE
+
         given, jobs = self.given_start(options), dict[str, Job]()
+        if not given and self.with_changes(options, self.said.settings).cold_start is None:
+            raise ValueError(NOTHING_TO_SHARE)
         if self.said.prepare:
             load_named(self.said.prepare, "prepare")
         for arm in arms:

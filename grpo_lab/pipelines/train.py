@@ -43,6 +43,7 @@ from grpo_lab.trainer.resume.whole import broken_weights
 from grpo_lab.trainer.scoring.preference import FOLDER as PREFERENCE
 
 REINFORCEMENT = "reinforcement"
+NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name a model to start from"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def shared_start(
     """Where the model lies after the cold start that several trainings begin from: made once, and again where it was
     made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold start."""
     if cold is None:
-        raise ValueError("the recipe has no `cold_start` to share among the arms; name a model to start from")
+        raise ValueError(NOTHING_TO_SHARE)
     from grpo_lab.trainer.supervised.methods import cold_start
 
     def make() -> None:

@@ -24,7 +24,7 @@ from unit.test_report import outcome
 Options = Namespace
 TINY: dict[str, Any] = {
     "model.tiny": {"architecture": "qwen2", "hidden_size": 24, "num_layers": 1},
-    "cold_start": None,
+    "cold_start.data.n": 32,
     "max_steps": 2,
     "per_device_train_batch_size": 16,
     "data.n": 32,
@@ -338,6 +338,7 @@ def test_a_panel_without_a_curve_is_drawn_empty(tmp_path: Path, recwarn: pytest.
         ({"curves": {"H": "entropi"}}, [], "what is logged); did you mean 'entropy'?"),
         ({"arms": {"a": {"lerning_rate": 1}, "b": {}}}, [], "has no setting 'lerning_rate'; did you mean"),
         ({"arms": {"a": {"rewards": ["acuracy"]}, "b": {}}}, [], "arm 'a': `rewards`: unknown reward 'acuracy'"),
+        ({"settings": {**TINY, "cold_start": None}}, [], "the recipe has no `cold_start` to share among the arms"),
         ({"arms": {"a": "lab_gone:x"}}, [], "`arms.a` is 'lab_gone:x', which cannot be loaded"),
         ({"prepare": "lab_gone:x"}, [], "`prepare` is 'lab_gone:x', which cannot be loaded"),
         ({}, ["max_stepz", "3"], "has no setting 'max_stepz'; did you mean 'max_steps'"),
