@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def served_from(folder: Path, *more: str) -> Iterator[Served]:
-    """A server of a tiny model until the block ends, or it is killed in it."""
+def served_from(folder: Path, *more: str, ends: Iterable[int] = (), **sizes: Any) -> Iterator[Served]:
+    """A server of a tiny model until the block ends, or it is killed in it. ``ends``: further tokens that end a
+    completion."""
     port = free_port()
-    model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True)
+    model, tokenizer = tiny_model("qwen2", hidden_size=64, num_heads=2, num_layers=2, tie_embeddings=True, **sizes)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *ends]
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     words = [*command(str(folder / "model"), port, *more), "--log", str(folder / "log")]
