@@ -34,7 +34,7 @@ from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.in_step import by_groups
 from grpo_lab.trainer.generation.prompt_fit import check_room
-from grpo_lab.trainer.generation.server import checkpoint_if_server_gone
+from grpo_lab.trainer.generation.server import checkpoint_if_server_gone, record_returns
 from grpo_lab.trainer.generation.turns import tool_turns
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
@@ -223,6 +223,7 @@ class LabTrainer(ResumableTrainer):
             of_rows = row_advantages(self, estimated)
             advantages, returns = to_advantages_and_returns(self, estimated, of_rows)
             batch = write_advantages(self, estimated, advantages, returns)
+            record_returns(self)
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:

@@ -108,12 +108,11 @@ class Story:
         monkeypatch.setattr(server, "sync", lambda _, stock: stock())
         monkeypatch.setattr(server, "generate", lambda _, stock: stock())
         self.run = ServerReturn(generation, ServerSettings(**settings))
-        book = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
+        self.book: Any = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
         proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
         self.partial = SimpleNamespace(asked=[])
         parts = SimpleNamespace(sync_proof=proof, partial=self.partial)
-        recorder = SimpleNamespace(book=lambda: book)
-        self.run.trainer = SimpleNamespace(parts=parts, recorder=recorder)  # type: ignore[assignment]
+        self.run.trainer = SimpleNamespace(parts=parts)  # type: ignore[assignment]
 
     def step(self, name: str) -> Any:
         self.done.append(name)
@@ -127,7 +126,10 @@ class Story:
         self.run.sync(lambda: self.step("sync"))
 
     def generate(self) -> Any:
-        return self.run.generate(lambda: self.step("generate"), lambda: self.step("sync"), [[5, 6]])
+        """A generation batch of one generation."""
+        answer = self.run.generate(lambda: self.step("generate"), lambda: self.step("sync"), [[5, 6]])
+        self.run.record(self.book)
+        return answer
 
 
 LOST = ServerGone("it went")

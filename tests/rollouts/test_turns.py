@@ -14,6 +14,7 @@ from trl.trainer import grpo_trainer
 
 from distributed.turns_worker import calls
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.prompt_fit import fill_rooms
 from parity.conftest import TOOL_TEMPLATE
@@ -29,15 +30,17 @@ def test_prompts_that_have_grown_get_what_the_servers_context_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with an engine in the process. Before, the first answer of a tool ended the run: the server has no room for
-    ``max_completion_length`` behind it."""
+    ``max_completion_length`` behind it. The server is lost in the second turn, and comes back once."""
     model, tokenizer = tiny_model("qwen2", hidden_size=32, num_layers=2, max_positions=2048, initializer_range=0.2)
     tokenizer.chat_template = TOOL_TEMPLATE
     monkeypatch.setattr(grpo_trainer, "parse_response", calls(0, again=True))
     settings = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=1, max_completion_length=LONGEST)
     settings |= {"use_vllm": True, "vllm_mode": "server", "objective": "dr_grpo", "max_tool_calling_iterations": 4}
+    settings |= {"rollout": {"server": {"return_timeout": 60}}}
     asked: list[tuple[int, int | None]] = []
     with stand_in(model) as engine:
         engine.longest = 24
+        engine.faults["generate 2"] = ServerGone("planted")
         rows = chats()
         told = {"tools": [multiply], "add_generation_prompt": True, "return_dict": False}
         prompts = [tokenizer.apply_chat_template(prompt, **told) for prompt in rows["prompt"]]
@@ -54,7 +57,8 @@ def test_prompts_that_have_grown_get_what_the_servers_context_leaves(
         )
         trainer.train()
         assert trainer.model.config.max_position_embeddings == 2048
-    assert trainer.state.global_step == 1
+    (log,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert log["rollout/server_returns"] == 1  # of the batch, however many turns it took
     turns = [(length, limit) for length, limit in asked if limit != 16]  # 16: a probe of the sync's proof
     assert {limit for _, limit in turns} == {None}  # every prompt with an answer in it leaves less than LONGEST
     assert max(length for length, _ in turns) < engine.context

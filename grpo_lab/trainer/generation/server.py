@@ -33,6 +33,7 @@ from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, forward_lo
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_model, read_to_end
+from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
@@ -239,7 +240,7 @@ class ServerReturn:
                 "lengthen the other"
             )
         self.generation, self.settings = generation, settings
-        self._since = 0  # returns since the last generation
+        self._since = 0  # returns since the last batch
         self._unproven = False
 
     def sync(self, stock: Callable[[], None]) -> None:
@@ -256,12 +257,14 @@ class ServerReturn:
             self._prove(prompts)
             return generate(self.generation, stock)
 
-        answer = self._asked(proven_and_asked, stock_sync, "generation")
-        if self.waits and self.trainer is not None:
-            returns = torch.tensor([float(self._since)])
-            self.trainer.recorder.book().add_alike("rollout/server_returns", returns, 1)
+        return self._asked(proven_and_asked, stock_sync, "generation")
+
+    def record(self, book: MetricBook) -> None:
+        """How often the server came back since the last batch, which may have taken several generations (turns of
+        tools, a thinking budget, groups drawn anew)."""
+        if self.waits:
+            book.add_alike("rollout/server_returns", torch.tensor([float(self._since)]), 1)
         self._since = 0
-        return answer
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
         """``prove()`` between two generations; after a loss in it again, of the server that came back."""
@@ -350,6 +353,13 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
         step = trainer.state.global_step
         said = kept(checkpoint_folder(trainer), step) if step else "interrupted; nothing to save"
         raise KeyboardInterrupt(said) from None
+
+
+def record_returns(trainer: GRPOTrainer) -> None:
+    """``rollout/server_returns`` of the batch that was just made, where there is a server."""
+    returns = getattr(getattr(trainer, "vllm_generation", None), "server_return", None)
+    if returns is not None:
+        returns.record(trainer.recorder.book())
 
 
 def checkpoint_folder(trainer: GRPOTrainer) -> str:
