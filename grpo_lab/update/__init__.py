@@ -3,9 +3,11 @@
 from grpo_lab.update.balance import cheapest_cuts
 from grpo_lab.update.live import LiveConditions, live_rows, why_all_rows, why_stock_batches
 from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Numbers, Plan, Routes, Rows, default_max_tokens, plan_update
-from grpo_lab.update.shared_plan import cheaper, plan_shared
+from grpo_lab.update.shared_plan import DEARER, DEARER_BIN, cheaper, plan_shared
 
 __all__ = [
+    "DEARER",
+    "DEARER_BIN",
     "DEFAULT_OVERHEAD_TOKENS",
     "LiveConditions",
     "Numbers",

@@ -18,8 +18,8 @@ import numpy as np
 from grpo_lab.update.balance import Ints, assign_bins, loads_of
 from grpo_lab.update.plan import DEFAULT_OVERHEAD_TOKENS, Numbers, Plan, Rows, empty_plan, whole_numbers
 
-#: what a shared bin costs beyond its tokens: a share of them (attention under a mask, keys gathered for every
-#: completion), and tokens a bin (attention in several calls)
+#: what a shared bin costs beyond its tokens where attention is called on rectangles: a share of them (attention under a
+#: mask, keys gathered for every completion), and tokens a bin (attention in several calls)
 DEARER, DEARER_BIN = 0.15, 96
 
 
@@ -63,10 +63,11 @@ def plan_shared(rows: Rows, prompts: Numbers, num_ranks: int, max_tokens: int) -
     return Plan(bins, int(sizes.sum()), int(sizes.sum()), step, load, load, shared=True)
 
 
-def cheaper(plain: Plan, shared: Plan) -> Plan:
-    """The plan whose step waits for less: its tokens, and for each round what one more forward costs."""
+def cheaper(plain: Plan, shared: Plan, dearer: float = DEARER, dearer_bin: int = DEARER_BIN) -> Plan:
+    """The plan whose step waits for less: its tokens, and for each round what one more forward costs. ``dearer``,
+    ``dearer_bin``: what a shared bin costs beyond its tokens, a share of them and tokens a bin."""
     rounds, overhead = len(shared.bins[0]), DEFAULT_OVERHEAD_TOKENS
-    dear = shared.step_tokens * (1 + DEARER) + rounds * (overhead + DEARER_BIN)
+    dear = shared.step_tokens * (1 + dearer) + rounds * (overhead + dearer_bin)
     return shared if dear < plain.step_tokens + overhead * len(plain.bins[0]) else plain
 
 

@@ -44,6 +44,7 @@ CASES: dict[str, dict[int, tuple[int, ...]]] = {
     "one live": {6: (4,)},
     "two groups and a row of its own": {5: (2, 6, 2), 3: (4, 4), 9: (3,)},
     "a prompt of one token": {1: (3, 5)},
+    "rows of their own": {5: (2,), 8: (7,), 3: (4,), 1: (1,)},
 }
 
 
@@ -97,9 +98,10 @@ def gradients(model: Any, case: str, shared: bool | str) -> tuple[Tensor, list[T
     trainer = trainer_of(model)
     model.zero_grad()
     inner = getattr(model, "get_base_model", lambda: model)()
-    inner.set_attn_implementation(shared if isinstance(shared, str) else "shared_prompt" if shared else "sdpa")
+    name = shared if isinstance(shared, str) else "sdpa"
+    inner.set_attn_implementation(trl_bridge.served_as(name) if shared else name)
     if shared:
-        packed = trl_bridge.packed_row(ids, labels, positions, prompts_of(labels), shared == trl_bridge.FLEX)
+        packed = trl_bridge.packed_row(ids, labels, positions, prompts_of(labels), trl_bridge.form_of(name))
         assert packed is not None
         logps, entropy = trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)
     else:
@@ -284,7 +286,7 @@ def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monk
     computed = [sum(row["update/tokens_computed"] for row in run.history if "loss" in row) for run in (auto, off)]
     assert computed[0] < computed[1]
     seen.clear()
-    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.cheaper", lambda plain, shared: plain)
+    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.cheaper", lambda plain, shared, *_: plain)
     dearer = trained(tiny_folder, tmp_path / "dearer", "auto", beta=0.04)
     assert not seen
     assert weight_difference(dearer, off) == 0.0
@@ -385,7 +387,7 @@ def test_tokens_of_tools_are_counted_as_they_are_computed(
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'; prompts are shared by sdpa and flex_atten"),
+    "eager": ({}, {"attn_implementation": "eager"}, "attention is 'eager'; prompts are shared by sdpa, flex_att"),
     "sliding window": (
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, {}, "sliding_attention",
     ),

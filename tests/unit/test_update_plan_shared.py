@@ -128,6 +128,12 @@ def test_the_cheaper_plan() -> None:
     plain, shared = both(200, (20,), 4, 4000)
     assert plain.tokens_computed == shared.tokens_computed
     assert cheaper(plain, shared) is plain
+    # but for an attention to which padded and packed rows are alike, wherever that spares a token of padding
+    prompts, lengths = (200, 190, 180), (40, 30, 30)
+    rows = Rows(prompts, lengths, [True] * 3)
+    plain, shared = plan_update(rows, 1, 4000), plan_shared(rows, (1, 2, 3), 1, 4000)
+    assert plain.tokens_computed > shared.tokens_computed == sum(prompts) + sum(lengths)
+    assert [cheaper(plain, shared), cheaper(plain, shared, 0.0, 0)] == [plain, shared]
     # the longer the prompt, the more is saved; where it starts to pay it pays from there on
     chosen = [cheaper(*both(prompt, (40, 38, 36, 34), 6, 4000)).shared for prompt in (1, 2, 4, 8, 16, 32, 64)]
     assert chosen[-1]

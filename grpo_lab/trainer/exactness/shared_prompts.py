@@ -15,11 +15,16 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import HOLED, Bin
-from grpo_lab.update import Numbers, Plan, Rows, cheaper, plan_shared
+from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: any token in float32, their mean in anything
 #: coarser, whose rounding alone moves single tokens further
 TOLERANCE, TOLERANCE_COARSE = 1e-4, 0.02
+#: names of attentions that read a packed row, beside those of flash kernels
+SERVED = ("sdpa", trl_bridge.FLEX, trl_bridge.SHARED_PROMPT, trl_bridge.SHARED_FLEX)
+#: what a packed row costs beyond its tokens, as a share of them and in tokens a bin. Rectangles: measured on a CPU.
+#: Kernels read it as they read padded rows; FlexAttention's is filled up, by half a sixteenth or half a block. On paper
+DEARER_BY = {"tiles": (DEARER, DEARER_BIN), "flex": (1 / 32, 64), "varlen": (0.0, 0)}
 #: of the first shared bin, which are compared: prompts, and completions of each
 PROMPTS, COMPLETIONS = 3, 4
 
@@ -27,8 +32,9 @@ PROMPTS, COMPLETIONS = 3, 4
 class SharedPrompts:
     """Plans with a group's prompt once, and the log-probs of their bins. One per trainer.
 
-    Unless the setting is ``off`` the attention of the model and of a reference is ``trl_bridge.SHARED_PROMPT`` for good
-    (``sdpa`` wherever no prompt is shared); a model with FlexAttention keeps that.
+    Unless the setting is ``off`` the attention of the model and of a reference is one that reads packed rows, for good
+    (``trl_bridge.served_as``): ``sdpa`` and FlexAttention by names of ours, which are ``sdpa`` wherever no row is
+    packed; a flash kernel keeps its own.
 
     Attributes:
         because: why no prompt is shared, "" where it may be.
@@ -48,8 +54,9 @@ class SharedPrompts:
                 f"each row computes its prompt: {self.because}", key="share_prompts", level=logging.INFO
             )
         for model in self._models() if self.may_be_shared else ():
-            if attention_of(model) != trl_bridge.FLEX:
-                _inner(model).set_attn_implementation(trl_bridge.SHARED_PROMPT)
+            name = trl_bridge.served_as(attention_of(model))
+            if name != attention_of(model):
+                _inner(model).set_attn_implementation(name)
 
     @property
     def may_be_shared(self) -> bool:
@@ -68,7 +75,11 @@ class SharedPrompts:
         if (torch.as_tensor(prompts) == HOLED).any():
             return plain
         shared = plan_shared(rows, prompts, num_ranks, max_tokens)
-        return shared if self.asked == "on" else cheaper(plain, shared)
+        if self.asked == "on":
+            return shared
+        # by the name, which is the same on every rank; how long FlexAttention compiles is not
+        form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(self._trainer.model)))
+        return cheaper(plain, shared, *DEARER_BY[form])
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         """``completion_log_probs`` of a bin. One that scores nothing is computed as without this setting. Some groups
@@ -86,11 +97,22 @@ class SharedPrompts:
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         whole = part.shared and not self.because
-        flex = whole and attention_of(self._trainer.accelerator.unwrap_model(model)) == trl_bridge.FLEX
-        packed = trl_bridge.packed_row(*part.inputs[:3], part.take[:, 0] + 1, flex) if whole else None
+        packed = trl_bridge.packed_row(*part.inputs[:3], part.take[:, 0] + 1, self._form(model)) if whole else None
         if packed is None:
             return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
         return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
+
+    def _form(self, model: nn.Module) -> trl_bridge.Form:
+        """What the model reads; tiles instead of FlexAttention once that has compiled for too long."""
+        form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(model)))
+        if form != "flex" or not trl_bridge.CLOCK.is_spent:
+            return form
+        self._trainer.recorder.say(
+            "packed rows are read in tiles by `sdpa` from now on: FlexAttention compiled too much: "
+            f"{trl_bridge.CLOCK.described()}",
+            key="flex", level=logging.WARNING,
+        )  # fmt: skip
+        return "tiles"
 
     def _why_not(self) -> str:
         reasons = (_of_run(self._trainer), *map(why_unshared, self._models()))
@@ -150,11 +172,14 @@ def why_unshared(model: nn.Module, attention: str | None = None) -> str:
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"
     config: Any = inner.config.get_text_config()
-    used, served = attention or attention_of(model), ("sdpa", trl_bridge.FLEX)
-    if used not in (*served, trl_bridge.SHARED_PROMPT):
+    used = attention or attention_of(model)
+    if used not in SERVED and not trl_bridge.is_flash(used):
         return (
-            f"the model's attention is {used!r}; prompts are shared by {' and '.join(served)} (`attn_implementation`)"
+            f"the model's attention is {used!r}; prompts are shared by sdpa, flex_attention and flash kernels "
+            "(`attn_implementation`)"
         )
+    if attention is None and trl_bridge.is_flash(used) and not trl_bridge.has_varlen(used):
+        return f"the model's attention {used!r} has no call for sequences of any lengths (`flash_attn_varlen_func`)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
         return f"the model has layers of {', '.join(others)}; all must be full attention"
@@ -184,7 +209,7 @@ def _of_run(trainer: StepPort) -> str:
     if trainer.algorithm.value is not None:
         return "a critic (`value`) reads the prompt's last place in every row"
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if attention_of(model) == trl_bridge.FLEX and trainer.accelerator.device.type == "cpu":
+    if trl_bridge.form_of(attention_of(model)) == "flex" and trainer.accelerator.device.type == "cpu":
         return "FlexAttention has no backward on a CPU (`attn_implementation: sdpa`)"
     kind, sharded = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator, "is_fsdp2", False)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not sharded:

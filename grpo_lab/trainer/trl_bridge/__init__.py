@@ -5,7 +5,10 @@ are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
     names       what is overridden, called, read; whose a method is; a name stands for something else inside a block
     forwards    log-probs in bins and what replaces TRL's
-    shared_attention   a group's prompt computed once: the packed row, and the attention that reads it
+    shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
+    packed_layout      where things stand in a packed row
+    flex_mask          FlexAttention on packed rows
+    varlen             flash attention on packed rows
     gradients   backward, sharding, FSDP2's optimizer, loading; the reference beside the policy
     logs        metrics and tables that TRL has written; what it calls a reward, and its own (imported by name)
     values      a critic inside the policy's module
@@ -13,11 +16,13 @@ are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
 from importlib.metadata import version
 
+from grpo_lab.trainer.trl_bridge.flex_mask import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.forwards import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.gradients import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.names import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.names import refuse_untested
 from grpo_lab.trainer.trl_bridge.shared_attention import *  # noqa: F403
 from grpo_lab.trainer.trl_bridge.values import *  # noqa: F403
+from grpo_lab.trainer.trl_bridge.varlen import *  # noqa: F403
 
 refuse_untested(version("trl"))

@@ -6,33 +6,40 @@ so every completion token sees each prompt token exactly once. Prompt tokens att
 completion's tokens attend to the whole prompt and causally to their own. All else in a transformer works token by
 token, so log-probs and gradients are those of the unshared rows, up to the order of sums.
 
-A model whose attention is ``flex_attention`` keeps it and gets all that as a `BlockMask`; any other's is ``sdpa``, and
-becomes `SHARED_PROMPT`, which calls it on rectangles.
+Three attentions read it. A model with ``sdpa`` becomes `SHARED_PROMPT`, which calls it on rectangles (`Tiles`). One
+with ``flex_attention`` becomes `SHARED_FLEX`, which gives its kernel a mask of blocks. One with a flash kernel keeps
+its name, under which the kernel gets sequences of any lengths (`Varlen`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import embedding
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from grpo_lab.trainer.trl_bridge.flex_mask import block_mask, flex_attend, on_ladder
 from grpo_lab.trainer.trl_bridge.forwards import score
+from grpo_lab.trainer.trl_bridge.packed_layout import Ints, PackedGroup, Spans
+from grpo_lab.trainer.trl_bridge.varlen import Varlen, is_flash, reads_packed_rows
 from grpo_lab.update import cheapest_cuts
 
-Ints = NDArray[np.int64]
-#: the names under which transformers knows an attention that reads a packed row
-SHARED_PROMPT, FLEX = "shared_prompt", "flex_attention"
+#: how an attention reads a packed row
+Form = Literal["tiles", "flex", "varlen"]
+#: transformers' name of FlexAttention
+FLEX = "flex_attention"
+#: the names under which transformers knows an attention of ours that reads a packed row, and is ``sdpa`` without one
+SHARED_PROMPT, SHARED_FLEX = "shared_prompt", "shared_prompt_flex"
 #: keys of padding that one more call of attention is worth
 CALL = 512
 
@@ -63,19 +70,11 @@ class PackedRow:
 
     input_ids: Tensor
     position_ids: Tensor
-    seen: Tiles | BlockMask
+    seen: Tiles | BlockMask | Varlen
     scored: Tensor
     targets: Tensor
     home: Tensor
     shares: bool
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A prompt's places in the packed row, and those of each completion from its head on."""
-
-    prompt: Ints
-    completions: list[Ints]
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,11 @@ class _Sequence:
 
 
 def packed_row(
-    input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, flex: bool = False
+    input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, form: Form = "tiles"
 ) -> PackedRow | None:
     """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``; ``prompts`` long ``[B]``, tokens
-    of each row's prompt), for FlexAttention where ``flex``; None where nothing is scored.
+    of each row's prompt) in the ``form`` that its attention reads; None where nothing is scored. For FlexAttention it
+    is filled up with copies of the bin's first token, which nobody sees.
 
     A row's completion ends with its last label: what comes after, a causal model's scored tokens cannot see. It may
     begin with tokens without one (a tool's answer). Rows share a prompt where its tokens and its first position are
@@ -113,7 +113,7 @@ def packed_row(
     for rows in together.values():
         prompt = np.arange(first[rows[0]] + 1)
         source.append(rows[0] * width + prompt)
-        groups.append(_Group(length + prompt, []))
+        groups.append(PackedGroup(length + prompt, []))
         length += prompt.size
         for row in rows:
             own = np.arange(first[row], last[row])
@@ -123,6 +123,8 @@ def packed_row(
             source.append(row * width + own)
             groups[-1].completions.append(length + own - first[row])
             length += own.size
+    filled = on_ladder(length) if form == "flex" else length
+    source.append(np.zeros(filled - length, dtype=np.int64))
 
     def there(parts: list[Ints]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(input_ids.device)
@@ -131,7 +133,7 @@ def packed_row(
     return PackedRow(
         input_ids.flatten()[of].unsqueeze(0),
         position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0),
-        (_block_mask if flex else _tiles)(groups, length, input_ids.device),
+        _read_by(form, groups, filled, input_ids.device),
         there(scored),
         labels[:, 1:].flatten()[back],
         back,
@@ -139,7 +141,14 @@ def packed_row(
     )
 
 
-def _tiles(groups: list[_Group], length: int, device: torch.device) -> Tiles:
+def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.device) -> Tiles | BlockMask | Varlen:
+    if form == "tiles":
+        return _tiles(groups, length, device)
+    spans = Spans.of(groups)
+    return block_mask(spans, length, device) if form == "flex" else Varlen.of(spans, device)
+
+
+def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tiles:
     """Prompts among themselves, then completions with their prompts, each cut into sequences of like length."""
     prompts = [_Sequence(group.prompt, group.prompt) for group in groups]
     # a completion sees its prompt and its own tokens, not the head, which stands in the prompt already
@@ -156,23 +165,6 @@ def _tiles(groups: list[_Group], length: int, device: torch.device) -> Tiles:
         seen = None if causal else torch.from_numpy(_seen(held, queries.shape[1], keys.shape[1])).to(device)
         calls.append(Tile(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), seen))
     return Tiles(tuple(calls), torch.from_numpy(back).to(device))
-
-
-def _block_mask(groups: list[_Group], length: int, device: torch.device) -> BlockMask:
-    """Which keys a query sees, for FlexAttention: those of its group, not later, of the prompt or its own completion;
-    a head's key nobody."""
-    table = torch.zeros(3, length, dtype=torch.int32)
-    for number, group in enumerate(groups, 1):
-        table[:2, group.prompt] = number
-        for place, own in enumerate(group.completions, 1):
-            table[:2, own], table[2, own], table[1, own[0]] = number, place, 0
-    asks, holds, completion = table.to(device)
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        of_it = (completion[key] == 0) | (completion[key] == completion[query])
-        return (asks[query] == holds[key]) & (key <= query) & of_it
-
-    return create_block_mask(seen, None, None, length, length, device=str(device), _compile=device.type == "cuda")
 
 
 def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
@@ -200,15 +192,13 @@ def _rectangle(rows: list[Ints]) -> Ints:
 def shared_log_probs(
     trainer: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``completion_log_probs`` of the bin of ``shape`` ``[B, L]`` that was packed; the model's attention must be
-    ``SHARED_PROMPT``, or ``FLEX`` for a row that was packed for it. Only scored positions leave the backbone, on every
-    device."""
-    inputs: dict[str, Any] = {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
-    if isinstance(packed.seen, Tiles):
+    """As ``completion_log_probs`` of the bin of ``shape`` ``[B, L]`` that was packed; the model's attention must read
+    rows of that form (``form_of``, ``served_as``). Only scored positions leave the backbone, on every device."""
+    inputs = {
+        "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
         # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
-        inputs |= {"attention_mask": packed.input_ids.new_ones(1, 1, 1, 1), "shared_prompts": packed.seen}
-    else:
-        inputs["attention_mask"] = packed.seen
+        "attention_mask": packed.input_ids.new_ones(1, 1, 1, 1),
+    }  # fmt: skip
     output = score(trainer, model, inputs, packed.scored, packed.targets.unsqueeze(0))
 
     def spread(values: Tensor) -> Tensor:
@@ -220,16 +210,18 @@ def shared_log_probs(
 
 def shared_prompt_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, shared_prompts: Tiles | None = None, **options: Any,
+    scaling: float | None = None, shared_prompts: Tiles | BlockMask | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts`` (generation,
     bins as ever) it is transformers' ``sdpa``.
 
-    The tiles come as an argument of the model's forward, and the name stays set between forwards: gradient
+    What is seen comes as an argument of the model's forward, and the name stays set between forwards: gradient
     checkpointing computes a layer again in backward, with the arguments of its forward and the name of *that* moment.
     """
     if shared_prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if isinstance(shared_prompts, BlockMask):
+        return flex_attend(module, query, key, value, shared_prompts, scaling=scaling, **options)
     repeats = query.size(1) // key.size(1)
     flat = [part[0].transpose(0, 1).flatten(1) for part in (query, key, value)]  # [S, heads · d]
 
@@ -246,5 +238,23 @@ def shared_prompt_attention(
     return embedding(shared_prompts.back, torch.cat(made)).unflatten(1, (-1, value.size(3))).unsqueeze(0), None
 
 
-AttentionInterface.register(SHARED_PROMPT, shared_prompt_attention)
-AttentionMaskInterface.register(SHARED_PROMPT, sdpa_mask)
+def form_of(attention: str | None) -> Form:
+    """What a model reads whose attention transformers knows under this name."""
+    if is_flash(attention):
+        return "varlen"
+    return "flex" if attention in (FLEX, SHARED_FLEX) else "tiles"
+
+
+def served_as(attention: str | None) -> str:
+    """The name that a model's attention is to have for packed rows; under it they are read."""
+    form = form_of(attention)
+    if form == "varlen":
+        assert attention is not None
+        reads_packed_rows(attention)
+        return attention
+    return SHARED_FLEX if form == "flex" else SHARED_PROMPT
+
+
+for _name in (SHARED_PROMPT, SHARED_FLEX):
+    AttentionInterface.register(_name, shared_prompt_attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -1,0 +1,136 @@
+"""FlexAttention on packed rows: a mask of blocks made on the host, few lengths, and a limit to what it compiles.
+
+The kernel is compiled for what it sees: lengths, and the code of the mask. So the mask is one function over a table of
+each token's group, holder and completion, whatever the groups are, and a row is filled up to a length of a short
+ladder. Which blocks of 128 × 128 hold a visible pair, and which nothing else, follows from where the sequences stand:
+no function is evaluated at every pair, and nothing is compiled to make a mask.
+
+A token that fills up a row sees itself alone and nobody sees it: its output is finite, is not scored and has no
+gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans
+
+#: tokens of a block, FlexAttention's own
+BLOCK = 128
+#: lengths an octave: up to twice as many blocks every number of them is a length, above that one in 2, in 4, …
+RUNGS = 16
+#: seconds from which on a call of attention has compiled: without that it takes the host a thousandth of one
+COMPILES = 1.0
+#: after so many seconds of compilation, or compilations, rows go to tiles. torch itself compiles no more after 8 of one
+#: function, and then computes all pairs without a kernel
+SECONDS, COMPILATIONS = 120.0, 6
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class CompileClock:
+    """What FlexAttention has compiled in this process: calls that took the host longer than ``COMPILES``."""
+
+    seconds: float = 0.0
+    compilations: int = 0
+    now: Callable[[], float] = field(default=time.perf_counter, repr=False)
+
+    def timed(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        begun = self.now()
+        made = call(*args, **options)
+        taken = self.now() - begun
+        if taken >= COMPILES:
+            self.seconds += taken
+            self.compilations += 1
+        return made
+
+    @property
+    def is_spent(self) -> bool:
+        return self.seconds >= SECONDS or self.compilations >= COMPILATIONS
+
+    def described(self) -> str:
+        return f"{self.compilations} compilations, {self.seconds:.0f} s (allowed: {COMPILATIONS}, {SECONDS:.0f} s)"
+
+
+#: compiled code and torch's own limit belong to the process, and so does this
+CLOCK = CompileClock()
+
+
+def on_ladder(length: int) -> int:
+    """The length that a row of ``length`` tokens is filled up to: at most 127 tokens or a sixteenth more; two blocks at
+    least, since torch compiles anew for sizes of one."""
+    blocks = max(2, -(-length // BLOCK))
+    step = 1
+    while blocks > 2 * RUNGS * step:
+        step *= 2
+    return -(-blocks // step) * step * BLOCK
+
+
+def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
+    """Who sees whom in a packed row that is filled up to ``length``: tokens of one group, no later ones, of the prompt
+    or the own completion; a head's key nobody; a token that fills up itself alone."""
+    blocks = length // BLOCK
+    queries = _overlap(spans.start, spans.size, blocks)
+    keys = _overlap(spans.start + spans.head, spans.size - spans.head, blocks)
+    keys += _overlap(spans.prompt, spans.prompt_size, blocks)
+    pairs = queries.T @ keys  # of one sequence; below the diagonal each of them is a visible one
+    seen = np.tril(pairs > 0)
+    full = np.tril(pairs == BLOCK * BLOCK, -1)
+    filled = np.arange(blocks) >= int(spans.start[-1] + spans.size[-1]) // BLOCK
+    seen |= np.diag(filled)
+    tables = np.stack([seen & ~full, full])
+    counts = torch.from_numpy(tables.sum(2, dtype=np.int32)).to(device)
+    places = torch.from_numpy(np.argsort(~tables, axis=2, kind="stable").astype(np.int32)).to(device)
+    partial_count, full_count = counts[:, None, None].contiguous().unbind()
+    partial_places, full_places = places[:, None, None].contiguous().unbind()
+    table = torch.from_numpy(_table(spans, length)).to(device)
+    return BlockMask.from_kv_blocks(
+        partial_count, partial_places, full_count, full_places, BLOCK, _seen_by(table), (length, length)
+    )
+
+
+def flex_attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **options: Any
+) -> tuple[Tensor, None]:
+    """Transformers' own function, ``[1, heads, S, d]`` → ``[1, S, heads, d]``; what it compiles is counted."""
+    made = CLOCK.timed(flex_attention_forward, module, query, key, value, mask, **options)
+    return made[0], None
+
+
+def _seen_by(table: Tensor) -> Mask:
+    """The mask over an int ``[3, S]``: of each token its group, the group that its key belongs to (0: none), and its
+    completion (0: of the prompt). One code for all rows."""
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        of_it = (table[2, key] == 0) | (table[2, key] == table[2, query])
+        return (table[0, query] == table[1, key]) & (key <= query) & of_it
+
+    return seen
+
+
+def _table(spans: Spans, length: int) -> NDArray[np.int32]:
+    table = np.zeros((3, length), dtype=np.int32)
+    end = int(spans.start[-1] + spans.size[-1])
+    table[:2, :end] = np.repeat(spans.group, spans.size)
+    table[2, :end] = np.repeat(np.arange(spans.size.size) * spans.head, spans.size)
+    table[1, spans.start[spans.head == 1]] = 0
+    table[:2, end:] = -np.arange(1, length - end + 1)
+    return table
+
+
+def _overlap(start: Ints, size: Ints, blocks: int) -> NDArray[np.float32]:
+    """float ``[n, blocks]``: how many tokens of each run stand in each block; products of two are exact."""
+    first = np.arange(blocks) * BLOCK
+    inside = np.minimum((start + size)[:, None], first + BLOCK) - np.maximum(start[:, None], first)
+    return inside.clip(0).astype(np.float32)

@@ -1,0 +1,55 @@
+"""Where things stand in a packed row: its groups, and the sequences that attend, one after another.
+
+Every sequence is a run of places: a prompt, or a completion from its head on. All that an attention has to know of a
+row follows from where each begins, how long it is and which prompt stands before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """A prompt's places in the packed row, and those of each completion from its head on."""
+
+    prompt: Ints
+    completions: list[Ints]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The n sequences of a packed row in its order; together they are all of its tokens. Long ``[n]`` each.
+
+    Attributes:
+        start, size: the sequence's tokens are ``[start, start + size)``.
+        prompt, prompt_size: the prompt that it sees whole is ``[prompt, prompt + prompt_size)``; 0 tokens for a prompt.
+        head: 1 for a completion, whose first token's key nobody sees; 0 for a prompt.
+        group: number of its group, from 1 on.
+    """
+
+    start: Ints
+    size: Ints
+    prompt: Ints
+    prompt_size: Ints
+    head: Ints
+    group: Ints
+
+    @staticmethod
+    def of(groups: list[PackedGroup]) -> Spans:
+        rows = []
+        for number, group in enumerate(groups, 1):
+            prompt = int(group.prompt[0])
+            rows.append((prompt, group.prompt.size, prompt, 0, 0, number))
+            rows += [(int(own[0]), own.size, prompt, group.prompt.size, 1, number) for own in group.completions]
+        return Spans(*np.asarray(rows, dtype=np.int64).T)
+
+    @property
+    def keys(self) -> Ints:
+        """Long ``[n]``: how many keys each sequence's last token sees."""
+        return self.prompt_size + self.size - self.head
