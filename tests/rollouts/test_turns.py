@@ -6,10 +6,12 @@ from __future__ import annotations
 import copy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, Qwen2Config
 from trl.trainer import grpo_trainer
 
 from distributed.turns_worker import calls
@@ -17,6 +19,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.prompt_fit import fill_rooms
+from grpo_lab.trainer.generation.turns import within_context
 from parity.conftest import TOOL_TEMPLATE
 from parity.drop_in_cases import chats, multiply
 from parity.harness import arguments
@@ -91,3 +94,22 @@ def test_images_go_with_their_rows() -> None:
 
     fill_rooms(ask, [[1], [2]], 5, features=["one", None], max_tokens=None)
     assert sorted(seen) == [(1, ["one"]), (2, [None])]
+
+
+@pytest.mark.parametrize("config", [GPT2Config(n_positions=512), Qwen2Config(max_position_embeddings=512)])
+def test_trl_is_told_the_servers_context_and_the_model_keeps_its_positions(config: Any) -> None:
+    """A prompt that fills it ends its row; GPT-2 has its positions under another name."""
+    generation = SimpleNamespace(context=300)
+    trainer: Any = SimpleNamespace(
+        use_vllm=True,
+        vllm_mode="server",
+        _is_vlm=False,
+        model=SimpleNamespace(config=config),
+        vllm_generation=generation,
+    )
+    with within_context(trainer):
+        assert config.max_position_embeddings == 300
+    assert config.max_position_embeddings == 512
+    generation.context = 1000
+    with within_context(trainer):
+        assert config.max_position_embeddings == 512
