@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
     (
         "what all stand on",
         {
+            "requirements": "what this Python lacks",
             "verifiers": "is it right?",
             "sandbox": "programs behind walls",
             "batch": "carriers, masks",

@@ -59,18 +59,18 @@ def generate_by_groups(
     """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
     ``model``, returns them; by ``stock`` itself where `not_by_groups` says why, which is said once."""
     asked = {"logits_processor": logits_processor, **more}
-    said, width = _filled(generation_config, model), input_ids.size(1)
+    said, width = filled_config(generation_config, model), input_ids.size(1)
     room = int(said.max_new_tokens or 0)
     held = None
     reason = not_by_groups(model, generation_config, more)
     if reason is None:
-        held = _prompts_read_once(model, input_ids, attention_mask, room)
+        held = prompts_read_once(model, input_ids, attention_mask, room)
         reason = None if held is not None else "it does not keep a prompt's keys and values as they are read"
     if held is None:
         say_left_to_stock(str(reason))
         return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
     config = deepcopy(generation_config)
-    ends = torch.tensor(_ends(said), dtype=torch.long, device=input_ids.device)
+    ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
     pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
     result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
     result[:, :width] = input_ids
@@ -82,7 +82,7 @@ def generate_by_groups(
             config.repetition_penalty = 1.0
             own = _PenaltyOnText(said.repetition_penalty, begins=mask[:, :width].argmax(1))
             asked["logits_processor"] = [own, *(logits_processor or ())]
-        with _one_number_a_draw():
+        with one_number_a_draw():
             ids = stock(input_ids=ids, attention_mask=mask, past_key_values=held, generation_config=config, **asked)
         written, longest = ids[:, longest:], ids.size(1)
         result[rows, longest - written.size(1) : longest] = written
@@ -95,7 +95,7 @@ def generate_by_groups(
 
 
 @contextmanager
-def _one_number_a_draw() -> Iterator[None]:
+def one_number_a_draw() -> Iterator[None]:
     """Inside, and in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a row: the
     first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a quarter of a
     small model's generation. Where p is not finite torch is asked, and says so."""
@@ -114,7 +114,7 @@ def _one_number_a_draw() -> Iterator[None]:
                 torch.multinomial = _THEIRS
 
 
-#: torch's own draw; the threads that are inside `_one_number_a_draw`, and how deep
+#: torch's own draw; the threads that are inside `one_number_a_draw`, and how deep
 _THEIRS, _LOCK, _INSIDE = torch.multinomial, threading.Lock(), Counter[int]()
 
 
@@ -149,7 +149,7 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    filled, own = _filled(config, model), _own_model(model)
+    filled, own = filled_config(config, model), _own_model(model)
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "weights are sharded, so ranks make every token together"
@@ -189,7 +189,7 @@ def _forward_takes(model: Any) -> set[str]:
     return {name for forward in forwards for name in inspect.signature(forward).parameters}
 
 
-def _filled(config: GenerationConfig, model: Any) -> GenerationConfig:
+def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
     """``config`` and, where it says nothing, what the model's own says, as `generate` fills it. ``max_length`` is left
     out, which `generate` does not look at beside ``max_new_tokens``."""
     filled, own = deepcopy(config), model.generation_config.to_dict()
@@ -205,12 +205,12 @@ def _asked(config: GenerationConfig) -> set[str]:
     return names - _PER_TOKEN
 
 
-def _ends(config: GenerationConfig) -> list[int]:
+def ends_of(config: GenerationConfig) -> list[int]:
     ends = config.eos_token_id
     return [] if ends is None else [int(one) for one in (ends if isinstance(ends, list) else [ends])]
 
 
-def _prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
+def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
     """The cache of all rows but for their last token, which the first stretch reads: each group's prompt is read once,
     its keys and values copied to the group's rows. None: the model has not put just these tokens there."""
     begins = torch.ones(ids.size(0), dtype=torch.bool, device=ids.device)

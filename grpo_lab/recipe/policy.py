@@ -15,7 +15,7 @@ from grpo_lab.recipe.models import load_model, loading, lora_config, model_class
 from grpo_lab.recipe.rows import not_asked_again
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.trainer.exactness.shared_prompts import refuse_unshared, why_unshared
-from grpo_lab.trainer.generation.in_step import refuse_groups
+from grpo_lab.trainer.generation.in_step import refuse_generation
 
 
 def meta_model(section: ModelSection) -> Any:
@@ -50,13 +50,13 @@ def _of_path(path: str) -> Any:
 
 
 def check_policy(section: ModelSection, config: Any) -> None:
-    """ValueError for prompts that cannot be shared, an adapter that cannot be sent by itself, a generation by groups
+    """ValueError for prompts that cannot be shared, an adapter that cannot be sent by itself, a generation
     that the model does not allow: in the trainer's words. Nothing where the model's config is not known here."""
     settings = config.lab_settings
     shares = settings.update.share_prompts == "on"
     sends = config.use_vllm and settings.rollout.sync == "adapter"
-    groups = settings.rollout.generate == "groups"
-    if not (shares or sends or groups):
+    generates = settings.rollout.generate in ("groups", "compiled")
+    if not (shares or sends or generates):
         return
     model = meta_model(section)
     if isinstance(model, str):
@@ -67,5 +67,6 @@ def check_policy(section: ModelSection, config: Any) -> None:
     if shares:
         attention = (config.model_init_kwargs or {}).get("attn_implementation")
         refuse_unshared(why_unshared(model, attention))
-    if groups:
-        refuse_groups(model, GenerationConfig(max_new_tokens=config.max_completion_length or 1))
+    if generates:
+        asked = GenerationConfig(max_new_tokens=config.max_completion_length or 1)
+        refuse_generation(settings.rollout.generate, model, asked)

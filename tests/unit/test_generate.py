@@ -162,11 +162,11 @@ def test_a_draw_is_the_inverse_of_the_cumulated_distribution(monkeypatch: pytest
     theirs = torch.multinomial
     for u, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2.0**-53, 4), (1.0, 4)):
         monkeypatch.setattr(torch, "rand_like", lambda like, u=u: torch.full_like(like, u))
-        with generate._one_number_a_draw():
+        with generate.one_number_a_draw():
             assert torch.multinomial(chances, 1).tolist() == [[token]], u
     monkeypatch.undo()
     torch.manual_seed(0)
-    with generate._one_number_a_draw():
+    with generate.one_number_a_draw():
         drawn = torch.multinomial(chances.expand(40_000, -1), 1).flatten().bincount(minlength=6)
         assert torch.multinomial(chances, 2).shape == (1, 2)  # not one token: torch's
         for broken in (float("nan"), float("inf"), -1.0):
@@ -188,7 +188,7 @@ def test_a_draw_of_another_thread_is_torchs() -> None:
         return torch.multinomial(chances, 1).flatten().tolist()
 
     outside = threaded(draw)
-    with generate._one_number_a_draw():
+    with generate.one_number_a_draw():
         assert threaded(draw) == outside != draw()
 
 
@@ -284,7 +284,7 @@ def test_what_bends_the_distribution_bends_it_alike(asked: dict[str, float]) -> 
             if generate_ is None:
                 generate_by_groups(model.generate, model, ids[:1], mask[:1], config, [note])
             else:
-                with generate._one_number_a_draw():
+                with generate.one_number_a_draw():
                     generate_(input_ids=ids[:1], attention_mask=mask[:1], generation_config=config, **how)
         seen.append(found)
     assert not_by_groups(model, config) is None
@@ -355,12 +355,12 @@ def test_threads_that_overlap_leave_torchs_draw_behind() -> None:
     theirs, second_in, first_out = torch.multinomial, Event(), Event()
 
     def second() -> None:
-        with generate._one_number_a_draw():
+        with generate.one_number_a_draw():
             second_in.set()
             assert first_out.wait(60)
 
     with ThreadPoolExecutor(1) as other:
-        with generate._one_number_a_draw():
+        with generate.one_number_a_draw():
             done = other.submit(second)
             assert second_in.wait(60)
         first_out.set()

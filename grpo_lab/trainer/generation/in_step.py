@@ -8,14 +8,16 @@ another length limit (``engines/thinking_budget.py``), whichever engine TRL driv
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from trl import GRPOTrainer
 
+from grpo_lab.engines.compiled import CompiledGenerate, refuse_compiled
 from grpo_lab.engines.generate import generate_by_groups, not_by_groups, say_left_to_stock
 from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
@@ -24,10 +26,17 @@ from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dro
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
+#: what keeps the graphs of a model in training; one model, one room
+_COMPILED: MutableMapping[Any, CompiledGenerate] = WeakKeyDictionary()
+
 
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """Inside the block the model's ``generate``, which TRL calls, is `generate_by_groups`; not with an engine, nor in a
-    drop-in run, which draws what stock TRL draws. ValueError: ``generate: groups`` is asked for and cannot be."""
+    """Inside the block the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks for; not
+    with an engine, nor in a drop-in run that asks for none, which draws what stock TRL draws.
+
+    Raises:
+        ValueError: ``groups`` or ``compiled`` is asked for and cannot be had.
+    """
     how = trainer.lab_settings.rollout.generate
     engine = trainer.use_vllm or trainer.use_transformers_continuous_batching
     if engine or how == "stock" or (how == "auto" and trainer.lab_settings.objective is None):
@@ -36,17 +45,31 @@ def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
     if how == "auto" and (reason := _drops(model)):
         say_left_to_stock(reason)
         return nullcontext()
-    if how == "groups":
-        refuse_groups(model, trainer.generation_config)
-    return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
+    if how != "auto":
+        refuse_generation(how, model, trainer.generation_config)
+    if how != "compiled":
+        return replaced(model, "generate", functools.partial(generate_by_groups, model.generate, model))
+    if model not in _COMPILED:
+        if trainer.accelerator.device.type == "cpu":
+            raise ValueError(NOT_ON_A_CPU)
+        _COMPILED[model] = CompiledGenerate()
+    return replaced(model, "generate", functools.partial(_COMPILED[model], model.generate, model))
 
 
-def refuse_groups(model: Any, generation_config: Any) -> None:
-    """ValueError where ``rollout.generate`` is 'groups' and ``model`` cannot be generated with so."""
-    if reason := _drops(model) or not_by_groups(model, generation_config):
-        raise ValueError(
-            f"`rollout.generate` is 'groups', and {reason}: leave it out, and transformers makes every row"
-        )
+NOT_ON_A_CPU = (
+    "`rollout.generate` is 'compiled', and on a CPU launches cost little and the room of keys and values is read whole "
+    "for every token: set it to 'groups'"
+)
+
+
+def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
+    """ValueError where ``rollout.generate`` is ``how``, 'groups' or 'compiled', and ``model`` cannot be generated with
+    so."""
+    reason = _drops(model) or not_by_groups(model, generation_config)
+    if reason:
+        raise ValueError(f"`rollout.generate` is {how!r}, and {reason}: leave it out, and transformers makes every row")
+    if how == "compiled":
+        refuse_compiled(model, generation_config)
 
 
 def _drops(model: Any) -> str:

@@ -278,7 +278,8 @@ class RolloutSettings:
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
         generate: without an engine; ``groups``: a prompt is read once and rows that ended leave
-            (``engines/generate.py``; other draws, the same distribution); ``stock``: TRL's own call; ``auto``:
+            (``engines/generate.py``; other draws, the same distribution); ``compiled``: the same, in compiled
+            forwards of few shapes, for a GPU (``engines/compiled.py``); ``stock``: TRL's own call; ``auto``:
             ``groups`` where ``objective`` is set and the model's cache allows it.
         overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
             With 1 the sampler is one generation batch older than the policy, so a correction is required:
@@ -295,7 +296,7 @@ class RolloutSettings:
     server: Annotated[ServerSettings, NULL_IS_DEFAULT] = field(default_factory=ServerSettings)
     thinking_budget: Budget | None = None
     budget_text: Text | None = None
-    generate: Literal["auto", "groups", "stock"] = "auto"
+    generate: Literal["auto", "groups", "compiled", "stock"] = "auto"
     overlap: Annotated[Ahead, NULL_IS_DEFAULT] = 0
     cut_after: Segment | None = None
 
