@@ -171,6 +171,8 @@ class Estimates:
         count, total = model.num_parameters(), sum(parts.values()) / 2**30
         unknown = " and the prompt" if method in (None, "rl", "distill") and not prompt and length else ""
         at_once = f"{rows} × {prompt + length:,} tokens{unknown}" if length else "rows of any length"
+        if method == "rl" and isinstance(s["update"], Mapping) and s["update"].get("max_tokens") == "auto":
+            at_once += " or, on a GPU, as many as what is left holds (`update.max_tokens: auto`)"
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
 
     def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:

@@ -258,6 +258,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         save_final(trainer, folder)
         trainer.create_model_card(model_name=job.name)
     record["trained"], record["tokens"] = trainer.state.global_step, trainer.parts.generated
+    record["exact_update"] |= trainer.exact_update.budget.described()
     record["left"] = left_in(folder, ["critic", PREFERENCE])
     if main:
         write_run(folder, record)
@@ -287,6 +288,7 @@ def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[st
         return
     step = trainer.state.global_step or None
     trainer.accelerator.wait_for_everyone()
+    record["exact_update"] |= trainer.exact_update.budget.described()
     if trainer.accelerator.is_main_process:
         write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})
     raise Interrupted(asked, step, folder)

@@ -94,6 +94,7 @@ class Parts:
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
             self.generation_buffer,  # others may write a checkpoint, and it is of this step
+            *([self.update.budget] if self.update.budget.is_auto else []),
             *([] if self.partial.cut is None else [self.partial]),
             *(self.guard, self.reference, self.kl, self.preference),
             *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
@@ -120,6 +121,7 @@ class Parts:
             "generation": lambda: self.generation_buffer.save(folder),
             "waiting": lambda: self.partial.save(folder),
             "guard": self.guard.state,
+            "budget": self.update.budget.state,
             "evaluation_due": self.due_evaluation.state,
         }
         if not trainer.args.save_only_model:
@@ -135,7 +137,7 @@ class Parts:
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
         self.generated = 0 if saved is None else saved.entry("generated", int, "the tokens before it do not count") or 0
-        rows = (self.prompts, self.generation_buffer, self.partial)
+        rows = (self.prompts, self.generation_buffer, self.partial, self.update.budget)
         for part in (*rows, self.reference, self.kl, self.guard, self.due_evaluation, self.preference):
             part.load(saved)
 

@@ -207,6 +207,7 @@ class StepPort(Protocol):
     _tokenizer: Any
     _step: int
     _buffered_inputs: Any
+    _metrics: Any
     _scoring: Any
     _generate: Any
     _calculate_rewards: Any

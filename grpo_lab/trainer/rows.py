@@ -1,5 +1,4 @@
-"""Rows of micro-batches: what travels with each, by attribute; those of an optimizer step as a table, bins cut from it,
-and what every rank knows of all rows.
+"""Rows of micro-batches: what travels with each, by attribute; those of an optimizer step as a table; bins cut from it.
 
 TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches and keeps those in
 its buffer; the table of an optimizer step, its bins and a checkpoint hold the same fields (``Carried``: every name that
@@ -7,25 +6,26 @@ we read or write). Those that are not TRL's begin with ``OURS``, so that no rele
 
 TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
 Here a bin is some rows of the table, each written contiguously (prompt directly followed by completion) and padded on
-the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers (``RowNumbers``).
+the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole
+numbers (``step.row_numbers``).
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo_lab.trainer.ranks import at
 from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
-from grpo_lab.update import Rows, live_rows
 
+Ints = NDArray[np.int64]
 OURS = "grpo_lab."
 #: names that checkpoints of earlier versions have for fields of ours
 EARLIER: dict[str, str] = {
@@ -37,8 +37,6 @@ EARLIER: dict[str, str] = {
 POSITION_OFFSET, POLICY_VERSION = f"{OURS}position_offset", f"{OURS}policy_version"
 HOLED = -(2**63)
 """In the place of a prompt's number."""
-COUNT_BITS = 32
-"""Bits of a count of tokens, where it travels beside another."""
 
 
 class _Field:
@@ -110,7 +108,7 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Long ``[B]`` each: tokens of prompt and completion. A hole in a mask (a team's) counts: its tokens stand there,
     and nobody attends to them."""
-    return _reach(fields["prompt_mask"].flip(1)), _reach(fields["completion_mask"])
+    return reach(fields["prompt_mask"].flip(1)), reach(fields["completion_mask"])
 
 
 def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
@@ -121,7 +119,7 @@ def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
     return (tokens * weights.flip(0)).sum(1).masked_fill(has_hole(fields), HOLED)
 
 
-def _reach(mask: Tensor) -> Tensor:
+def reach(mask: Tensor) -> Tensor:
     """Place of each row's last token, from 1 on; 0 where there is none."""
     steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
     return pad(steps * mask.bool(), (1, 0)).amax(1)
@@ -153,7 +151,8 @@ class Bin:
     ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for each completion token, its log-prob among the ``L - 1`` of the
     forward. ``micro_batch`` long ``[n]``: which one of the step TRL had the row in; ``token_count`` float ``[n]``:
     TRL's token denominator of the row's generation batch (both where the step's numbers are known, see
-    ``row_numbers``). ``shared``: its forward computes each prompt once.
+    ``row_numbers``). ``shared``: its forward computes each prompt once. ``layout``: the bin on the host, which knows
+    from it what is scored and how a packed row is laid out (None: it stands there itself).
     """
 
     input_ids: Tensor
@@ -166,11 +165,27 @@ class Bin:
     micro_batch: Tensor | None = None
     token_count: Tensor | None = None
     shared: bool = False
+    layout: Bin | None = None
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """For ``trl_bridge.completion_log_probs``."""
-        return self.input_ids, self.labels, self.position_ids, self.attention_mask
+        on_host = None if self.layout is None else self.layout.labels
+        return self.input_ids, self.labels, self.position_ids, self.attention_mask, on_host
+
+
+#: what the host must know of a bin
+LAYOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What the host must know of ``N`` rows to cut bins from them: tokens of prompts and completions, which rows have
+    a hole in a mask."""
+
+    prompts: Ints
+    completions: Ints
+    holes: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -215,21 +230,50 @@ class RowTable:
     def lengths(self) -> tuple[Tensor, Tensor]:
         return row_lengths(self.fields)
 
-    @property
+    @functools.cached_property
     def loss_mask(self) -> Tensor:
         return loss_mask(self.fields)
 
-    def bin(self, rows: list[int], limit: int | None = None) -> Bin:
+    @functools.cached_property
+    def on_host(self) -> OnHost:
+        """In one transfer, which waits for the device; no bin does after it."""
+        prompts, completions, holes = torch.stack([*self.lengths, has_hole(self.fields).long()]).cpu().numpy()
+        return OnHost(prompts, completions, holes.astype(bool))
+
+    @functools.cached_property
+    def _layout(self) -> RowTable:
+        """The tokens of the rows and their masks on the host; of another device a copy, in a transfer a field."""
+        fields = {name: self.fields[name].cpu() for name in LAYOUT if name in self.fields}
+        return RowTable(fields, self.offset.cpu(), self.per_token)
+
+    def prepared(self) -> RowTable:
+        """This table, with all that the host will ask of it already there."""
+        _ = self.on_host
+        if self.offset.device.type != "cpu":
+            _ = self._layout.on_host
+        return self
+
+    def bin(self, rows: list[int], limit: int | None = None, shared: bool = False, index: Tensor | None = None) -> Bin:
         """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
-        ``limit``: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
-        at generation would be padded past them; padding stops at the last one."""
-        index = torch.tensor(rows or [0], device=self.offset.device)
+        Nothing is read from the device once the table is ``prepared``.
+
+        Args:
+            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
+                at generation would be padded past them; padding stops at the last one.
+            shared: the forward is to compute each prompt once.
+            index: the rows on the table's device, where they are there already (``on_device``).
+        """
+        index = on_device([rows], self.offset.device)[0] if index is None else index
         prompt, completion = (lengths[index] for lengths in self.lengths)
         padding = start = self.fields["prompt_ids"].size(1) - prompt
-        if not rows:
+        length, width, holed = 2, 1, False
+        if rows:
+            host = self.on_host
+            length = int((host.prompts[rows] + host.completions[rows]).max())
+            width = max(int(host.completions[rows].max()), 1)
+            holed = bool(host.holes[rows].any())
+        else:
             start, prompt, completion = start + prompt - 1, torch.ones_like(prompt), torch.ones_like(completion)
-        length = int((prompt + completion).max())
-        width = max(int(completion.max()), 1)
         steps = torch.arange(length, device=index.device)
         real = steps < (prompt + completion).unsqueeze(1)
 
@@ -250,11 +294,20 @@ class RowTable:
             input_ids=input_ids,
             labels=input_ids.masked_fill(~own, -100),
             position_ids=positions,
-            attention_mask=attended.long() if rows and bool((attended != real).any()) else None,
+            attention_mask=attended.long() if holed else None,
             take=(prompt.unsqueeze(1) - 1 + torch.arange(width, device=index.device)).clamp(max=length - 2),
             loss_mask=loss_mask,
             fields=fields,
+            shared=shared,
+            layout=self._layout.bin(rows, limit) if index.device.type != "cpu" else None,
         )
+
+
+def on_device(bins: list[list[int]], device: torch.device) -> list[Tensor]:
+    """Long ``[n]`` of the rows of each bin (row 0 of an empty one), all in one transfer."""
+    sizes = [max(len(rows), 1) for rows in bins]
+    flat = torch.tensor([row for rows in bins for row in rows or [0]], dtype=torch.long)
+    return list(flat.to(device).split(sizes))
 
 
 def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
@@ -290,80 +343,3 @@ def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
     moved = (first - (width - prompts)).unsqueeze(1) + steps
     last = (first + prompts + completions - 1).clamp(min=0).unsqueeze(1)
     return torch.minimum(moved.clamp(min=0), last)
-
-
-@dataclass(frozen=True)
-class RowNumbers:
-    """``N`` rows of all ranks, in rank order; equal on every rank.
-
-    Args:
-        prompt_lengths, completion_lengths: long ``[N]``, tokens.
-        scored: long ``[N]``, loss tokens.
-        contributes: bool ``[N]``, some loss token has an advantage (``live_rows``).
-        micro_batch: long ``[N]``, which micro-batch of the step TRL had the row in.
-        token_count: float ``[N]``, TRL's token denominator of the row's generation batch.
-        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
-        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: what a packed row has.
-        footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
-        widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
-    """
-
-    prompt_lengths: Tensor
-    completion_lengths: Tensor
-    scored: Tensor
-    contributes: Tensor
-    micro_batch: Tensor
-    token_count: Tensor
-    prompts: Tensor | None
-    scored_lengths: Tensor
-    footprint: int
-    widths: dict[str, int]
-    local_widths: dict[str, list[int]]
-    bytes_received: int = 0
-
-    @staticmethod
-    def of(
-        table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
-        prompts: bool = False,
-    ) -> RowNumbers:  # fmt: skip
-        """From this rank's rows; ``prompts``: with those. A collective on several ranks. RuntimeError: ranks hold
-        different fields (a team's field that only some rows or ranks have)."""
-        named = sorted(table.fields.items())
-        kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
-        mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)
-        contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
-        bits = token_count.double().view(torch.int64)  # a float travels as its bits
-        alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        asked = (prompt_numbers(table.fields),) if prompts else ()
-        scores = mask.sum(1) + (_reach(mask) << COUNT_BITS)  # two numbers travel as one
-        columns = (*table.lengths, scores, contributes, micro_batch, bits, *asked, *alike)
-        numbers = torch.stack([column.long() for column in columns], dim=1)
-        wide = {name: value.size(1) for name, value in named if value.dim() > 1}
-        widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
-        if accelerator.num_processes > 1:
-            received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
-            with at("numbers of all rows"):
-                numbers = accelerator.gather(numbers)
-                if bool((numbers[:, -1] != numbers[0, -1]).any()):
-                    raise RuntimeError(
-                        "the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has "
-                        f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
-                    )
-                widths = accelerator.gather(widths)
-        prompt, completion, scores, live, slots, bits, *which, footprints, _ = numbers.unbind(1)
-        local = dict(zip(wide, widths.t().tolist(), strict=True))
-        counts = bits.contiguous().view(torch.float64).to(token_count.dtype)
-        largest, widest = int(footprints.max()), {name: max(found) for name, found in local.items()}
-        of, live = next(iter(which), None), live.bool()
-        scored = scores & ((1 << COUNT_BITS) - 1)
-        reach = scores >> COUNT_BITS
-        return RowNumbers(prompt, completion, scored, live, slots, counts, of, reach, largest, widest, local, received)
-
-    def __len__(self) -> int:
-        return self.scored.numel()
-
-    def rows(self, all_rows: bool, packed: bool = False) -> Rows:
-        """For the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have them."""
-        live = self.scored > 0 if all_rows else self.contributes
-        completions = self.scored_lengths if packed else self.completion_lengths
-        return Rows(self.prompt_lengths, completions, live)

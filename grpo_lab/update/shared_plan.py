@@ -63,10 +63,16 @@ def plan_shared(rows: Rows, prompts: Numbers, num_ranks: int, max_tokens: int) -
     return Plan(bins, int(sizes.sum()), int(sizes.sum()), step, load, load, shared=True)
 
 
-def cheaper(plain: Plan, shared: Plan, dearer: float = DEARER, dearer_bin: int = DEARER_BIN) -> Plan:
-    """The plan whose step waits for less: its tokens, and for each round what one more forward costs. ``dearer``,
-    ``dearer_bin``: what a shared bin costs beyond its tokens, a share of them and tokens a bin."""
-    rounds, overhead = len(shared.bins[0]), DEFAULT_OVERHEAD_TOKENS
+def cheaper(
+    plain: Plan,
+    shared: Plan,
+    dearer: float = DEARER,
+    dearer_bin: int = DEARER_BIN,
+    overhead: int = DEFAULT_OVERHEAD_TOKENS,
+) -> Plan:
+    """The plan whose step waits for less: its tokens, and for each round what one more forward costs (``overhead``, in
+    tokens). ``dearer``, ``dearer_bin``: what a shared bin costs beyond its tokens, a share of them and tokens a bin."""
+    rounds = len(shared.bins[0])
     dear = shared.step_tokens * (1 + dearer) + rounds * (overhead + dearer_bin)
     return shared if dear < plain.step_tokens + overhead * len(plain.bins[0]) else plain
 

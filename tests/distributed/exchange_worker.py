@@ -18,8 +18,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_lab.trainer.rows import POLICY_VERSION, POSITION_OFFSET, RowNumbers, RowTable
+from grpo_lab.trainer.rows import POLICY_VERSION, POSITION_OFFSET, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
+from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, plan_update
 
 CASES = 100

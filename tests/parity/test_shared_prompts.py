@@ -286,7 +286,7 @@ def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monk
     computed = [sum(row["update/tokens_computed"] for row in run.history if "loss" in row) for run in (auto, off)]
     assert computed[0] < computed[1]
     seen.clear()
-    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.cheaper", lambda plain, shared, *_: plain)
+    monkeypatch.setattr("grpo_lab.trainer.exactness.shared_prompts.cheaper", lambda plain, *_: plain)
     dearer = trained(tiny_folder, tmp_path / "dearer", "auto", beta=0.04)
     assert not seen
     assert weight_difference(dearer, off) == 0.0

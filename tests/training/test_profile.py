@@ -11,7 +11,21 @@ import pytest
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
 from grpo_lab.trainer import ranks
-from grpo_lab.trainer.metrics.profile import FILE, PARTS, as_table, by_part
+from grpo_lab.trainer.metrics.profile import (
+    BACKWARD,
+    EXCHANGE,
+    FILE,
+    FORWARD,
+    LAYOUT,
+    PARTS,
+    PLANNING,
+    WAITING,
+    as_table,
+    by_part,
+    host,
+    host_counted,
+    host_table,
+)
 from grpo_lab.trainer.ranks import at, counted
 
 SLEEP = 0.05
@@ -50,6 +64,25 @@ def test_places_have_the_time_between_two_names() -> None:
     assert ranks._spent is None
 
 
+def test_the_host_does_one_thing_at_a_time() -> None:
+    spent: dict[str, float] = {}
+    with host(FORWARD):
+        pass  # nobody counts
+    with host_counted(spent):
+        with host(FORWARD):
+            time.sleep(SLEEP)
+            with host(LAYOUT):
+                time.sleep(2 * SLEEP)
+        time.sleep(SLEEP)
+        with host(BACKWARD):
+            time.sleep(SLEEP)
+    assert spent == {name: pytest.approx(seconds, abs=SLEEP / 2) for name, seconds in
+                     {FORWARD: SLEEP, LAYOUT: 2 * SLEEP, BACKWARD: SLEEP}.items()}  # fmt: skip
+    text = host_table({PLANNING: 0.02, FORWARD: 1.0}, update=2.0, steps=2)
+    assert f"| {PLANNING} | 0.0100 | 0.5% |" in text
+    assert f"| {WAITING} | 1.4900 | 74.5% |" in text
+
+
 def test_a_gpu_that_is_not_used_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first wait would begin to use it: seconds, and memory on a machine that trains on its CPUs."""
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
@@ -71,7 +104,13 @@ def test_the_table() -> None:
 def test_a_run_writes_its_profile(tmp_path: Path, tiny_folder: Path) -> None:
     trained(tmp_path / "profiled", tiny_folder, profile=True)
     lines = (tmp_path / "profiled" / FILE).read_text().splitlines()
+    cut = next(at for at, line in enumerate(lines) if line.startswith("| the host"))
+    of_host = {line.split("|")[1].strip(): float(line.split("|")[2]) for line in lines[cut + 2 :]}
+    assert list(of_host) == [PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD, WAITING]
+    lines = lines[: cut - 1]
     cells = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines[2:] if line.startswith("|")}
+    assert sum(of_host.values()) == pytest.approx(float(cells[PARTS["update"]]), abs=0.002)
+    assert 0.0 < of_host[PLANNING] < of_host[FORWARD]
     assert {PARTS[name] for name in ("generation", "rewards", "update", "optimizer", "step", "training")} < set(cells)
     assert float(cells[PARTS["rewards"]]) >= SLEEP
     assert float(cells["all"]) == pytest.approx(sum(float(v) for k, v in cells.items() if k != "all"), abs=0.01)

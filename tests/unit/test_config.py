@@ -77,6 +77,8 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown update": ({"update": "of"}, ("'of'", "'off'")),
     "unknown dead_groups": ({"update": {"dead_groups": "drop"}}, ("'drop'", "skip", "keep", "resample", "dead_groups")),
     "no budget": ({"update": {"max_tokens": 0}}, ("`update.max_tokens`", "0")),
+    "no word but auto": ({"update": {"max_tokens": "Auto"}}, ("`update.max_tokens`", "'Auto'", "or 'auto'")),
+    "auto without bins": ({"update": {"name": "off", "max_tokens": "auto"}}, ("`update.max_tokens`", "`update: off`")),
     "max_rounds alone": ({"update": {"max_rounds": 3}}, ("`update.max_rounds`", "resample")),
     "module that is not there": (
         {"objective": {"name": "grpo", "surrogate": "no_such_module:loss"}},

@@ -105,6 +105,9 @@ def test_a_stage_of_rl_by_hand(folders: dict[str, str], tmp_path: Path) -> None:
         sizes = (18 * n, 4 * n) if ranks == 1 else (2 * n + 4 * (233_373_696 + layer), n // 2)
         assert f"reference {sizes[1] / gib:.1f}, trained {sizes[0] / gib:.1f}" in said
     assert "reference" not in Estimates().of(rl(path, max_steps=5))
+    for asked, said in ((4096, False), ("auto", True)):
+        line = Estimates().of(rl(path, max_steps=5, update={"max_tokens": asked}))
+        assert ("as many as what is left holds (`update.max_tokens: auto`) at once" in line) is said
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
+from grpo_lab.trainer.metrics.profile import LAYOUT, host
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import HOLED, Bin
 from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, plan_shared
@@ -66,9 +67,12 @@ class SharedPrompts:
         """For ``run.json``: nothing where nothing was asked for."""
         return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
 
-    def planned(self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int) -> Plan:
+    def planned(
+        self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int, overhead: int
+    ) -> Plan:
         """The plan of ``rows`` (as long as packed rows have them) with their prompts once, or ``plain``: with ``auto``
-        the cheaper one. Where a row has a hole in a mask it is ``plain``: a packed row cannot have one."""
+        the cheaper one, where one more forward costs ``overhead`` tokens. Where a row has a hole in a mask it is
+        ``plain``: a packed row cannot have one."""
         if self.because:
             return plain
         assert prompts is not None  # they are asked for where prompts may be shared
@@ -79,7 +83,7 @@ class SharedPrompts:
             return shared
         # by the name, which is the same on every rank; how long FlexAttention compiles is not
         form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(self._trainer.model)))
-        return cheaper(plain, shared, *DEARER_BY[form])
+        return cheaper(plain, shared, *DEARER_BY[form], overhead)
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         """``completion_log_probs`` of a bin. One that scores nothing is computed as without this setting. Some groups
@@ -97,7 +101,12 @@ class SharedPrompts:
 
     def _forward(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
         whole = part.shared and not self.because
-        packed = trl_bridge.packed_row(*part.inputs[:3], part.take[:, 0] + 1, self._form(model)) if whole else None
+        packed = None
+        if whole:
+            laid_out = part.layout or part
+            prompts = laid_out.take[:, 0] + 1
+            with host(LAYOUT):
+                packed = trl_bridge.packed_row(*laid_out.inputs[:3], prompts, self._form(model), part.input_ids.device)
         if packed is None:
             return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
         return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
@@ -126,7 +135,6 @@ class SharedPrompts:
     def _check(self, model: nn.Module, part: Bin) -> None:
         """Every rank is at the first shared bin that scores: with weights in parts these forwards are collectives."""
         accelerator = self._trainer.accelerator
-        self._checked = True
         part = _some_groups(part)
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
         allowed, of = (TOLERANCE, "a log-prob") if exact else (TOLERANCE_COARSE, "the mean log-prob")
@@ -145,6 +153,7 @@ class SharedPrompts:
         if apart.numel() > 0:  # else this rank has a stand-in, and another one compares
             own = (apart.max() if exact else apart.mean()).unsqueeze(0)
         gap = float(accelerator.gather(own).max())
+        self._checked = True
         if gap <= allowed:
             return
         named = type(_inner(model)).__name__
@@ -240,7 +249,7 @@ def _some_groups(part: Bin) -> Bin:
         name: None if (value := getattr(part, name)) is None else value.expand_as(part.input_ids)[rows]
         for name in ("input_ids", "labels", "position_ids", "attention_mask")
     }
-    return replace(part, take=part.take[rows], **inputs)
+    return replace(part, take=part.take[rows], layout=None, **inputs)
 
 
 def _inner(model: nn.Module) -> Any:

@@ -143,6 +143,14 @@ class MetricBook:
         self._fresh_extremes.clear()
         self._total.clear()
 
+    def so_far(self) -> tuple[dict[Any, Tensor], ...]:
+        """What it holds, for ``go_back``; pairs are replaced and never changed in place."""
+        return dict(self._fresh), dict(self._fresh_extremes), dict(self._total)
+
+    def go_back(self, then: tuple[dict[Any, Tensor], ...]) -> None:
+        """Forget what was added since ``so_far`` said this."""
+        self._fresh, self._fresh_extremes, self._total = map(dict, then)
+
     def pending(self) -> dict[str, list[Any]]:
         """What ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
         return {name: [*pair.tolist(), pair.device.type == "cpu"] for name, pair in self._total.items()}

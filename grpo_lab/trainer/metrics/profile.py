@@ -3,12 +3,16 @@
 A part is a place that the run names (`ranks.at`): its seconds are those between two names, so the parts add up to the
 training's wall time, of the main process. On a GPU each change of place waits for the device, or a part would be
 charged for the kernels of the one before it; a run without ``profile`` waits nowhere.
+
+Within the update a second table says what the host did (``host``), without a wait: on a GPU forward and backward are
+then what launching them took, and what is left is waiting for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +31,79 @@ PARTS = {
     "checkpoint": "checkpoints", "evaluation": "evaluation",
 }  # fmt: skip
 
+#: of the host's work within the update, in the table's order
+PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD = (
+    "planning", "rows, to their ranks and to the host", "masks and packing of bins", "forward and loss", "backward",
+)  # fmt: skip
+WAITING = "waiting for the device, and the rest"
+
+_doing: list[str] = []
+_since = 0.0
+_host: dict[str, float] | None = None
+
+
+@contextmanager
+def host(name: str) -> Iterator[None]:
+    """The host does ``name`` in the block, and not what it did around it; nothing where nobody profiles."""
+    if _host is None:
+        yield
+        return
+    _turn()
+    _doing.append(name)
+    try:
+        yield
+    finally:
+        _turn()
+        _doing.pop()
+
+
+def _turn() -> None:
+    """The host is about to do something else."""
+    global _since
+    now = time.perf_counter()
+    if _host is not None and _doing:
+        _host[_doing[-1]] = _host.get(_doing[-1], 0.0) + now - _since
+    _since = now
+
+
+@contextmanager
+def host_counted(seconds: dict[str, float]) -> Iterator[None]:
+    """Inside the block ``seconds`` grows, by what the host does."""
+    global _host
+    _host = seconds
+    try:
+        yield
+    finally:
+        _host = None
+        _doing.clear()
+
 
 class Profile(TrainerCallback):  # type: ignore[misc]
     """Counts from the second step on: the first one makes what the others find ready."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.steps, self.seconds = trainer, 0, dict[str, float]()
+        self.of_host = dict[str, float]()
         self._counting = ExitStack()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.steps == 0:
             accelerator, optimizer = self.trainer.accelerator, self.trainer.optimizer
-            for owner, name, place in ((accelerator, "backward", "update"), (optimizer, "step", "optimizer")):
-                self._counting.enter_context(replaced(owner, name, at(place)(getattr(owner, name))))
+            backward, step = host(BACKWARD)(accelerator.backward), optimizer.step
+            self._counting.enter_context(replaced(accelerator, "backward", at("update")(backward)))
+            self._counting.enter_context(replaced(optimizer, "step", at("optimizer")(step)))
             self._counting.enter_context(counted(self.seconds))
+            self._counting.enter_context(host_counted(self.of_host))
         self.steps += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._counting.close()
         if state.is_world_process_zero and self.steps > 1:
-            text = as_table({"": by_part(self.seconds, self.steps - 1)}, self.steps - 1)
+            steps = self.steps - 1
+            parts = by_part(self.seconds, steps)
+            text = as_table({"": parts}, steps)
+            if PARTS["update"] in parts and self.of_host:
+                text += "\n" + host_table(self.of_host, parts[PARTS["update"]], steps)
             write_whole_text(Path(args.output_dir) / FILE, text)
 
 
@@ -72,3 +129,12 @@ def as_table(runs: Mapping[str, Mapping[str, float]], steps: int) -> str:
             cells.append(f" {own:.3f} | {own / whole:.0%} |")
         lines.append(f"| {part} |{''.join(cells)}")
     return "\n".join(lines) + f"\n\nWall time of {steps} optimizer steps, the first one not among them.\n"
+
+
+def host_table(seconds: Mapping[str, float], update: float, steps: int) -> str:
+    """A Markdown table of the host's seconds a step within the update, which took ``update`` of them."""
+    lines = ["| the host, within the update | seconds a step | share |", "|---|---|---|"]
+    known = {name: seconds[name] / steps for name in (PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD) if name in seconds}
+    known[WAITING] = max(0.0, update - sum(known.values()))
+    lines += [f"| {name} | {spent:.4f} | {spent / update:.1%} |" for name, spent in known.items()]
+    return "\n".join(lines) + "\n"

@@ -49,6 +49,14 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
             found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
             self._of_step[:, -1] += found / self.trainer.accelerator.num_processes
 
+    def so_far(self) -> Tensor | None:
+        """The sums of the step, for ``go_back``."""
+        return None if self._sums is None else self._sums.clone()
+
+    def go_back(self, then: Tensor | None) -> None:
+        """Forget what was added since ``so_far`` said this."""
+        self._sums = None if then is None else then.clone()
+
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard takes the mark back after it
 

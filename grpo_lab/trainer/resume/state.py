@@ -7,6 +7,7 @@
     sampler          what the prompts' sampler knows            guard            bad steps in a row, a bad open batch
     kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
     generated        tokens that the policy has made
+    budget           tokens of a forward (``update.max_tokens: auto``)
     reference        whether it has moved; its weights are then in ``grpo_lab_reference/00000.safetensors``, …, of any
                      number of ranks (TRL saves only the policy: a resumed run would be pulled to the start model again)
     preference       the last training of a preference model, whose weights and comparisons are in

@@ -188,6 +188,11 @@ class ValueSettings:
         return ", ".join([self.model, *changed])
 
 
+MaxTokens = Annotated[
+    Literal["auto"] | Positive, must_be("a whole number of at least 1, or 'auto': by the device's free memory")
+]
+
+
 @settings(bare="name")
 class UpdateSettings:
     """``update``: ``"off"`` (stock), or the exact update.
@@ -195,7 +200,9 @@ class UpdateSettings:
     Args:
         dead_groups: ``skip`` leaves rows out that cannot contribute (exact), ``keep`` computes them, ``resample`` draws
             further prompts until the batch holds live groups only (DAPO; another data distribution).
-        max_tokens: padded tokens of one forward; default: the footprint of the stock micro-batch.
+        max_tokens: padded tokens of one forward; ``None``: the footprint of the stock micro-batch. ``auto``: what the
+            device's free memory holds, measured in the first step and halved where a bin runs out of it; on a CPU,
+            which has no such statistics, the footprint of the stock micro-batch.
         max_rounds: with ``resample``: generations per batch at most.
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
             update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
@@ -206,7 +213,7 @@ class UpdateSettings:
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_word)] = "exact"
     dead_groups: Literal["skip", "keep", "resample"] = "skip"
-    max_tokens: Positive | None = None
+    max_tokens: MaxTokens | None = None
     max_rounds: Positive | None = None
     randomness: Literal["same_distribution", "same_draws"] | None = None
     share_prompts: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"

@@ -7,6 +7,7 @@ bins, and the last bin's loss is handed back, so that HF itself runs the backwar
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,12 +21,16 @@ from grpo_lab.trainer.exactness.model_conditions import position_limit
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
+from grpo_lab.trainer.metrics.profile import EXCHANGE, FORWARD, LAYOUT, PLANNING, host
 from grpo_lab.trainer.metrics.token_weights import TokenWeights
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Bin, RowNumbers, RowTable
+from grpo_lab.trainer.rows import Bin, RowTable
+from grpo_lab.trainer.step.budget import ForwardBudget
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
 from grpo_lab.trainer.step.micro_batch import denominators_of, hears_values, token_batch, token_denominator, token_loss
+from grpo_lab.trainer.step.out_of_memory import StepBefore, TooLarge, agreed, can_plan_anew
+from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
 from grpo_lab.trainer.trl_bridge import backward, is_multimodal, without_gradient_sync
 from grpo_lab.update import Plan, plan_update
@@ -39,6 +44,8 @@ class ExactUpdate:
         self.verdict = StandingVerdict(trainer)
         self.record = UpdateRecord(trainer)
         self.weights = TokenWeights(trainer)
+        self.budget = ForwardBudget(trainer)
+        self._under_way: tuple[int, int] | None = None  # tokens and rows of the bin that is being computed
         self._window: list[dict[str, Any]] = []
         self._step: UpdateVerdict | None = None  # what holds for the optimizer step that is being collected
         self._old = OldPolicy(trainer, self.log_probs_of)
@@ -46,7 +53,7 @@ class ExactUpdate:
 
     def described(self) -> dict[str, Any]:
         """How the steps are computed and why, for the run's record."""
-        return self.record.described(self.verdict.so_far()) | self.prompts.described()
+        return self.record.described(self.verdict.so_far()) | self.prompts.described() | self.budget.described()
 
     def forget(self) -> None:
         """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
@@ -64,7 +71,7 @@ class ExactUpdate:
             if last:
                 self._old.before_update_in_trls_batches()
             loss = trls()
-            self.record.as_trl(inputs, found, self.trainer.lab_settings.update.max_tokens)  # settles metrics: last
+            self.record.as_trl(inputs, found, self.budget.number)  # settles metrics: last
             return loss
         if is_multimodal(inputs):
             raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
@@ -75,6 +82,21 @@ class ExactUpdate:
         return self._run(model, window, found)
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
+        """The step's bins; with ``update.max_tokens: auto`` smaller ones as often as one runs out of memory."""
+        if not can_plan_anew(self.trainer):
+            loss = self._attempt(model, window, found)
+            assert isinstance(loss, Tensor)  # what does not fit is an error
+            return loss
+        before = StepBefore(self.trainer, model, self.weights, window)
+        while isinstance(loss := self._attempt(model, window, found), TooLarge):
+            if loss.rows == 1:
+                self._under_way = None  # it is in words already
+                raise loss.error(self.budget.asked, self.trainer.accelerator.distributed_type.value)
+            before.come_back(loss)
+            self.budget.halve(loss.tokens)
+        return loss
+
+    def _attempt(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
         received = self._old.before_update(len(window), found)
         again, kept = self._old.again(len(window)), Collected()
         keeps = any(place is not None for place in again)
@@ -86,45 +108,113 @@ class ExactUpdate:
             denominators = replace(denominators, tokens=float("nan"))
         if plan.tokens_live == 0 and self.trainer.lab_settings.objective is None:
             self._record_entropy(window, found, denominators)
-        done = torch.zeros((), device=self.trainer.accelerator.device)
-        for places in rows.bins[:-1]:
-            with without_gradient_sync(self.trainer, model):
-                batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
-                backward(self.trainer, loss)
-            if keeps and places:
-                kept.append((places, batch.logps[: len(places)].detach()))
-            done = done + loss.detach()
-            del batch, loss
-        places = rows.bins[-1]
-        batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
+        computed = self._computed(model, rows, denominators, kept if keeps else None)
+        if isinstance(computed, TooLarge):
+            return computed
+        batch, loss = computed
         if keeps:
-            if places:
-                kept.append((places, batch.logps[: len(places)].detach()))
             self._old.write(kept, rows, again, window)
         self._record_skipped(plan, rows.numbers, batch, denominators)
         received += rows.bytes_received
         self.record.in_bins(plan, rows.numbers, sum(map(padded_tokens, window)), found, budget, received)
         self.verdict.after_first_step()
-        return loss + done
+        return loss
+
+    def _computed(
+        self, model: nn.Module, rows: Exchange, denominators: Denominators, kept: Collected | None
+    ) -> tuple[TokenBatch, Tensor] | TooLarge:
+        """The last bin's batch, and what HF is to run the backward on that brings the ranks' gradients together: the
+        last bin's loss; where a step may be planned anew nothing that needs memory, after all bins are done."""
+        if not can_plan_anew(self.trainer):
+            done, _ = self._backwards(model, rows, rows.bins[:-1], denominators, kept)
+            batch, loss = self._forward(model, rows, rows.bins[-1], denominators, kept)
+            return batch, loss + done
+        computed, failed = None, None
+        try:
+            computed = self._backwards(model, rows, rows.bins, denominators, kept)
+        except torch.OutOfMemoryError as error:
+            failed = self._too_large(error)
+        failed = agreed(self.trainer, failed)
+        if failed is not None:
+            return failed
+        assert computed is not None  # nothing failed
+        done, last = computed
+        assert last is not None  # a plan has a bin
+        if self.trainer.accelerator.num_processes == 1:
+            return last, trl_bridge.put_aside(self.trainer) + done
+        return last, self._forward(model, rows, [], denominators, None)[1] + done
+
+    def _backwards(
+        self, model: nn.Module, rows: Exchange, bins: list[list[int]], denominators: Denominators,
+        kept: Collected | None,
+    ) -> tuple[Tensor, TokenBatch | None]:  # fmt: skip
+        """Forward and backward of some bins, whose gradients stay on their rank: the sum of losses, the last batch."""
+        done, batch = torch.zeros((), device=self.trainer.accelerator.device), None
+        for places in bins:
+            del batch  # of the bin before
+            with without_gradient_sync(self.trainer, model):
+                batch, loss = self._forward(model, rows, places, denominators, kept)
+                backward(self.trainer, loss)
+            done = done + loss.detach()
+            del loss
+        return done, batch
+
+    def _forward(
+        self, model: nn.Module, rows: Exchange, places: list[int], denominators: Denominators, kept: Collected | None
+    ) -> tuple[TokenBatch, Tensor]:
+        tokens = rows.tokens(places)
+        self._under_way = tokens, len(places)
+        self.budget.bin_begins(tokens)
+        with host(FORWARD):
+            batch, loss = self._bin_loss(model, self._bin(rows, places), denominators)
+        if kept is not None and places:
+            kept.append((places, batch.logps[: len(places)].detach()))
+        return batch, loss
+
+    def _too_large(self, error: torch.OutOfMemoryError) -> TooLarge:
+        """The bin under way."""
+        assert self._under_way is not None
+        return TooLarge(*self._under_way, str(error))
+
+    @contextlib.contextmanager
+    def memory_in_words(self) -> Iterator[None]:
+        """Around HF's training step, which runs the last bin's backward: a bin that does not fit is a sentence."""
+        self._under_way = None
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._under_way is None:  # generation, rewards, batches as TRL cut them
+                raise
+            kind = self.trainer.accelerator.distributed_type.value
+            raise self._too_large(error).error(self.budget.asked, kind) from error
+        finally:
+            self._under_way = None
 
     def _exchanged(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
         """Token budget (where none is set: of TRL's largest micro-batch, so that memory does not rise), plan and this
         rank's rows of the optimizer step of these micro-batches. Collectives."""
+        with host(PLANNING):
+            return self._planned(window, found)
+
+    def _planned(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
         accelerator, local = self.trainer.accelerator, RowTable.of(window)
         sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
         slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
         counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
         counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
         numbers = RowNumbers.of(local, slots, counts, largest, accelerator, prompts=self.prompts.may_be_shared)
-        budget = self.trainer.lab_settings.update.max_tokens or numbers.footprint
+        budget = self.budget.of(numbers.footprint)
         plan = self._plan(numbers, budget, found)
-        return budget, plan, Exchange(local, numbers, plan, accelerator)
+        with host(EXCHANGE):
+            return budget, plan, Exchange(local, numbers, plan, accelerator)
 
     def _plan(self, numbers: RowNumbers, budget: int, found: UpdateVerdict) -> Plan:
         all_rows = found.all_rows is not None
         ranks = self.trainer.accelerator.num_processes
-        plain = plan_update(numbers.rows(all_rows), ranks, budget)
-        return self.prompts.planned(plain, numbers.rows(all_rows, packed=True), numbers.prompts, ranks, budget)
+        overhead = self.budget.overhead
+        plain = plan_update(numbers.rows(all_rows), ranks, budget, overhead_tokens=overhead)
+        packed = numbers.rows(all_rows, packed=True)
+        return self.prompts.planned(plain, packed, numbers.prompts, ranks, budget, overhead)
 
     @torch.no_grad()
     def log_probs_of(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[Collected, Exchange]:
@@ -153,7 +243,8 @@ class ExactUpdate:
                 yield places, part, *self.prompts.log_probs(self.trainer.model, part)
 
     def _bin(self, rows: Exchange, places: list[int]) -> Bin:
-        return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
+        with host(LAYOUT):
+            return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
         trainer, objective = self.trainer, self.trainer.algorithm.objective

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_lab.trainer.ranks import at
-from grpo_lab.trainer.rows import FILL, Bin, RowNumbers, RowTable, fitted, is_of_prompt, per_token_fields
+from grpo_lab.trainer.rows import FILL, Bin, RowTable, fitted, is_of_prompt, on_device, per_token_fields
+from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Routes
 
 Ints = NDArray[np.int64]
@@ -49,21 +50,41 @@ class Exchange:
         self._places: dict[int, int] | None = None
         self._moves, self.held = False, local
         if self._ranks > 1:
-            self._prompts, self._completions = (
-                lengths.cpu().numpy() for lengths in (numbers.prompt_lengths, numbers.completion_lengths)
-            )
+            self._prompts, self._completions = numbers.prompt_lengths.numpy(), numbers.completion_lengths.numpy()
             self._per_token = per_token_fields(numbers.widths)
             routes = Routes.of(plan, self._completions, self._shape[0])
             self._moves = bool(routes.moves.any())
             self._leaving, self._arriving = routes.leaving(self._rank), routes.arriving(self._rank)
             self.held = self._brought(local, routes)
+        self.held.prepared()
+        here = [self._here(rows) for rows in self.bins]
+        sent = on_device([*self.bins, *here], self._device)
+        #: of the rows of each bin, on the device: their numbers of all, and their places in ``held``
+        self._sent = dict(zip(map(tuple, self.bins), zip(sent, sent[len(here) :], strict=False), strict=True))
 
     def bin(self, rows: list[int], limit: int | None = None) -> Bin:
-        """Rows of the step that this rank holds, as one forward (``RowTable.bin``)."""
-        places = rows if self._places is None else [self._places[row] for row in rows]
-        index = torch.tensor(rows or [0], device=self._device)
-        slots, counts = self.numbers.micro_batch[index], self.numbers.token_count[index]
-        return replace(self.held.bin(places, limit), micro_batch=slots, token_count=counts, shared=self._shared)
+        """Rows of the step that this rank holds, as one forward (``RowTable.bin``); those of a bin of the plan without
+        a wait for the device."""
+        numbers, places = self._sent.get(tuple(rows)) or on_device([rows, self._here(rows)], self._device)
+        found = self.held.bin(self._here(rows), limit, self._shared, places)
+        slots, counts = self.numbers.micro_batch[numbers], self.numbers.token_count[numbers]
+        return replace(found, micro_batch=slots, token_count=counts)
+
+    def tokens(self, rows: list[int]) -> int:
+        """That the plan counts for a bin; 0 for a stand-in."""
+        if not rows:
+            return 0
+        numbers = self.numbers
+        prompts = numbers.prompt_lengths[rows]
+        if not self._shared:
+            return len(rows) * int((prompts + numbers.completion_lengths[rows]).max())
+        assert numbers.prompts is not None  # by them they are shared
+        each = dict(zip(numbers.prompts[rows].tolist(), prompts.tolist(), strict=True))
+        return sum(each.values()) + int(numbers.scored_lengths[rows].sum())
+
+    def _here(self, rows: list[int]) -> list[int]:
+        """Places of rows in ``held``."""
+        return rows if self._places is None else [self._places[row] for row in rows]
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
         """The rows that the plan puts here, or one for the stand-in. A collective if any row moves."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from grpo_lab.trainer.rows import (
     Carried,
     RowTable,
     has_hole,
+    on_device,
     positions_at_generation,
     prompt_numbers,
 )
@@ -123,15 +124,16 @@ def forwards_in_bins(
     those of ``TEXT``; where each row stood only of rows that were put together from several generations. ``prompts``:
     ``of`` can compute them once."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
-    before, completions = table.lengths
+    before, completions = table.on_host.prompts, table.on_host.completions
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
     rows_at_once = min(trainer.args.per_device_train_batch_size, len(before))
-    budget = trainer.lab_settings.update.max_tokens or default_max_tokens(rows_at_once, *shape)
+    budget = trainer.exact_update.budget.of(default_max_tokens(rows_at_once, *shape))
     rows = Rows(before, completions, completions > 0)
-    plain = plan_update(rows, 1, budget)
+    overhead = trainer.exact_update.budget.overhead
+    plain = plan_update(rows, 1, budget, overhead_tokens=overhead)
     plan = plain
     if prompts is not None and prompts.may_be_shared:
-        plan = prompts.planned(plain, rows, prompt_numbers(table.fields), 1, budget)
+        plan = prompts.planned(plain, rows, prompt_numbers(table.fields), 1, budget, overhead)
     # ranks agree on what they share: comparing the first shared bin with unshared rows may be a collective
     said = torch.tensor([[len(plan.bins[0]), len(plain.bins[0]), plan.shared]], device=table.offset.device)
     said = trainer.accelerator.gather(said)
@@ -139,11 +141,14 @@ def forwards_in_bins(
     (bins,) = plan.bins
     found = torch.zeros(fields["completion_ids"].shape, device=table.offset.device)
     limit = position_limit(trainer.accelerator.unwrap_model(model))
+    bins = bins + [[]] * (int(rounds) - len(bins))
+    table.prepared()
     with trl_bridge.without_checkpointing(trainer):
-        for places in bins + [[]] * (int(rounds) - len(bins)):
-            part = replace(table.bin(places, limit), shared=plan.shared)
+        for places, index in zip(bins, on_device(bins, found.device), strict=True):
+            part = table.bin(places, limit, plan.shared, index)
             made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
-            found[places, : made.size(1)] = made[: len(places)].to(found.dtype)
+            if places:
+                found[:, : made.size(1)].index_copy_(0, index, made.to(found.dtype))
     return found
 
 

@@ -14,7 +14,8 @@ from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Carried, RowNumbers, loss_mask, row_lengths
+from grpo_lab.trainer.rows import Carried, loss_mask, row_lengths
+from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Rows, live_rows, plan_shared, plan_update
 
 

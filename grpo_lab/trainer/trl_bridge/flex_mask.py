@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.integrations.flex_attention import flex_attention_forward
 
-from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans
+from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans, sent
 
 #: tokens of a block, FlexAttention's own
 BLOCK = 128
@@ -90,11 +90,11 @@ def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
     filled = np.arange(blocks) >= int(spans.start[-1] + spans.size[-1]) // BLOCK
     seen |= np.diag(filled)
     tables = np.stack([seen & ~full, full])
-    counts = torch.from_numpy(tables.sum(2, dtype=np.int32)).to(device)
-    places = torch.from_numpy(np.argsort(~tables, axis=2, kind="stable").astype(np.int32)).to(device)
+    counts = sent(torch.from_numpy(tables.sum(2, dtype=np.int32)), device)
+    places = sent(torch.from_numpy(np.argsort(~tables, axis=2, kind="stable").astype(np.int32)), device)
     partial_count, full_count = counts[:, None, None].contiguous().unbind()
     partial_places, full_places = places[:, None, None].contiguous().unbind()
-    table = torch.from_numpy(_table(spans, length)).to(device)
+    table = sent(torch.from_numpy(_table(spans, length)), device)
     return BlockMask.from_kv_blocks(
         partial_count, partial_places, full_count, full_places, BLOCK, _seen_by(table), (length, length)
     )

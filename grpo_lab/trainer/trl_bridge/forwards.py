@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from accelerate.utils import is_compiled_module
 from torch import Tensor
+from transformers import masking_utils
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import distillation_trainer, utils
 
 from grpo_lab.trainer.trl_bridge.names import MULTIMODAL_FIELDS, is_multimodal, replaced
+from grpo_lab.trainer.trl_bridge.packed_layout import sent
 from grpo_lab.trainer.trl_bridge.values import inside
 
 #: tokens that TRL's head takes at once on a CPU
@@ -28,6 +30,7 @@ def completion_log_probs(
     labels: Tensor,
     position_ids: Tensor,
     attention_mask: Tensor | None = None,
+    on_host: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
     (−100 = not scored, 0 there) by TRL's fused LM head, at the trainer's sampling temperature.
@@ -36,27 +39,51 @@ def completion_log_probs(
     padding; the ``position_ids`` that it would have had make the same numbers from a differently padded row. Rows are
     padded on the right, where a causal model cannot look: an ``attention_mask`` is for a hole in a row alone.
 
-    On a CPU TRL's head projects every position onto the vocabulary and drops most of it. There only scored positions
-    leave the backbone, as one row of ``shift_labels``; not under ``torch.compile``, for which it is a setting of torch
-    whether a changed hook is noticed.
+    On a CPU TRL's head projects every position onto the vocabulary and drops most of it, on a GPU it asks the device
+    which are scored and waits. With the labels ``on_host``, as they are on a CPU, only scored positions leave the
+    backbone, as one row of ``shift_labels``, and nobody waits; not under ``torch.compile``, for which it is a setting
+    of torch whether a changed hook is noticed.
     """
     mask = {} if attention_mask is None else {"attention_mask": attention_mask}
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
-    if input_ids.device.type != "cpu" or is_compiled(trainer, model):
-        with trainer.accelerator.autocast():
+    on_host = labels if input_ids.device.type == "cpu" else on_host
+    if on_host is None or is_compiled(trainer, model):
+        with trainer.accelerator.autocast(), one_sequence_a_row(input_ids.device):
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
 
-    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    following = torch.nn.functional.pad(on_host[:, 1:], (0, 1), value=-100)
     scored = following != -100
-    places = scored.flatten().nonzero().squeeze(1)
-    chosen = following.flatten()[places].unsqueeze(0)
+    found = scored.flatten().nonzero().squeeze(1)
+    chosen = sent(following.flatten()[found].unsqueeze(0), input_ids.device)
+    places = sent(found, input_ids.device)
     output = score(trainer, model, inputs, places, chosen)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
 
     return spread(output.log_probs), None if output.entropy is None else spread(output.entropy)
+
+
+@contextlib.contextmanager
+def one_sequence_a_row(device: torch.device) -> Iterator[None]:
+    """Inside the block transformers does not look for several sequences in a row by their positions: a bin has none, or
+    brings a mask that says so. It would look at every forward, and wait for the answer until the device has finished
+    all bins before this one. (On a CPU nobody waits.)"""
+    with contextlib.ExitStack() as stack:
+        if device.type != "cpu" and hasattr(masking_utils, "find_packed_sequence_indices"):
+            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
+        yield
+
+
+@contextlib.contextmanager
+def all_are_scored() -> Iterator[None]:
+    """Inside the block TRL's head takes what it is given: positions that are not scored never reach it. It would look
+    for them where Triton runs, and wait for the answer."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(utils, "_use_triton"):  # the kernels ask for themselves
+            stack.enter_context(replaced(utils, "_use_triton", lambda device: False))
+        yield
 
 
 def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
@@ -67,7 +94,8 @@ def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: 
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
         return output
 
-    with trainer.accelerator.autocast(), backbone(trainer, model).register_forward_hook(pick):
+    hook = backbone(trainer, model).register_forward_hook(pick)
+    with trainer.accelerator.autocast(), hook, one_sequence_a_row(places.device), all_are_scored():
         return model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
 

@@ -9,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Ints = NDArray[np.int64]
+
+
+def sent(laid_out: Tensor, device: torch.device) -> Tensor:
+    """Send what the host has laid out to the device; nobody waits for it."""
+    if device.type == "cuda":  # what is not pinned is copied while the host waits
+        laid_out = laid_out.pin_memory()
+    return laid_out.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

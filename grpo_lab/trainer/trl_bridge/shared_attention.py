@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import embedding
@@ -30,7 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo_lab.trainer.trl_bridge.flex_mask import block_mask, flex_attend, on_ladder
 from grpo_lab.trainer.trl_bridge.forwards import score
-from grpo_lab.trainer.trl_bridge.packed_layout import Ints, PackedGroup, Spans
+from grpo_lab.trainer.trl_bridge.packed_layout import Ints, PackedGroup, Spans, sent
 from grpo_lab.trainer.trl_bridge.varlen import Varlen, is_flash, reads_packed_rows
 from grpo_lab.update import cheapest_cuts
 
@@ -86,18 +85,22 @@ class _Sequence:
 
 
 def packed_row(
-    input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, form: Form = "tiles"
-) -> PackedRow | None:
+    input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, form: Form = "tiles",
+    device: torch.device | None = None,
+) -> PackedRow | None:  # fmt: skip
     """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``; ``prompts`` long ``[B]``, tokens
     of each row's prompt) in the ``form`` that its attention reads; None where nothing is scored. For FlexAttention it
-    is filled up with copies of the bin's first token, which nobody sees.
+    is filled up with copies of the bin's first token, which nobody sees. ``device``: where the row is to be, if not
+    where the bin is. It is laid out on the host: from a bin that is there nothing waits for the device.
 
     A row's completion ends with its last label: what comes after, a causal model's scored tokens cannot see. It may
     begin with tokens without one (a tool's answer). Rows share a prompt where its tokens and its first position are
     equal.
     """
-    following = (labels[:, 1:] != -100).cpu().numpy()
-    tokens, starts = input_ids.cpu().numpy(), position_ids[:, 0].tolist()
+    device = input_ids.device if device is None else device
+    input_ids, labels, position_ids = input_ids.cpu(), labels.cpu(), position_ids.cpu()
+    following = (labels[:, 1:] != -100).numpy()
+    tokens, starts = input_ids.numpy(), position_ids[:, 0].tolist()
     first = prompts.cpu().numpy() - 1
     last = following.shape[1] - following[:, ::-1].argmax(1)
     together: dict[tuple[int, bytes], list[int]] = {}
@@ -126,17 +129,14 @@ def packed_row(
     filled = on_ladder(length) if form == "flex" else length
     source.append(np.zeros(filled - length, dtype=np.int64))
 
-    def there(parts: list[Ints]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(input_ids.device)
-
-    of, back = there(source), there(home)
+    of, back = (torch.from_numpy(np.concatenate(places)) for places in (source, home))
     return PackedRow(
-        input_ids.flatten()[of].unsqueeze(0),
-        position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0),
-        _read_by(form, groups, filled, input_ids.device),
-        there(scored),
-        labels[:, 1:].flatten()[back],
-        back,
+        sent(input_ids.flatten()[of].unsqueeze(0), device),
+        sent(position_ids.expand_as(input_ids).flatten()[of].unsqueeze(0), device),
+        _read_by(form, groups, filled, device),
+        sent(torch.from_numpy(np.concatenate(scored)), device),
+        sent(labels[:, 1:].flatten()[back], device),
+        sent(back, device),
         any(len(group.completions) > 1 for group in groups),
     )
 
@@ -162,9 +162,9 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
         for row, one in enumerate(held):
             back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
         done += queries.size
-        seen = None if causal else torch.from_numpy(_seen(held, queries.shape[1], keys.shape[1])).to(device)
-        calls.append(Tile(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), seen))
-    return Tiles(tuple(calls), torch.from_numpy(back).to(device))
+        seen = None if causal else _seen(held, queries.shape[1], keys.shape[1], device)
+        calls.append(Tile(sent(torch.from_numpy(queries), device), sent(torch.from_numpy(keys), device), seen))
+    return Tiles(tuple(calls), sent(torch.from_numpy(back), device))
 
 
 def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
@@ -174,12 +174,13 @@ def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
     return [sequences[start:end] for start, end in pairwise([*starts, len(sequences)])]
 
 
-def _seen(held: list[_Sequence], queries: int, keys: int) -> NDArray[np.bool_]:
-    """bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its own."""
+def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its own. It is made
+    where it is read: a number a completion travels."""
     before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
     before = before[:1] if (before == before[0]).all() else before
-    reach = before[:, None] + np.arange(queries)
-    return (np.arange(keys) < reach[:, :, None])[:, None]
+    reach = sent(torch.from_numpy(before), device).unsqueeze(1) + torch.arange(queries, device=device)
+    return (torch.arange(keys, device=device) < reach.unsqueeze(2)).unsqueeze(1)
 
 
 def _rectangle(rows: list[Ints]) -> Ints:

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_lab.trainer.trl_bridge.packed_layout import Spans
+from grpo_lab.trainer.trl_bridge.packed_layout import Spans, sent
 
 _WRAPPED = "_reads_packed_rows"
 
@@ -47,8 +47,8 @@ class Varlen:
         ):
             parts += [np.arange(prompt, prompt + prompt_size), np.arange(start + head, start + size)]
         ends = [np.concatenate([[0], sizes.cumsum()]).astype(np.int32) for sizes in (spans.size, spans.keys)]
-        ends_of_queries, ends_of_keys = (torch.from_numpy(found).to(device) for found in ends)
-        keys = torch.from_numpy(np.concatenate(parts)).to(device)
+        ends_of_queries, ends_of_keys = (sent(torch.from_numpy(found), device) for found in ends)
+        keys = sent(torch.from_numpy(np.concatenate(parts)), device)
         return Varlen(keys, ends_of_queries, ends_of_keys, int(spans.size.max()), int(spans.keys.max()))
 
     def gathered(self, values: Tensor) -> Tensor:

@@ -1,0 +1,110 @@
+"""A bin that the device has no memory for: what is said of it, and with ``update.max_tokens: auto`` the step anew.
+
+A backward that breaks off has put its share into some gradients and not into others, so nothing of an attempt is kept:
+gradients, metrics and the old log-probs of the batch go back to what they were before the step (``StepBefore``), and
+the step is planned anew with half the tokens of the bin that was too large. That is exact, and costs the bins that were
+done once more, once a run.
+
+Where several ranks train the others must come along. Under DDP a bin's backward talks to nobody, and the ranks agree
+after the last one; the backward that brings gradients together is then a stand-in's. Where weights are in parts (FSDP,
+DeepSpeed) every forward is a collective in which the others wait already: there it is an error, as with a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from grpo_lab.trainer.metrics.book import MetricBook
+from grpo_lab.trainer.metrics.token_weights import TokenWeights
+from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ranks import at
+
+#: kinds of distribution in which a rank's bins are its own business
+ALONE = ("NO", "MULTI_CPU", "MULTI_GPU")
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A bin that did not fit.
+
+    Args:
+        tokens: that the plan counts for it.
+        rows: in it.
+        said: torch's words.
+    """
+
+    tokens: int
+    rows: int
+    said: str
+
+    def error(self, asked: Any, kind: str) -> torch.OutOfMemoryError:
+        """What ends the run. ``asked``: the setting; ``kind``: how accelerate distributes."""
+        if self.rows == 1:
+            what = f"a row of {self.tokens} tokens alone does not fit into the device's memory"
+            cure = "shorten it (`max_completion_length`, its prompt), or set `gradient_checkpointing: true`"
+        else:
+            limit = "not set: a stock micro-batch's" if asked is None else asked
+            what = f"out of memory in a bin of {self.tokens} tokens (`update.max_tokens`: {limit})"
+            cure = f"set `update.max_tokens: {self.tokens // 2}`"
+            if asked == "auto":
+                what += f", and under {kind} the other ranks wait in its forward, so the step cannot be planned anew"
+            else:
+                cure += ", or `auto`, which halves it by itself"
+        return torch.OutOfMemoryError(f"{what}: {cure}. torch says: {self.said}")
+
+
+def can_plan_anew(trainer: StepPort) -> bool:
+    """Whether a step that ran out of memory can be computed again."""
+    kind = trainer.accelerator.distributed_type.value
+    return trainer.lab_settings.update.max_tokens == "auto" and kind in ALONE
+
+
+def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
+    """The same on every rank: the smallest bin that did not fit on one of them. A collective."""
+    if trainer.accelerator.num_processes == 1:
+        return own
+    told = (0, 0) if own is None else (own.tokens, own.rows)
+    with at("whether all bins fit"):
+        found = trainer.accelerator.gather(torch.tensor([told], device=trainer.accelerator.device)).tolist()
+    failed = [
+        TooLarge(tokens, rows, own.said if own else "another rank ran out of it") for tokens, rows in found if rows
+    ]
+    return min(failed, key=lambda one: (one.rows > 1, one.tokens), default=None)
+
+
+class StepBefore:
+    """What the bins of an optimizer step change, as it was before them."""
+
+    def __init__(
+        self, trainer: StepPort, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]
+    ) -> None:
+        self._model, self._weights = model, weights
+        self._had_gradients = any(one.grad is not None for one in model.parameters())
+        held = {id(batch): batch for batch in (*window, *(trainer._buffered_inputs or []))}
+        self._fields = [(batch, dict(batch)) for batch in held.values()]
+        self._book: MetricBook = trainer.recorder.book("train")
+        self._pairs = self._book.so_far()
+        self._trls: dict[str, list[Any]] = trainer._metrics["train"]
+        self._trls_then = {name: list(values) for name, values in self._trls.items()}
+        self._sums = weights.so_far()
+
+    def come_back(self, failed: TooLarge) -> None:
+        """RuntimeError: gradients that somebody else had made cannot be told from those of the bins."""
+        if self._had_gradients:
+            raise RuntimeError(
+                "out of memory in a bin, and the step cannot be computed again: there were gradients before it, which "
+                f"something beside it made; set `update.max_tokens: {failed.tokens // 2}`. torch says: {failed.said}"
+            )
+        for one in self._model.parameters():
+            one.grad = None
+        for batch, fields in self._fields:
+            batch.clear()
+            batch.update(fields)
+        self._book.go_back(self._pairs)
+        self._trls.clear()
+        self._trls.update({name: list(values) for name, values in self._trls_then.items()})
+        self._weights.go_back(self._sums)

@@ -1,0 +1,107 @@
+"""What every rank knows of all rows of an optimizer step: a few whole numbers each, from which the step is planned."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.rows import RowTable, prompt_numbers, reach
+from grpo_lab.update import Rows, live_rows
+
+COUNT_BITS = 32
+"""Bits of a count of tokens, where it travels beside another."""
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """``N`` rows of all ranks, in rank order; equal on every rank. What plans are made from is on the host.
+
+    Args:
+        prompt_lengths, completion_lengths: long ``[N]``, tokens.
+        scored: long ``[N]`` on the device, loss tokens.
+        scores: bool ``[N]``, whether there are any.
+        contributes: bool ``[N]``, some loss token has an advantage (``live_rows``).
+        micro_batch: long ``[N]`` on the device, which micro-batch of the step TRL had the row in.
+        token_count: float ``[N]`` on the device, TRL's token denominator of the row's generation batch.
+        prompts: long ``[N]``, ``prompt_numbers``; None where nobody asked.
+        scored_lengths: long ``[N]``, tokens of the completion up to its last loss token: what a packed row has.
+        footprint: padded tokens of the largest micro-batch that TRL cut, over all ranks.
+        widths: width over all ranks of each field with one, and of each rank in ``local_widths``.
+    """
+
+    prompt_lengths: Tensor
+    completion_lengths: Tensor
+    scored: Tensor
+    scores: Tensor
+    contributes: Tensor
+    micro_batch: Tensor
+    token_count: Tensor
+    prompts: Tensor | None
+    scored_lengths: Tensor
+    footprint: int
+    widths: dict[str, int]
+    local_widths: dict[str, list[int]]
+    bytes_received: int = 0
+
+    @staticmethod
+    def of(
+        table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
+        prompts: bool = False,
+    ) -> RowNumbers:  # fmt: skip
+        """From this rank's rows; ``prompts``: with those. A collective on several ranks. RuntimeError: ranks hold
+        different fields (a team's field that only some rows or ranks have)."""
+        named = sorted(table.fields.items())
+        kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
+        mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)
+        contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
+        bits = token_count.double().view(torch.int64)  # a float travels as its bits
+        alike = (same * footprint, same * zlib.crc32(kinds.encode()))
+        asked = (prompt_numbers(table.fields),) if prompts else ()
+        scores = mask.sum(1) + (reach(mask) << COUNT_BITS)  # two numbers travel as one
+        columns = (*table.lengths, scores, contributes, micro_batch, bits, *asked, *alike)
+        numbers = torch.stack([column.long() for column in columns], dim=1)
+        wide = {name: value.size(1) for name, value in named if value.dim() > 1}
+        widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
+        if accelerator.num_processes > 1:
+            received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
+            with at("numbers of all rows"):
+                numbers = accelerator.gather(numbers)
+                if bool((numbers[:, -1] != numbers[0, -1]).any()):
+                    raise RuntimeError(
+                        "the ranks' micro-batches hold different fields, so rows cannot be exchanged; this rank has "
+                        f"{kinds}. Give every rank the same ones, in every micro-batch, or set `update: off`"
+                    )
+                widths = accelerator.gather(widths)
+        _, _, counted, _, slots, bits, *_ = numbers.unbind(1)
+        prompt, completion, scores, live, _, _, *which, footprints, _ = numbers.cpu().unbind(1)  # one transfer
+        local = dict(zip(wide, widths.t().tolist(), strict=True))
+        below = (1 << COUNT_BITS) - 1
+        return RowNumbers(
+            prompt_lengths=prompt,
+            completion_lengths=completion,
+            scored=counted & below,
+            scores=(scores & below) > 0,
+            contributes=live.bool(),
+            micro_batch=slots,
+            token_count=bits.contiguous().view(torch.float64).to(token_count.dtype),
+            prompts=next(iter(which), None),
+            scored_lengths=scores >> COUNT_BITS,
+            footprint=int(footprints.max()),
+            widths={name: max(found) for name, found in local.items()},
+            local_widths=local,
+            bytes_received=received,
+        )
+
+    def __len__(self) -> int:
+        return self.scored.numel()
+
+    def rows(self, all_rows: bool, packed: bool = False) -> Rows:
+        """For the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have them."""
+        live = self.scores if all_rows else self.contributes
+        completions = self.scored_lengths if packed else self.completion_lengths
+        return Rows(self.prompt_lengths, completions, live)
