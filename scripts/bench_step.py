@@ -1,6 +1,7 @@
 """The whole optimizer step, stock TRL against ours: the quick start from its cold start, its time by part.
 
     python scripts/bench_step.py [--rounds 3] [--steps 8] [--start FOLDER] [--tiny]
+    python scripts/bench_step.py --host [--rows 1024]   # what the host does within our update: planning, packing, …
 
 Both train `recipes/quickstart/dr_grpo.yaml`: same start, prompts, rewards, settings; TRL's ``loss_type: dr_grpo`` is
 the same objective. Rounds alternate; the first step of each is not counted. Before that both take three steps on the
@@ -29,7 +30,7 @@ from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.settings import read
-from grpo_lab.trainer.metrics.profile import Profile, as_table, by_part
+from grpo_lab.trainer.metrics.profile import PARTS, Profile, as_table, by_part, host_table
 from grpo_lab.trainer.ranks import RankAwareTrainer, at
 from grpo_lab.trainer.supervised.methods import cold_start
 
@@ -106,12 +107,20 @@ def main() -> None:
     asked.add_argument("--steps", type=int, default=8, help="counted ones, a round")
     asked.add_argument("--start", type=Path, default=Path("runs/bench_step/start"))
     asked.add_argument("--tiny", action="store_true", help="a smoke: one round of two steps, hardly a cold start")
+    asked.add_argument("--host", action="store_true", help="ours alone, and what its host does within the update")
+    asked.add_argument("--rows", type=int, default=1024, help="with --host: completions an optimizer step")
     options = asked.parse_args()
     if options.tiny:
         options.rounds, options.steps = 1, 2
     hf_logging.set_verbosity_error()
     start = started(options.start, options.tiny)
     rows = training_rows()
+    if options.host:
+        _, profile = trained("ours", start, rows, options.steps + 1, per_device_train_batch_size=options.rows)
+        parts = by_part(profile.seconds, options.steps)
+        print(as_table({"ours": parts}, options.steps))
+        print(host_table(profile.of_host, parts[PARTS["update"]], options.steps))
+        return
     weights = [dict(trained("stock", start, rows, 3)[0].model.named_parameters())]
     weights.append(dict(trained("ours", start, rows, 3, rollout={"generate": "stock"})[0].model.named_parameters()))
     gap = max(float((weights[0][name] - weights[1][name]).detach().abs().max()) for name in weights[0])
