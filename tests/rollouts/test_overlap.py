@@ -7,7 +7,10 @@ with a real server: ``test_overlap_live.py``.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -411,3 +414,28 @@ def test_read_ahead_gives_what_the_loop_asks_for_and_no_more() -> None:
     assert list(ahead.read(source, 2, 15)) == []
     assert list(ahead.read(iter("ab"), 1, 15)) == ["a"]
     assert ahead.rows(16) == "b"
+
+
+@pytest.mark.parametrize(("place", "overlap"), [("sync", 0), ("sync", 1), ("proof", 0)])
+def test_ctrl_c_is_heard_where_a_server_stands_still(place: str, overlap: int, tiny: Any, tmp_path: Path) -> None:
+    """At once, with a checkpoint of the last step; before, when the request had failed: after `silence_timeout`, which
+    no scheduler waits for."""
+    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
+    with stand_in(model):
+        rollout = {"overlap": overlap, "verify_every": int(place == "proof")}
+        trainer = build(tmp_path, model, tokenizer, rollout=rollout, save_strategy="steps", save_steps=100)
+        client = trainer.vllm_generation.vllm_client
+        owner, name = (client.courier, "push") if place == "sync" else (client, "probe")
+        asks = getattr(owner, name)
+        calls = itertools.count()
+
+        def stands_still(what: Any) -> Any:
+            if next(calls) == 2:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Event().wait(8)  # as the main thread waits for an answer
+            return asks(what)
+
+        setattr(owner, name, stands_still)
+        with pytest.raises(KeyboardInterrupt, match=r"interrupted after step 2; a checkpoint was written"):
+            trainer.train()
+    assert (tmp_path / "out" / "checkpoint-2" / "optimizer.pt").is_file()

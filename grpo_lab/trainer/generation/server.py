@@ -244,9 +244,15 @@ class ServerReturn:
         self._unproven = False
 
     def sync(self, stock: Callable[[], None]) -> None:
-        """``sync_weights``: the weights are with the server, or with the one that came in its place."""
+        """``sync_weights``: the weights are with the server, or with the one that came in its place.
+
+        A signal ends the wait for a server that stands still; not over NCCL, where the server would wait for the rest.
+        """
+        client = getattr(self.generation, "vllm_client", None)
+        over_nccl = getattr(client, "way", "") == "nccl"
         try:
-            sync(self.generation, stock)
+            with contextlib.nullcontext() if over_nccl else self.generation.waiting():
+                sync(self.generation, stock)
         except ServerGone as lost:
             self._reconnect(lost, stock)
 
@@ -268,7 +274,8 @@ class ServerReturn:
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
         """``prove()`` between two generations; after a loss in it again, of the server that came back."""
-        proven = self._asked(prove, stock_sync, "proof")
+        with self.generation.waiting():
+            proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
 

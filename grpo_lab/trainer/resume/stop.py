@@ -150,12 +150,13 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Around a wait for a server."""
+        """Around a wait for a server, also inside another one."""
+        before = self._waiting
         self._waiting = True
         try:
             yield
         finally:
-            self._waiting = False
+            self._waiting = before
 
     def _is_asked(self, args: Any) -> bool:
         """Whether any process was asked; the same answer on all of them, which all come here."""
