@@ -9,6 +9,7 @@ STOCK_ON_A_CPU = (
     "attribute `weight_loader`)"
 )
 FLEX_ON_A_CPU = "FlexAttention's kernel has no backward on a CPU; its mask is read by PyTorch's unfused one instead"
+FLASH_ON_A_CPU = "flash kernels are a GPU's; the tests put a loop in the kernel's place"
 SLEEP_ON_A_CPU = "sleep mode unmaps GPU memory; vLLM's CPU build has none of it"
 ENGINE = {"tags": ("engine",), "needs": ("vllm",), "limit": 120.0, "tiny_limit": 90.0, "cores": 2}
 ALONE = {"timed": True, "tags": ("engine",), "needs": ("vllm",), "limit": 120.0, "tiny_limit": 90.0}
@@ -56,6 +57,8 @@ TIMED = (
     Section("FlexAttention, 0.5B", "gpu_checks.shared_prompts:flex_seconds", 40, 10, timed=True,
             gpu_only=FLEX_ON_A_CPU, builds="gpu_checks.shared_prompts:flex_built",
             tags=("shared", "flex")),
+    Section("flash kernel, 0.5B", "gpu_checks.shared_prompts:flash_seconds", 20, 10, timed=True,
+            gpu_only=FLASH_ON_A_CPU, builds="gpu_checks.shared_prompts:flash_built", tags=("shared", "flash")),
     Section("quick start", "gpu_checks.quick_start:section", 45, 20, timed=True),
     *(update("0.5B", variant, 30) for variant in ("plain", "LoRA", "checkpointing")),
     Section("whole step, transformers", "gpu_checks.whole_step:with_transformers", 50, 10, timed=True),

@@ -1,13 +1,15 @@
 """Each group's prompt computed once: the gradients beside stock TRL's, the seconds beside stock's and ours without it.
 
 Fixed rollouts of 8 groups of 8, 5 groups dead. ``on`` computes attention in tiles, ``flex`` in FlexAttention's kernel,
-with the same mask. Seconds are those of an optimizer step without generation, the first left out.
+with the same mask, ``flash`` in a flash kernel's call for sequences of any lengths. Seconds are those of an optimizer
+step without generation, the first left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -21,9 +23,13 @@ from trl import GRPOTrainer
 
 from gpu_checks.section import Row, Setting, below, faster, verdict
 from grpo_lab import LabTrainer
+from grpo_lab.trainer.trl_bridge import CLOCK
 
 GROUP = 8
-SHARING = {"off": "off", "on": "on", "flex": "on"}
+SHARING = {"off": "off", "on": "on", "flex": "on", "flash": "on"}
+ATTENTION = {"flex": "flex_attention", "flash": "flash_attention_2"}
+#: packages of which one brings a flash kernel: its own, or the hub's, which fetches one
+FLASH = ("flash_attn", "kernels")
 
 
 @dataclass
@@ -53,7 +59,7 @@ def flex_gradients(setting: Setting) -> Iterator[Row]:
     cell = cell_of(setting, "small", 64, 32)
     tiles, flex = (trained(setting, "small", cell, side, steps=0) for side in ("on", "flex"))
     row = agrees("gradient with FlexAttention from that with tiles", tiles, flex)
-    yield row | {"first step s": flex.first}
+    yield row | {"first step s": flex.first, "compiled": CLOCK.described()}
 
 
 def flex_unfused(setting: Setting) -> Iterator[Row]:
@@ -92,9 +98,23 @@ def flex_seconds(setting: Setting) -> Iterator[Row]:
     yield {"side": "tiles", "step s": tiles.seconds, "peak MiB": tiles.peak}
     flex = trained(setting, "0.5B", cell, "flex", steps=3)
     yield verdict("seconds of FlexAttention's first step, which compiles", flex.first)
+    yield verdict("what FlexAttention compiled for all lengths", CLOCK.described())
     columns = {"side": "FlexAttention", "step s": flex.seconds, "peak MiB": flex.peak}
     yield faster(setting, "step with FlexAttention, tiles over it", tiles.seconds, flex.seconds, **columns)
     yield norms_agree("its gradient norms from those of tiles", tiles, flex)
+
+
+def flash_seconds(setting: Setting) -> Iterator[Row]:
+    """The 0.5B shape under bfloat16: a step with tiles and with a flash kernel, where one is installed."""
+    if not any(find_spec(package) for package in FLASH):
+        yield verdict("a flash kernel", f"none: neither {' nor '.join(FLASH)} is installed")
+        return
+    cell = cell_of(setting, "0.5B", 1024, 256)
+    tiles, flash = (trained(setting, "0.5B", cell, side, steps=3) for side in ("on", "flash"))
+    yield {"side": "tiles", "step s": tiles.seconds, "peak MiB": tiles.peak}
+    columns = {"side": "flash kernel", "step s": flash.seconds, "peak MiB": flash.peak}
+    yield faster(setting, "step with a flash kernel, tiles over it", tiles.seconds, flash.seconds, **columns)
+    yield norms_agree("its gradient norms from those of tiles", tiles, flash)
 
 
 def cell_of(setting: Setting, shape: str, prompt: int, completion: int) -> Cell:
@@ -111,9 +131,8 @@ def trained(setting: Setting, shape: str, cell: Cell, side: str, steps: int) -> 
     """``steps`` optimizer steps after a first one; a cell counts its generations, so each side starts it anew."""
     exact = shape == "small"
     torch.manual_seed(0)
-    attention = "flex_attention" if side == "flex" else "sdpa"
     config = config_of(shape_of(setting, shape))
-    config._attn_implementation = attention
+    config._attn_implementation = ATTENTION.get(side, "sdpa")
     with torch.device(setting.device):
         model = Qwen2ForCausalLM(config).float()
     cell.calls = 0
@@ -167,3 +186,13 @@ def flex_built(setting: Setting) -> Iterator[Row]:
         yield verdict(
             "ours refuses it on a CPU", str(refusal), "a refusal that names FlexAttention", "Flex" in str(refusal)
         )
+
+
+def flash_built(setting: Setting) -> Iterator[Row]:
+    """On a CPU: transformers' own refusal of that attention."""
+    cell = cell_of(setting, "0.5B", 1024, 256)
+    try:
+        trained(setting, "0.5B", cell, "flash", steps=0)
+    except (ImportError, ValueError) as refusal:
+        words = str(refusal).strip().splitlines()[-1]
+        yield verdict("transformers refuses it on a CPU", words, "a refusal that names it", "lash" in words)

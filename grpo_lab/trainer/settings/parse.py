@@ -207,8 +207,8 @@ class UpdateSettings:
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
             update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
             which takes stock's batches of all rows (the default without: a run that is to equal stock TRL).
-        share_prompts: compute a group's prompt once (full attention by ``sdpa`` or FlexAttention): ``auto`` where it is
-            cheaper.
+        share_prompts: compute a group's prompt once (full attention by ``sdpa``, FlexAttention or a flash kernel):
+            ``auto`` where it is cheaper.
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_word)] = "exact"
