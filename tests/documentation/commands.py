@@ -100,7 +100,7 @@ def _script(words: list[str]) -> None:
     options = [words.pop(0) for _ in range(_leading_options(words))]
     if options == ["-m"]:
         words[0] = words[0].replace(".", "/") + ".py"
-    script = ROOT / words[0]
+    script = ROOT / words[0].replace("KIT/", "scripts/offline_kits/")  # which a kit takes along
     if not script.is_file():
         raise ValueError(f"{words[0]}: no such script")
     if script.name == "train.py":

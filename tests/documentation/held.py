@@ -11,6 +11,7 @@ WHEEL = "tests/recipes/test_wheel.py::"
 EVALUATE = "tests/training/test_evaluate.py::"
 ROUNDS = "tests/training/test_rounds_run.py::"
 COMPARING = "tests/training/test_comparing_scripts.py::"
+KIT = "tests/unit/test_offline_kit.py::"
 CLI = "tests/unit/test_cli.py::"
 PIPELINE = "tests/training/test_pipeline_runner.py::test_"
 
@@ -88,6 +89,8 @@ HELD: dict[str, str | tuple[str, str]] = {
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
     "bash scripts/gpu_lent.sh *": "tests/training/test_gpu_lent.py::test_two_calls_unpack_vllm_whole_or_not_at_all",
+    "python3 KIT/unpack.py *": f"{KIT}test_unpacked_it_says_what_imports_and_names_all_that_is_missing",
+    "python scripts/offline_kit.py *": ("network", "downloads; all else of it: tests/unit/test_offline_kit.py"),
     "make stress-kill": (
         "tests/stress/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit"
     ),

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
-import lzma
+import hashlib
+import json
 import os
+import platform
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_lent.sh"
-KERNELS = {"kernels.xz": "_C_stable_libtorch.abi3.so", "attention.xz": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+STAND_IN = """#!/bin/sh
+case "$1" in
+*unpack.py) exec {python} "$@" ;;
+esac
+echo "asked $*"
+echo "$PYTHONPATH" >path
+for last; do :; done
+echo {{}} >"$last"
+exit ${{CODE:-0}}
+"""
+
+
+def packed(kit: Path, name: str, files: list[str]) -> dict[str, Any]:
+    """An archive of a kit in two parts, as ``offline_kit.py`` leaves it."""
+    whole = kit / name
+    with tarfile.open(whole, "w:xz") as tar:
+        for file in files:
+            (kit / "one").write_text(file)
+            tar.add(kit / "one", arcname=file)
+    data = whole.read_bytes()
+    whole.unlink()
+    parts = []
+    for number, piece in enumerate((data[:90], data[90:])):
+        part = kit / f"{name}.tar.xz.{number:03d}"
+        part.write_bytes(piece)
+        parts.append({"file": part.name, "bytes": len(piece), "sha256": hashlib.sha256(piece).hexdigest()})
+    return {"parts": parts, "bytes": 10, "files": len(files)}
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with the kit's packages; python is a stand-in that says what it was asked and leaves results."""
+    """A checkout with a kit; python is a stand-in that says what it was asked and leaves results."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "scripts")
+    shutil.copy(SCRIPTS / "gpu_lent.sh", tmp_path / "scripts")
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "asked $*"; for last; do :; done\necho {} >"$last"\nexit ${CODE:-0}\n')
+    python.write_text(STAND_IN.format(python=sys.executable))
     python.chmod(0o755)
-    for place in ("trl/__init__.py", "vllm/__init__.py", "vllm/vllm_flash_attn/a.py", "vllm-0.26.0.dist-info/METADATA"):
-        file = tmp_path / "site" / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(place)
-    (tmp_path / ".kit").mkdir()
-    with tarfile.open(tmp_path / ".kit" / "site.tar.xz", "w:xz") as packed:
-        packed.add(tmp_path / "site", arcname=".")
+    kit = tmp_path / ".kit"
+    kit.mkdir()
+    shutil.copy(SCRIPTS / "offline_kits" / "unpack.py", kit)
+    archives = {
+        "packages": packed(kit, "packages", ["trl/__init__.py", "trl/a.py"]),
+        "engine": packed(kit, "engine", ["vllm/__init__.py", "vllm/_C_stable_libtorch.abi3.so"]),
+    }
+    of = {"python": "{}.{}".format(*sys.version_info), "machine": platform.machine(), "archives": archives}
+    (kit / "manifest.json").write_text(json.dumps(of))
     return tmp_path
 
 
@@ -41,29 +72,24 @@ def call(checkout: Path, what: str, **more: str) -> Any:
 
 
 def test_two_calls_unpack_vllm_whole_or_not_at_all(checkout: Path) -> None:
-    site = checkout / "on it"
+    site, second = checkout / "on it", checkout / ".kit" / "engine.tar.xz.001"
+    second.rename(checkout / "later")
     done = call(checkout, "first")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"asked scripts/gpu_check.py --budget 260 --output {checkout}/out/gpu_check.json\n"
-    assert [place.name for place in site.iterdir()] == ["trl"]
+    assert f"asked scripts/gpu_check.py --budget 260 --output {checkout}/out/gpu_check.json\n" in done.stdout
+    assert (checkout / "path").read_text() == f"{checkout}:{site}/packages/site-packages\n"
+    assert not (site / "engine").exists()
     assert (checkout / "runs" / "gpu_check.json").exists(), "for the second call, while the machine is warm"
     early = call(checkout, "second")
-    assert (early.returncode, [place.name for place in site.iterdir()]) == (3, ["trl"])
-    assert early.stderr.startswith("gpu_lent: .kit/kernels.xz* is not here")
-    for file in KERNELS:
-        (checkout / ".kit" / file).write_bytes(lzma.compress(file.encode()))
-    whole = (checkout / ".kit" / "kernels.xz").read_bytes()
-    (checkout / ".kit" / "kernels.xz").unlink()
-    (checkout / ".kit" / "kernels.xz.aa").write_bytes(whole[:40])
-    early = call(checkout, "second")
-    assert (early.returncode, [place.name for place in site.iterdir()]) == (3, ["trl"])
-    assert "the parts .kit/kernels.xz.* are not all here" in early.stderr
-    (checkout / ".kit" / "kernels.xz.ab").write_bytes(whole[40:])
+    assert early.returncode == 3
+    assert "nothing was unpacked: engine.tar.xz.001 is missing" in early.stderr
+    assert not (site / "engine").exists()
+    (checkout / "later").rename(second)
     done = call(checkout, "second")
     assert done.returncode == 0, done.stderr
     assert "--budget 255 --resume runs/gpu_check.json --output" in done.stdout
-    assert sorted(place.name for place in site.iterdir()) == ["trl", "vllm", "vllm-0.26.0.dist-info"]
-    assert {file: (site / "vllm" / place).read_text() for file, place in KERNELS.items()} == {f: f for f in KERNELS}
+    assert (checkout / "path").read_text().startswith(f"{checkout}:{site}/engine/site-packages:")
+    assert (site / "engine" / "site-packages" / "vllm" / "_C_stable_libtorch.abi3.so").is_file()
 
 
 def test_a_failed_check_s_code_is_the_call_s_and_its_results_are_there(checkout: Path) -> None:
@@ -74,7 +100,7 @@ def test_a_failed_check_s_code_is_the_call_s_and_its_results_are_there(checkout:
 
 
 def test_a_kit_that_did_not_travel_is_named(checkout: Path) -> None:
-    (checkout / ".kit" / "site.tar.xz").unlink()
+    (checkout / ".kit" / "manifest.json").unlink()
     done = call(checkout, "prepare")
     assert done.returncode == 3
-    assert done.stderr.startswith("gpu_lent: .kit/site.tar.xz is not here: name it in carry")
+    assert done.stderr.startswith("gpu_lent: .kit/manifest.json is not here: name it in carry")
