@@ -165,7 +165,9 @@ class SharedPrompts:
             self.because = f"{named} has no forward for a packed row ({failed})"
         if self.asked == "on":
             raise RuntimeError(f"`update.share_prompts` is on, and {self.because}; set it to off")
-        self._trainer.recorder.say(f"each row computes its prompt: {self.because}", key="share_prompts")
+        self._trainer.recorder.say(
+            f"each row computes its prompt: {self.because}", key="share_prompts", level=logging.WARNING
+        )
 
 
 def refuse_unshared(because: str) -> None:
