@@ -40,6 +40,7 @@ FUNCTIONAL = (
     engine("float32", "float32"),
     engine("sleep mode", "sleep", gpu_only=SLEEP_ON_A_CPU, builds="gpu_checks.engine:built"),
     Section("resume to the bit", "gpu_checks.resume:section", 45, 10),
+    Section("bins without a wait", "gpu_checks.bins:section", 40, 10, tags=("update",)),
     Section("parity, bf16", "gpu_checks.parity:bf16", 20, 5),
     Section("FSDP2", "gpu_checks.sharded:fsdp2", 45, 20, tags=("sharded",), cores=2, tiny_cores=2),
     Section("DeepSpeed, ZeRO-2", "gpu_checks.sharded:zero", 45, 20, tags=("sharded",), needs=("deepspeed",),
