@@ -10,7 +10,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: help setup setup-vllm train lab-smoke labs test test-fast test-thorough test-numeric lint types format docs docs-index docs-serve test-versions \
-	bench bench-step bench-accuracy bench-supervised bench-update bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
+	bench bench-step bench-accuracy bench-supervised bench-update bench-stock-best bench-shared-prompts bench-overlap bench-rollouts bench-verify gpu-check stress-kill stress-kill-commands stress-hostile stress-soak stress-guards clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -120,6 +120,9 @@ bench-supervised: setup  ## supervised training against TRL's SFTTrainer, on the
 
 bench-update: setup  ## the policy update against stock TRL, on fixed rollouts
 	$(BIN)/python scripts/bench_update.py
+
+bench-stock-best: setup  ## the policy update against stock TRL with the settings that make it fastest, found by a search
+	$(BIN)/python scripts/bench_stock_best.py
 
 bench-shared-prompts: setup  ## the policy update with each prompt once, prompts of 64 to 1,024 tokens: 10 minutes
 	$(BIN)/python scripts/bench_shared_prompts.py

@@ -70,11 +70,12 @@ def test_a_server_that_goes_with_a_run_that_is_asked_to_stop(tmp_path: Path) -> 
     stop = SimpleNamespace(reason="SIGTERM", broke_off_a_wait=None)
     accelerator = SimpleNamespace(wait_for_everyone=lambda: None, is_main_process=True)
     trainer = SimpleNamespace(
-        parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2)
-    )
-    with pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"), _ended_as_asked(trainer, tmp_path, {}):
+        parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2),
+        exact_update=SimpleNamespace(budget=SimpleNamespace(described=dict)),
+    )  # fmt: skip
+    with pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"), _ended_as_asked(trainer, tmp_path, {"exact_update": {}}):
         raise ServerGone("it went. A checkpoint of step 2 was written")
     assert read_marker(tmp_path / RUN)["interrupted"] == {"signal": "SIGTERM", "step": 2}
     stop.reason = None
-    with pytest.raises(ServerGone, match="it went"), _ended_as_asked(trainer, tmp_path, {}):
+    with pytest.raises(ServerGone, match="it went"), _ended_as_asked(trainer, tmp_path, {"exact_update": {}}):
         raise ServerGone("it went")
