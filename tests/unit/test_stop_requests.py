@@ -73,7 +73,10 @@ def test_a_server_that_goes_with_a_run_that_is_asked_to_stop(tmp_path: Path) -> 
         parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2),
         exact_update=SimpleNamespace(budget=SimpleNamespace(described=dict)),
     )  # fmt: skip
-    with pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"), _ended_as_asked(trainer, tmp_path, {"exact_update": {}}):
+    with (
+        pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"),
+        _ended_as_asked(trainer, tmp_path, {"exact_update": {}}),
+    ):
         raise ServerGone("it went. A checkpoint of step 2 was written")
     assert read_marker(tmp_path / RUN)["interrupted"] == {"signal": "SIGTERM", "step": 2}
     stop.reason = None
