@@ -307,7 +307,8 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     from grpo_lab.runs.console import quiet, show
 
-    recipe = _load(command.read)(written, file.stem, **({"beside": file.parent} if command.actions else {}))
+    beside = {"beside": file.parent} if command.actions else {}
+    recipe = _load(command.read)(written, file.stem, **beside)
     given = ("overwrite", "resume", "only", "launched")
     flags = {name: getattr(known, name) for name in given if hasattr(known, name)}
     if getattr(known, "submit", None):
@@ -315,8 +316,10 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         return 0
     with quiet(known.verbose):
         if known.dry_run:
-            words = _load(command.plan)(recipe, **flags)
-            show(recipe.name, {**words, **_engine_here(written)} if engine else words)
+            plan = dict(_load(command.plan)(recipe, **flags))
+            if engine:
+                plan |= _engine_here(written)
+            show(recipe.name, plan)
             return 0
         try:
             _load(command.run)(recipe, **flags)
@@ -347,11 +350,14 @@ def _name_recipe(command: Command, known: argparse.Namespace) -> list[str]:
     known.place = known.config or known.place
     if known.place is None:
         raise ValueError(f"`grpo-lab {known.command}` needs one of {[*command.actions]} and a file or folder")
-    known.config = None if known.action in ("status", "show") else known.place
-    if known.action != "resume":
+    if known.action in ("status", "show"):
+        known.config = None
         return []
-    known.config = f"{known.place}/pipeline.yaml"
-    return ["--output_dir", known.place]
+    if known.action == "resume":
+        known.config = f"{known.place}/pipeline.yaml"
+        return ["--output_dir", known.place]
+    known.config = known.place
+    return []
 
 
 def _engine_here(written: Mapping[str, Any]) -> dict[str, str]:

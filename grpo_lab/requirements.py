@@ -83,7 +83,8 @@ def _place(error: BaseException) -> str:
     extension = getattr(error, "path", None)
     if isinstance(extension, str) and extension not in str(error):
         return f", in {extension}"
-    trace, place = error.__traceback__, ""
+    trace = error.__traceback__
+    place = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if not file.startswith("<"):
@@ -96,7 +97,9 @@ def in_words(found: Mapping[str, str]) -> str:
     """One sentence that names them all, and how they are had."""
     gone = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
     half = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
-    parts = [f"{', '.join(gone)} ({NOT_INSTALLED})"] if gone else []
+    parts = []
+    if gone:
+        parts.append(f"{', '.join(gone)} ({NOT_INSTALLED})")
     said = "; ".join([*parts, *half])
     asked = " ".join(f"'{one}'" for one in found)
     return (

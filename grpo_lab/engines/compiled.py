@@ -53,17 +53,20 @@ class CompiledGenerate:
             ValueError: `refuse_compiled` says why this cannot be had.
         """
         refuse_compiled(model, generation_config, more)
+        said = filled_config(generation_config, model)
+        ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
+        pad = int(next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0))
+        if input_ids.size(1) == 1:  # what is read before is all but a prompt's last token: here a column of padding
+            ids = torch.nn.functional.pad(input_ids, (1, 0), value=pad)
+            mask = torch.nn.functional.pad(attention_mask, (1, 0), value=0)
+            return self(stock, model, ids, mask, generation_config, **more)[:, 1:]
         read = prompts_read_once(model, input_ids, attention_mask, room=0)
         if read is None:
-            raise ValueError(
-                f"{REFUSED} the model does not keep a prompt's keys and values as they are read; {INSTEAD}"
-            )
-        said = filled_config(generation_config, model)
+            reason = "the model does not keep a prompt's keys and values as they are read"
+            raise ValueError(f"{REFUSED} {reason}; {INSTEAD}")
         width = input_ids.size(1)
         most = width + int(said.max_new_tokens)
-        ends = torch.tensor(ends_of(said), dtype=torch.long, device=input_ids.device)
-        pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
-        result = input_ids.new_full((input_ids.size(0), most), int(pad))
+        result = input_ids.new_full((input_ids.size(0), most), pad)
         result[:, :width] = input_ids
 
         batch = _OpenRows.of(input_ids, attention_mask)
@@ -104,7 +107,8 @@ class CompiledGenerate:
         return self.room
 
 
-REFUSED, INSTEAD = "`rollout.generate` is 'compiled', and", "leave it out, or set it to 'stock'"
+REFUSED = "`rollout.generate` is 'compiled', and"
+INSTEAD = "leave it out, or set it to 'stock'"
 
 
 def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any] | None = None) -> None:
@@ -225,7 +229,8 @@ class _LayerInRoom(StaticLayer):  # type: ignore[misc]
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__(max_cache_len=keys.size(2))
-        self.dtype, self.device = keys.dtype, keys.device
+        self.dtype = keys.dtype
+        self.device = keys.device
         self.batch_size, self.num_heads, _, self.k_head_dim = keys.shape
         self.v_head_dim = values.size(3)
         self.keys = keys

@@ -31,12 +31,14 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     among them is damaged."""
     if not file.is_file():
         return
-    kept, damaged = list[int](), dict[int, str]()
+    kept: list[int] = []
+    damaged: dict[int, str] = {}
     for number, found in json_lines(file):
         try:
             row = checked_object(found, {"step": int}) if isinstance(found, dict) else None
         except ValueError as error:
-            row, found = None, str(error)
+            row = None
+            found = str(error)
         if row is None:
             damaged[number] = str(found)
         elif row["step"] < step or (row["step"] == step and not (evaluation_due and _is_evaluation(row))):

@@ -6,8 +6,7 @@ we read or write). Those that are not TRL's begin with ``OURS``, so that no rele
 
 TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
 Here a bin is some rows of the table, each written contiguously (prompt directly followed by completion) and padded on
-the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole
-numbers (``step.row_numbers``).
+the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers (``step.row_numbers``).
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from grpo_lab.engines.vllm import presence
 from grpo_lab.recipe.ahead import Ahead, check_engine, looking_ahead
 from grpo_lab.recipe.yaml import switched_on
 from grpo_lab.trainer import trl_import
+from unit.test_dry_run import GOOD
 
 ROOT = Path(__file__).resolve().parents[2]
 GONE = "libcudart.so.13: cannot open shared object file"
@@ -31,15 +32,8 @@ INITS = {
     "has a torn extension": ("import vllm._torn\n", r"ImportError: .*_torn\.abi3\.so: file too short|invalid ELF"),
 }
 RECIPE: dict[str, Any] = {
+    **GOOD,
     "name": "beside",
-    "model": {"tiny": {"hidden_size": 16, "num_layers": 1}},
-    "data": {"loader": "word_problems", "n": 8},
-    "rewards": [{"name": "accuracy", "mode": "strict"}],
-    "num_generations": 2,
-    "per_device_train_batch_size": 4,
-    "max_completion_length": 8,
-    "max_steps": 1,
-    "bf16": False,
     "use_cpu": True,
     "evaluation": {"data": {"loader": "word_problems", "split": "test", "n": 4}, "max_new_tokens": 8},
 }

@@ -102,6 +102,14 @@ def test_greedy_is_transformers_and_the_room_is_kept(forwards: list[tuple[int, i
     assert len(set(forwards)) <= 6
 
 
+def test_one_token_prompts(forwards: list[Any]) -> None:
+    model = model_of()
+    ids = torch.tensor([[5], [5], [9]])
+    out, scores = made(CompiledGenerate(on_any_device()), model, ids, torch.ones_like(ids), 12)
+    assert scores.gap < ROUNDED
+    assert torch.equal(out[:, :1], ids)
+
+
 def test_nan_of_an_earlier_batch_is_no_part_of_the_next(forwards: list[Any]) -> None:
     model, (ids, mask) = model_of(), prompts(3, 2)
     how = CompiledGenerate(on_any_device())

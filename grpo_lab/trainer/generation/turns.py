@@ -41,7 +41,8 @@ class Turns:
     """The turns of one tool loop. ``filler``: a prompt of this rank, completed in vain where ranks must be in step."""
 
     def __init__(self, trainer: GRPOTrainer, filler: list[int]) -> None:
-        self.trainer, self.filler = trainer, filler
+        self.trainer = trainer
+        self.filler = filler
         self._single_turn = trainer._generate_single_turn
         self._served = trainer.use_vllm and trainer.vllm_mode == "server"
         self._together = trainer.accelerator.num_processes > 1 and shares_engine_or_weights(trainer)
@@ -51,12 +52,16 @@ class Turns:
         made: dict[int, tuple[Any, Any]] = {}
         for tight in self._kinds():
             rows = [row for row, ids in enumerate(prompt_ids) if self._is_tight(ids) is tight]
-            of_rows = None if images is None else [images[row] for row in rows]
+            of_rows = None
+            if images is not None:
+                of_rows = [images[row] for row in rows]
             found = self._asked([prompt_ids[row] for row in rows], of_rows, fields, tight, options)
             made.update(zip(rows, found or [], strict=True))
         in_order = [made[row] for row in range(len(prompt_ids))]
-        unscored = in_order[0][1] is None
-        return [ids for ids, _ in in_order], None if unscored else [logprobs for _, logprobs in in_order]
+        completions = [ids for ids, _ in in_order]
+        if in_order[0][1] is None:  # an engine that scores nothing
+            return completions, None
+        return completions, [logprobs for _, logprobs in in_order]
 
     def keep_in_step(self) -> None:
         """Take part in the turns of other ranks until none has one."""
@@ -69,7 +74,9 @@ class Turns:
 
     def _kinds(self) -> tuple[bool, ...]:
         """Whether rows are tight, in the order in which every rank asks."""
-        return (False, True) if self._served else (False,)
+        if self._served:
+            return False, True
+        return (False,)
 
     def _is_tight(self, ids: list[int]) -> bool:
         """Whether a server would refuse this prompt beside the longest completion."""
@@ -81,7 +88,9 @@ class Turns:
         self, prompts: list[list[int]], images: Any, fields: Any, tight: bool, options: dict[str, Any]
     ) -> list[tuple[Any, Any]] | None:
         """(completion, log-probs) of each of these rows; None where no rank has any."""
-        rows = rows_in_step(self.trainer, len(prompts)) if self._together else len(prompts)
+        rows = len(prompts)
+        if self._together:
+            rows = rows_in_step(self.trainer, rows)
         missing = rows - len(prompts)
         if rows == 0:
             return None
@@ -91,11 +100,13 @@ class Turns:
             context = self.trainer.vllm_generation.context
             filler = (filler * context)[: context - 1]
             longest = replaced(self.trainer.vllm_generation, "max_completion_length", None)
-        shown = None if images is None else images + [None] * missing
+        if images is not None:
+            images = images + [None] * missing
         with longest:
-            ids, logprobs = self._single_turn(prompts + [filler] * missing, shown, fields, **options)
-        scored = [None] * rows if logprobs is None else logprobs
-        return list(zip(ids, scored, strict=True))[: len(prompts)]
+            ids, logprobs = self._single_turn(prompts + [filler] * missing, images, fields, **options)
+        if logprobs is None:
+            logprobs = [None] * rows
+        return list(zip(ids, logprobs, strict=True))[: len(prompts)]
 
 
 def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
@@ -113,7 +124,9 @@ def within_context(trainer: GRPOTrainer) -> Iterator[None]:
     if not trainer.use_vllm or trainer.vllm_mode != "server":
         yield
         return
-    config = trainer.model.config.text_config if trainer._is_vlm else trainer.model.config
+    config = trainer.model.config
+    if trainer._is_vlm:
+        config = config.text_config
     positions = config.max_position_embeddings
     config.max_position_embeddings = min(positions, trainer.vllm_generation.context)
     try:

@@ -71,7 +71,10 @@ def logged_names(rewards: Iterable[str]) -> list[str]:
     """Every name that a run with these ``rewards`` may log, unless a team's code logs more."""
     found = dict[str, None]()
     for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
-        found |= dict.fromkeys(name.replace("<name>", one) for one in rewards) if "<name>" in name else {name: None}
+        if "<name>" in name:
+            found |= dict.fromkeys(name.replace("<name>", one) for one in rewards)
+        else:
+            found[name] = None
     return ["step", *found, *(f"eval_{name}" for name in found if not name.startswith(("eval_", "train_")))]
 
 
@@ -83,5 +86,6 @@ def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
 
 def _inside(part: Any) -> list[Any]:
     """What a part of ours holds that is called: a reward around a reward."""
-    held = vars(part).values() if hasattr(part, "__dict__") and not isinstance(part, type) else ()
-    return [one for one in held if callable(one) and not isinstance(one, type)]
+    if isinstance(part, type) or not hasattr(part, "__dict__"):
+        return []
+    return [one for one in vars(part).values() if callable(one) and not isinstance(one, type)]

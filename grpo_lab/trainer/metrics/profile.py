@@ -32,9 +32,11 @@ PARTS = {
 }  # fmt: skip
 
 #: of the host's work within the update, in the table's order
-PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD = (
-    "planning", "rows, to their ranks and to the host", "masks and packing of bins", "forward and loss", "backward",
-)  # fmt: skip
+PLANNING = "planning"
+EXCHANGE = "rows, to their ranks and to the host"
+LAYOUT = "masks and packing of bins"
+FORWARD = "forward and loss"
+BACKWARD = "backward"
 WAITING = "waiting for the device, and the rest"
 
 _doing: list[str] = []
@@ -89,9 +91,9 @@ class Profile(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.steps == 0:
             accelerator, optimizer = self.trainer.accelerator, self.trainer.optimizer
-            backward, step = host(BACKWARD)(accelerator.backward), optimizer.step
-            self._counting.enter_context(replaced(accelerator, "backward", at("update")(backward)))
-            self._counting.enter_context(replaced(optimizer, "step", at("optimizer")(step)))
+            backward = at("update")(host(BACKWARD)(accelerator.backward))
+            self._counting.enter_context(replaced(accelerator, "backward", backward))
+            self._counting.enter_context(replaced(optimizer, "step", at("optimizer")(optimizer.step)))
             self._counting.enter_context(counted(self.seconds))
             self._counting.enter_context(host_counted(self.of_host))
         self.steps += 1

@@ -47,12 +47,15 @@ class DeviceMemory:
     """What a device's allocator says of its bytes; the host keeps these books, and nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
         """None: the device has no such statistics."""
-        return DeviceMemory(device) if hasattr(torch.get_device_module(device), "mem_get_info") else None
+        if not hasattr(torch.get_device_module(device), "mem_get_info"):
+            return None
+        return DeviceMemory(device)
 
     def taken(self) -> int:
         return int(self._module.memory_allocated(self._device))
@@ -86,7 +89,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
         self.asked: Any = trainer.lab_settings.update.max_tokens
-        self.memory = DeviceMemory.of(trainer.accelerator.device) if self.is_auto else None
+        self.memory: DeviceMemory | None = None
+        if self.is_auto:
+            self.memory = DeviceMemory.of(trainer.accelerator.device)
         self._loaded: dict[str, int | None] = {}
         self._forget()
 
@@ -113,11 +118,14 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
     @property
     def overhead(self) -> int:
         """What one more forward costs in the plan, in tokens."""
-        return DEFAULT_OVERHEAD_TOKENS if self.memory is None or self.tokens is None else LAUNCHES
+        is_measured = self.memory is not None and self.tokens is not None
+        return LAUNCHES if is_measured else DEFAULT_OVERHEAD_TOKENS
 
     def described(self) -> dict[str, Any]:
         """For ``run.json``: with ``auto`` the number in force."""
-        return {"max_tokens": self.tokens or "auto: as a stock micro-batch"} if self.is_auto else {}
+        if not self.is_auto:
+            return {}
+        return {"max_tokens": self.tokens or "auto: as a stock micro-batch"}
 
     def bin_begins(self, tokens: int) -> None:
         """A bin of so many tokens (0: a stand-in) is about to be computed, and the one before it is done."""
@@ -134,7 +142,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     def halve(self, tokens: int) -> None:
         """A bin of so many tokens did not fit; every rank says the same of it."""
-        self.tokens, self._open, self._bins = max(1, tokens // 2), None, []
+        self.tokens = max(1, tokens // 2)
+        self._open = None
+        self._bins = []
         if self.memory is not None:
             self.memory.give_back()
         self._trainer.recorder.say(
@@ -145,7 +155,8 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._forget()
-        self.tokens, self._measured = self._loaded.get("tokens"), self._loaded.get("measured")
+        self.tokens = self._loaded.get("tokens")
+        self._measured = self._loaded.get("measured")
         self._loaded = {}
         if self.memory is None:
             device = self._trainer.accelerator.device.type
@@ -161,16 +172,19 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """A collective, until the number is known."""
-        bins, self._bins = self._bins, []
+        bins = self._bins
+        self._bins = []
         if self.memory is None or self.tokens is not None:
             return
         if self._measured is None and self._taken:
             with at("tokens of a forward"):
                 own = torch.tensor([self._fits(self.memory, bins)], device=self._trainer.accelerator.device)
                 least = int(self._trainer.accelerator.gather(own).min())
-            self._measured = None if least == UNKNOWN else least
+            if least != UNKNOWN:
+                self._measured = least
         if self._measured is not None and self._trainer.phase.at_end:
-            self.tokens, self._measured = self._measured, None
+            self.tokens = self._measured
+            self._measured = None
             self._say(f"{self.tokens} tokens a forward from here on, by the memory that the first step left free")
 
     def _fits(self, memory: DeviceMemory, bins: list[tuple[int, int]]) -> int:
@@ -186,14 +200,15 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     def state(self) -> dict[str, int | None] | None:
         """For a checkpoint; None where there is nothing to go on with."""
-        known = self.is_auto and (self.tokens or self._measured)
-        return {"tokens": self.tokens, "measured": self._measured} if known else None
+        if not self.is_auto or (self.tokens is None and self._measured is None):
+            return None
+        return {"tokens": self.tokens, "measured": self._measured}
 
     def load(self, saved: SavedState | None) -> None:
         """Go on with what ``state`` said."""
-        without = "the number is then measured anew"
-        found = None if saved is None or not self.is_auto else saved.entry("budget", _checked, without)
-        self._loaded = found or {}
+        self._loaded = {}
+        if saved is not None and self.is_auto:
+            self._loaded = saved.entry("budget", _checked, "the number is then measured anew") or {}
 
 
 def to_come(model: nn.Module, optimizer: Any) -> int:
@@ -202,15 +217,25 @@ def to_come(model: nn.Module, optimizer: Any) -> int:
     stateful = any(states.values())
     missing = 0
     for weights in model.parameters():
-        if weights.requires_grad:
-            size = int(getattr(weights, "to_local", lambda weights=weights: weights)().nbytes)  # type: ignore[misc]
-            missing += size if weights.grad is None else 0
-            missing += MOMENTS * size if stateful and not states.get(weights) else 0
+        if not weights.requires_grad:
+            continue
+        own: Any = (
+            weights.to_local() if hasattr(weights, "to_local") else weights
+        )  # of sharded weights, this rank's part
+        if weights.grad is None:
+            missing += own.nbytes
+        if stateful and not states.get(weights):
+            missing += MOMENTS * own.nbytes
     return missing
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, int | None]:
-    found = {name: None if state[name] is None else int(state[name]) for name in ("tokens", "measured")}
-    if any(number is not None and number < 1 for number in found.values()):
-        raise ValueError(f"a forward of {found} tokens")
+    found: dict[str, int | None] = {}
+    for name in ("tokens", "measured"):
+        number = state[name]
+        if number is not None:
+            number = int(number)
+            if number < 1:
+                raise ValueError(f"a forward of {number} tokens")
+        found[name] = number
     return found

@@ -126,10 +126,11 @@ class ExactUpdate:
         """The last bin's batch, and what HF is to run the backward on that brings the ranks' gradients together: the
         last bin's loss; where a step may be planned anew nothing that needs memory, after all bins are done."""
         if not can_plan_anew(self.trainer):
-            done, _ = self._backwards(model, rows, rows.bins[:-1], denominators, kept)
+            done = self._backwards(model, rows, rows.bins[:-1], denominators, kept)[0]
             batch, loss = self._forward(model, rows, rows.bins[-1], denominators, kept)
             return batch, loss + done
-        computed, failed = None, None
+        computed = None
+        failed = None
         try:
             computed = self._backwards(model, rows, rows.bins, denominators, kept)
         except torch.OutOfMemoryError as error:
@@ -149,7 +150,8 @@ class ExactUpdate:
         kept: Collected | None,
     ) -> tuple[Tensor, TokenBatch | None]:  # fmt: skip
         """Forward and backward of some bins, whose gradients stay on their rank: the sum of losses, the last batch."""
-        done, batch = torch.zeros((), device=self.trainer.accelerator.device), None
+        done = torch.zeros((), device=self.trainer.accelerator.device)
+        batch: TokenBatch | None = None
         for places in bins:
             del batch  # of the bin before
             with without_gradient_sync(self.trainer, model):

@@ -50,7 +50,8 @@ class Exchange:
         self._places: dict[int, int] | None = None
         self._moves, self.held = False, local
         if self._ranks > 1:
-            self._prompts, self._completions = numbers.prompt_lengths.numpy(), numbers.completion_lengths.numpy()
+            self._prompts = numbers.prompt_lengths.numpy()
+            self._completions = numbers.completion_lengths.numpy()
             self._per_token = per_token_fields(numbers.widths)
             routes = Routes.of(plan, self._completions, self._shape[0])
             self._moves = bool(routes.moves.any())
@@ -67,7 +68,8 @@ class Exchange:
         a wait for the device."""
         numbers, places = self._sent.get(tuple(rows)) or on_device([rows, self._here(rows)], self._device)
         found = self.held.bin(self._here(rows), limit, self._shared, places)
-        slots, counts = self.numbers.micro_batch[numbers], self.numbers.token_count[numbers]
+        slots = self.numbers.micro_batch[numbers]
+        counts = self.numbers.token_count[numbers]
         return replace(found, micro_batch=slots, token_count=counts)
 
     def tokens(self, rows: list[int]) -> int:

@@ -124,7 +124,8 @@ def forwards_in_bins(
     those of ``TEXT``; where each row stood only of rows that were put together from several generations. ``prompts``:
     ``of`` can compute them once."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
-    before, completions = table.on_host.prompts, table.on_host.completions
+    before = table.on_host.prompts
+    completions = table.on_host.completions
     shape = fields["prompt_ids"].size(1), fields["completion_ids"].size(1)
     rows_at_once = min(trainer.args.per_device_train_batch_size, len(before))
     budget = trainer.exact_update.budget.of(default_max_tokens(rows_at_once, *shape))

@@ -47,7 +47,7 @@ class TooLarge:
             what = f"a row of {self.tokens} tokens alone does not fit into the device's memory"
             cure = "shorten it (`max_completion_length`, its prompt), or set `gradient_checkpointing: true`"
         else:
-            limit = "not set: a stock micro-batch's" if asked is None else asked
+            limit = asked or "not set: a stock micro-batch's"
             what = f"out of memory in a bin of {self.tokens} tokens (`update.max_tokens`: {limit})"
             cure = f"set `update.max_tokens: {self.tokens // 2}`"
             if asked == "auto":
@@ -67,12 +67,14 @@ def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
     """The same on every rank: the smallest bin that did not fit on one of them. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
-    told = (0, 0) if own is None else (own.tokens, own.rows)
+    told = (0, 0)
+    said = "another rank ran out of it"
+    if own is not None:
+        told = (own.tokens, own.rows)
+        said = own.said
     with at("whether all bins fit"):
         found = trainer.accelerator.gather(torch.tensor([told], device=trainer.accelerator.device)).tolist()
-    failed = [
-        TooLarge(tokens, rows, own.said if own else "another rank ran out of it") for tokens, rows in found if rows
-    ]
+    failed = [TooLarge(tokens, rows, said) for tokens, rows in found if rows]
     return min(failed, key=lambda one: (one.rows > 1, one.tokens), default=None)
 
 
@@ -82,7 +84,8 @@ class StepBefore:
     def __init__(
         self, trainer: StepPort, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]
     ) -> None:
-        self._model, self._weights = model, weights
+        self._model = model
+        self._weights = weights
         self._had_gradients = any(one.grad is not None for one in model.parameters())
         held = {id(batch): batch for batch in (*window, *(trainer._buffered_inputs or []))}
         self._fields = [(batch, dict(batch)) for batch in held.values()]

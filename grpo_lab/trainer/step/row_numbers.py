@@ -57,16 +57,24 @@ class RowNumbers:
         different fields (a team's field that only some rows or ranks have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
-        mask, advantages, same = table.loss_mask, table.fields.get("advantages"), torch.ones_like(table.offset)
-        contributes = mask.any(dim=1) if advantages is None else live_rows(advantages, mask)
+        mask = table.loss_mask
+        advantages = table.fields.get("advantages")
+        if advantages is None:
+            contributes = mask.any(dim=1)
+        else:
+            contributes = live_rows(advantages, mask)
+        same = torch.ones_like(table.offset)
         bits = token_count.double().view(torch.int64)  # a float travels as its bits
         alike = (same * footprint, same * zlib.crc32(kinds.encode()))
-        asked = (prompt_numbers(table.fields),) if prompts else ()
+        asked: tuple[Tensor, ...] = ()
+        if prompts:
+            asked = (prompt_numbers(table.fields),)
         scores = mask.sum(1) + (reach(mask) << COUNT_BITS)  # two numbers travel as one
         columns = (*table.lengths, scores, contributes, micro_batch, bits, *asked, *alike)
         numbers = torch.stack([column.long() for column in columns], dim=1)
         wide = {name: value.size(1) for name, value in named if value.dim() > 1}
-        widths, received = torch.tensor([[*wide.values()]], device=numbers.device), 0
+        widths = torch.tensor([[*wide.values()]], device=numbers.device)
+        received = 0
         if accelerator.num_processes > 1:
             received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
             with at("numbers of all rows"):

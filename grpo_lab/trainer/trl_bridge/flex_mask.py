@@ -33,7 +33,8 @@ RUNGS = 16
 COMPILES = 1.0
 #: after so many seconds of compilation, or compilations, rows go to tiles. torch itself compiles no more after 8 of one
 #: function, and then computes all pairs without a kernel
-SECONDS, COMPILATIONS = 120.0, 6
+SECONDS = 120.0
+COMPILATIONS = 6
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

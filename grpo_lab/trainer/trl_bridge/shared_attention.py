@@ -38,7 +38,8 @@ Form = Literal["tiles", "flex", "varlen"]
 #: transformers' name of FlexAttention
 FLEX = "flex_attention"
 #: the names under which transformers knows an attention of ours that reads a packed row, and is ``sdpa`` without one
-SHARED_PROMPT, SHARED_FLEX = "shared_prompt", "shared_prompt_flex"
+SHARED_PROMPT = "shared_prompt"
+SHARED_FLEX = "shared_prompt_flex"
 #: keys of padding that one more call of attention is worth
 CALL = 512
 
@@ -97,10 +98,13 @@ def packed_row(
     begin with tokens without one (a tool's answer). Rows share a prompt where its tokens and its first position are
     equal.
     """
-    device = input_ids.device if device is None else device
-    input_ids, labels, position_ids = input_ids.cpu(), labels.cpu(), position_ids.cpu()
+    device = device or input_ids.device
+    input_ids = input_ids.cpu()
+    labels = labels.cpu()
+    position_ids = position_ids.cpu()
     following = (labels[:, 1:] != -100).numpy()
-    tokens, starts = input_ids.numpy(), position_ids[:, 0].tolist()
+    tokens = input_ids.numpy()
+    starts = position_ids[:, 0].tolist()
     first = prompts.cpu().numpy() - 1
     last = following.shape[1] - following[:, ::-1].argmax(1)
     together: dict[tuple[int, bytes], list[int]] = {}
@@ -145,7 +149,9 @@ def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.d
     if form == "tiles":
         return _tiles(groups, length, device)
     spans = Spans.of(groups)
-    return block_mask(spans, length, device) if form == "flex" else Varlen.of(spans, device)
+    if form == "flex":
+        return block_mask(spans, length, device)
+    return Varlen.of(spans, device)
 
 
 def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tiles:

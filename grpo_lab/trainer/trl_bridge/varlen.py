@@ -91,7 +91,8 @@ def _wrapped(served: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[T
     ) -> tuple[Tensor, Any]:  # fmt: skip
         if shared_prompts is None:
             return served(module, query, key, value, attention_mask, **options)
-        keys, values = shared_prompts.gathered(key), shared_prompts.gathered(value)
+        keys = shared_prompts.gathered(key)
+        values = shared_prompts.gathered(value)
         return served(module, query, keys, values, None, **(options | shared_prompts.arguments))
 
     setattr(attention, _WRAPPED, True)
