@@ -318,7 +318,9 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         if known.dry_run:
             plan = dict(_load(command.plan)(recipe, **flags))
             if engine:
-                plan |= _engine_here(written)
+                from grpo_lab.engines.vllm.presence import engine_here
+
+                plan |= engine_here(written)
             show(recipe.name, plan)
             return 0
         try:
@@ -358,14 +360,6 @@ def _name_recipe(command: Command, known: argparse.Namespace) -> list[str]:
         return ["--output_dir", known.place]
     known.config = known.place
     return []
-
-
-def _engine_here(written: Mapping[str, Any]) -> dict[str, str]:
-    """What a plan says of an engine that cannot be had on this machine; the run may be on another."""
-    from grpo_lab.engines.vllm.presence import why_not
-
-    why = why_not(kernels=written.get("vllm_mode") != "server")
-    return {} if why is None else {"engine": f"{why}: `use_vllm` is refused by a run on this machine"}
 
 
 def _serve(known: argparse.Namespace) -> int:

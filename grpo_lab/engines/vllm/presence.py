@@ -7,7 +7,9 @@ TRL and notes why, and whatever asks for an engine is refused with that reason b
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from grpo_lab.requirements import described
 
@@ -45,6 +47,15 @@ def refuse_without_engine(setting: str, kernels: bool = True) -> None:
         raise ValueError(
             f"{setting} asks for an engine, and {why}: mend that, or leave {setting} out and generate with transformers"
         )
+
+
+def engine_here(written: Mapping[str, Any]) -> dict[str, str]:
+    """What the plan of a recipe with ``use_vllm`` says of an engine that cannot be had on this machine; the run may be
+    on another."""
+    why = why_not(kernels=written.get("vllm_mode") != "server")
+    if why is None:
+        return {}
+    return {"engine": f"{why}: `use_vllm` is refused by a run on this machine"}
 
 
 class _Heard(logging.Handler):
