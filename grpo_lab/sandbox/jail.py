@@ -29,7 +29,6 @@ from grpo_lab.sandbox import kernel, walls
 from grpo_lab.sandbox.walls import Cell
 
 _CLEARING_S, _GRACE_S = 0.5, 0.7
-_CLOCK_TICK_S = 0.1
 _PREFIX = "grpo_lab_code_"
 _PATIENCE_S, _OLD_S = 0.2, 5.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,12 +79,22 @@ class Jailed:
             _, raw, usage = os.wait4(self._watcher, 0)
             self._end(raw, usage)
 
+    @property
+    def ended_by_itself(self) -> bool:
+        """Neither SIGKILL nor the limit of its processor time ended it."""
+        return self.status not in (-signal.SIGKILL, -signal.SIGXCPU)
+
     def killed_from_outside(self, cpu_seconds: float) -> bool:
         """Whether SIGKILL ended it that was neither ours nor the limit of its processor time. Behind ``namespaces`` or
-        ``seccomp`` no program can send it to itself."""
+        ``seccomp`` no program can send it to itself.
+
+        SIGXCPU ends a program at its limit. SIGKILL comes a second later to one that holds SIGXCPU off. That second is
+        wide because the kernel holds a program to a count of clock ticks, which on a busy machine runs ahead of
+        ``usage``.
+        """
         if self.status != -signal.SIGKILL or self.stopped or self.usage is None:
             return False
-        return self.usage.ru_utime + self.usage.ru_stime < math.ceil(cpu_seconds) - _CLOCK_TICK_S
+        return self.usage.ru_utime + self.usage.ru_stime < math.ceil(cpu_seconds)
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import select
-import signal
 import socket
 import time
 from functools import cache
@@ -140,7 +139,8 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
             signs, ended = _follow(testing, report, _OUTPUT_BYTES, deadline)
             if not signs.endswith(b"."):
                 select.select([program], [], [], 0.1)  # nobody asks any more, so that it ends by itself, or has ended
-            ended = ended and program.poll() != -signal.SIGKILL  # which is how its processor time ends
+            program.poll()
+            ended = ended and program.ended_by_itself
         finally:
             os.close(report)
             testing.kill()
@@ -185,7 +185,7 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
         raise RuntimeError(_NO_WALLS + process.fault)
     _refuse_killed(process, cell, "the program")
     right = ended and process.status == 0 and _lines(said.decode("utf-8", "replace")) == _lines(expected)
-    return right, ended and process.status != -signal.SIGKILL
+    return right, ended and process.ended_by_itself
 
 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:

@@ -107,8 +107,9 @@ def put_up(cell: Cell, job: int) -> None:
 
 
 def _limit(cell: Cell, processes: int | None) -> None:
+    cpu_seconds = max(1, math.ceil(cell.cpu_seconds))
     wanted = {
-        resource.RLIMIT_CPU: max(1, math.ceil(cell.cpu_seconds)),
+        resource.RLIMIT_CPU: cpu_seconds + 1,
         resource.RLIMIT_AS: cell.memory_bytes,
         resource.RLIMIT_FSIZE: cell.file_bytes,
         resource.RLIMIT_NOFILE: _OPEN_FILES,
@@ -121,6 +122,8 @@ def _limit(cell: Cell, processes: int | None) -> None:
         hard = resource.getrlimit(which)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_seconds, hard), hard))  # SIGXCPU at its limit, then SIGKILL
     for number in {*range(1, signal.NSIG)} - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python's way: a file that grows too large is an error there

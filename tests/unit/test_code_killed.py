@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import psutil
 import pytest
 
 from grpo_lab.rewards import CodeReward
-from grpo_lab.sandbox import client
+from grpo_lab.sandbox import client, jail
+from grpo_lab.sandbox.walls import Cell
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +131,29 @@ def test_the_limit_of_processor_time_is_no_kill_from_outside() -> None:
     assert reward(completions=["def add(a, b):\n    while True: pass"], tests=[TESTS]) == [0.0]
     assert reward.counts == {"limit": 1}
     reward.close()
+
+
+HOLDS_ON = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef add(a, b):\n    while True: pass"
+
+
+def test_nor_is_that_of_a_program_that_holds_its_signal_off() -> None:
+    reward = CodeReward(timeout_s=1.0, wall_s=300.0, workers=1)
+    assert reward(completions=[HOLDS_ON], tests=[TESTS]) == [0.0]
+    assert reward(completions=[HOLDS_ON.replace("def add(a, b):\n    ", "")], tests=[SCRIPT]) == [0.0]
+    assert reward.counts == {"limit": 2}
+    reward.close()
+
+
+def test_a_clock_that_runs_behind_the_kernels_count_is_no_kill_from_outside() -> None:
+    """On a busy machine a program of 1.0 s by the kernel's ticks has had 0.8 s by ``rusage``."""
+    program = jail.spawn(forever, {}, Cell(frozenset({"limits"}), "/", 1.0, 1 << 29))
+    while program.poll() is None:
+        time.sleep(0.02)
+    assert program.status == -signal.SIGXCPU
+    assert not program.ended_by_itself
+    assert not program.killed_from_outside(1.0)
+
+
+def forever() -> None:
+    while True:
+        pass
