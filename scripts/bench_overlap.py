@@ -6,20 +6,30 @@ Same model, prompts, completion length and sampler correction (`token_truncate`)
 its requests and weights take our client's way, since TRL's own needs NCCL. A 64th of the vocabulary ends a completion,
 so that lengths vary. How long the update takes beside the generation is set by the dead groups of each batch, whose
 completions all get the same reward, and by the passes over it; what that comes to is measured on the synchronous side:
-generation g, the rest u; the ideal of overlap is (g + u) / max(g, u). Each side runs once, the first two batches are
-left out, medians.
+generation g, weight sync s, the rest u. While weights go over neither side works, so the ideal of overlap is
+(g + u + s) / (max(g, u) + s).
 
-    python scripts/bench_overlap.py                  # two idle cores, about 15 minutes
+Two cores that work at once are slower than one that works alone: they share a cache, the memory, a clock. So a third
+side, *busy*, is synchronous beside a process at the lowest priority (``SCHED_IDLE``) that keeps the other core at work,
+and its g, u and s say what overlap can come to on this machine at best. The sides take turns ``--rounds`` times, each
+without its first two batches; medians, and the least and the most over the rounds.
+
+    python scripts/bench_overlap.py                  # two idle cores, about half an hour
     python scripts/bench_overlap.py --tiny           # does it run: two batches of a tiny model
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +48,45 @@ from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.trl_bridge import replaced
 
 GROUP = 8
+SKIPPED = 2
+#: what keeps a core at work that nobody else wants
+BURNER = """
+import os, sys, torch
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(0, {int(sys.argv[1])})
+torch.set_num_threads(1)
+left, right = torch.rand(512, 256), torch.rand(256, 1024)
+while os.getppid() == int(sys.argv[2]):
+    for _ in range(100):
+        left @ right
+"""
+
+
+@dataclass
+class Times:
+    """Seconds of a generation batch: whole, of it generation where the trainer waits for it, of it weight sync."""
+
+    batch: float
+    generation: float
+    sync: float
+
+    def ideal(self) -> float:
+        """Seconds of a batch that is generated while another is trained on."""
+        rest = self.batch - self.generation - self.sync
+        return max(self.generation, rest) + self.sync
 
 
 class Clock(TrainerCallback):
-    """Seconds a generation batch, and those of them that its generation took where the trainer waits for it."""
+    """Seconds a generation batch; those of them that its generation took where the trainer waits for it, and those of
+    its weight sync."""
 
     def __init__(self, trainer: Any, passes: int) -> None:
-        self.passes, self.batches, self.generations = passes, list[float](), list[float]()
-        generate = trainer.vllm_generation.generate
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self.generations.append(time.perf_counter() - start)
-
-        trainer.vllm_generation.generate = timed
+        self.passes = passes
+        self.batches: list[float] = []
+        self.generations: list[float] = []
+        self.syncs: list[float] = []
+        timed(trainer.vllm_generation, "generate", self.generations)
+        timed(trainer.vllm_generation, "sync_weights", self.syncs)
         trainer.add_callback(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -64,6 +96,31 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.passes == 0:
             self.batches.append(time.perf_counter() - self.began)
+
+
+def timed(owner: Any, name: str, seconds: list[float]) -> None:
+    inner = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(owner, name, call)
+
+
+@contextlib.contextmanager
+def other_core_busy(cores: list[int]) -> Iterator[None]:
+    words = [[sys.executable, "-c", BURNER, str(core), str(os.getpid())] for core in cores]
+    burners = [subprocess.Popen(one) for one in words]
+    try:
+        yield
+    finally:
+        for one in burners:
+            one.kill()
+            one.wait()
 
 
 class Reward:
@@ -104,13 +161,15 @@ def trainer_of(side: str, folder: str, url: str, dead: int, passes: int, asked: 
         return GRPOTrainer(model=f"{folder}/model", args=args, **arguments)
 
 
-def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> tuple[float, float]:
-    """(a generation batch, its generation) in seconds, medians without the first two."""
+def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: argparse.Namespace) -> Times:
+    """Medians without the first batches."""
     trainer = trainer_of(side, folder, url, dead, passes, asked)
     clock = Clock(trainer, passes)
-    trainer.train()
-    skipped = min(2, asked.batches - 1)
-    return statistics.median(clock.batches[skipped:]), statistics.median(clock.generations[skipped:])
+    with other_core_busy(asked.cores if side == "busy" else []):
+        trainer.train()
+    skipped = min(SKIPPED, asked.batches - 1)
+    every = (clock.batches, clock.generations, clock.syncs)
+    return Times(*(statistics.median(taken[skipped:]) for taken in every))
 
 
 def serve(model: Path, log: Path, port: int, context: int = 512) -> Server:
@@ -134,11 +193,14 @@ def main() -> None:
         help="dead groups of each batch, passes over it",
     )  # fmt: skip
     parser.add_argument("--stock", nargs="*", default=["5:1", "0:1"], help="those of them beside stock TRL")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8765, help="of the server")
     parser.add_argument("--tiny", action="store_true", help="a smoke")
     asked = parser.parse_args()
     if asked.tiny:
         asked.shape, asked.tokens, asked.batches, asked.cells = "tiny", 16, 3, ["5:1"]
+        asked.rounds = 1
+    asked.cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         size = build(Path(folder) / "model", asked.shape)
@@ -150,8 +212,8 @@ def main() -> None:
             print(
                 f"Qwen2 of {size / 1e6:.1f} M parameters, {asked.prompts} x {GROUP} completions, {asked.tokens} tokens"
             )
-            print("| dead | passes | side | s a batch | of it generation | against synchronous | ideal | of ideal |")
-            print("|---|---|---|---|---|---|---|---|")
+            print("| dead | passes | side | s a batch | generation | sync | against synchronous | ideal | of ideal |")
+            print("|---|---|---|---|---|---|---|---|---|")
             for cell in asked.cells:
                 table(cell, folder, server.options.base_url, asked)
         finally:
@@ -160,15 +222,28 @@ def main() -> None:
 
 def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
     dead, passes = map(int, cell.split(":"))
-    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "overlapped")
-    found = {side: seconds(side, folder, url, dead, passes, asked) for side in sides}
-    whole, generation = found["synchronous"]
-    ideal = whole / max(generation, whole - generation)
-    for side, (batch, waited) in found.items():
-        gain = whole / batch
-        last = f"{ideal:.2f}x | {gain / ideal:.2f}" if side == "overlapped" else "|"
-        shape = f"{dead} of {asked.prompts} | {passes}"
-        print(f"| {shape} | {side} | {batch:.2f} | {waited:.2f} | {gain:.2f}x | {last} |", flush=True)
+    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "busy", "overlapped")
+    rounds = [{side: seconds(side, folder, url, dead, passes, asked) for side in sides} for _ in range(asked.rounds)]
+    for side in sides:
+        times = [one[side] for one in rounds]
+        gains = [one["synchronous"].batch / one[side].batch for one in rounds]
+        columns = [spread([one.batch for one in times]), spread([one.generation for one in times])]
+        columns += [spread([one.sync for one in times]), spread(gains)]
+        if side in ("synchronous", "busy"):
+            ideal = [one[side].ideal() for one in rounds]
+            columns += [
+                spread([one["synchronous"].batch / best for one, best in zip(rounds, ideal, strict=True)]),
+                spread([best / one["overlapped"].batch for one, best in zip(rounds, ideal, strict=True)]),
+            ]
+        else:
+            columns += ["", ""]
+        print(f"| {dead} of {asked.prompts} | {passes} | {side} | {' | '.join(columns)} |", flush=True)
+
+
+def spread(numbers: list[float]) -> str:
+    """Median, and the least and the most where there are several."""
+    middle = f"{statistics.median(numbers):.2f}"
+    return middle if len(numbers) == 1 else f"{middle} ({min(numbers):.2f}–{max(numbers):.2f})"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ GROUP = 8
 
 @dataclass
 class Rollouts:
-    """Fixed completions: row r of generation c has the length of a real output; rewards kill the first groups."""
+    """Fixed completions: row r of generation c has the length of a real output; rewards kill the first groups.
+    ``period``: after so many generations the same come again."""
 
     rows: int
     dead: int
@@ -36,6 +37,7 @@ class Rollouts:
     sampler: torch.nn.Module | None = None
     calls: int = 0
     group: int = GROUP
+    period: int | None = None
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         call, self.calls = self.calls, self.calls + 1
@@ -44,6 +46,7 @@ class Rollouts:
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": self._sampler_logps(made)}
 
     def row(self, call: int, row: int) -> tuple[list[int], list[int]]:
+        call = call % self.period if self.period else call
         group = call * (self.rows // self.group) + row // self.group
         prompt = LENGTHS[group % len(LENGTHS)][0]
         completion = LENGTHS[(call * self.rows + row * 7 + 13) % len(LENGTHS)][1]

@@ -3,18 +3,21 @@
 #
 #   bash scripts/gpu_lent.sh first      all that needs no engine; vLLM stays off the path
 #   bash scripts/gpu_lent.sh second     the engines, and what the first call has not answered
-#   bash scripts/gpu_lent.sh prepare    nothing but unpacking: before `second` on a machine that has not seen `first`
+#   bash scripts/gpu_lent.sh prepare    nothing but taking in parts of the kit: a transfer holds 64 MiB
 #
 # It needs in .kit/ what scripts/offline_kit.py has packed (docs/gpu_check.md): manifest.json, unpack.py and the parts of
-# `packages` for `first` and `prepare`, the parts of `engine` for `second`: 64 MiB a transfer hold no more. Each archive
-# is verified and unpacked whole or not at all. Results are in $OUT after every section.
+# `packages`, for `second` also those of `engine`. What one call has brought is kept for the next. Each archive is
+# verified and unpacked whole or not at all. Results are in $OUT after every section.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-kit=.kit
+kit=${KIT:-/tmp/kit}
 site=${SITE:-/tmp/site}
 out=${OUT:-runs}
 python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=WARNING
+
+mkdir -p "$kit"
+[ -d .kit ] && cp .kit/* "$kit" # a call that brings other parts leaves none of these in the checkout
 
 need() {
   for file in "$@"; do
@@ -44,12 +47,16 @@ first)
   check plain --budget 260
   ;;
 second)
-  need runs/gpu_check.json
   unpack packages
   unpack engine
-  check engine --budget 255 --resume runs/gpu_check.json
+  earlier=()
+  [ -e runs/gpu_check.json ] && earlier=(--resume runs/gpu_check.json)
+  check engine --budget "${BUDGET:-255}" "${earlier[@]}"
   ;;
-prepare) unpack packages ;;
+prepare)
+  (unpack packages) || echo "gpu_lent: packages are not whole yet"
+  (unpack engine) || echo "gpu_lent: the engine is not whole yet"
+  ;;
 *)
   sed -n '2,9p' "$0"
   exit 2

@@ -228,6 +228,7 @@ def pack(asked: argparse.Namespace) -> None:
     if asked.kit.exists():
         raise KitError(f"{asked.kit} is there already; name a new folder, or remove it")
     have = [one for one in asked.have.split(",") if one]
+    unused = [*NEVER_USED, *(one for one in asked.leave_out.split(",") if one)]
     lines, versions, left = read_lock(asked.lock, have)
     kit = asked.kit.with_name(asked.kit.name + ".part")
     shutil.rmtree(kit, ignore_errors=True)
@@ -236,10 +237,11 @@ def pack(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         site, engine = Path(folder) / "packages", Path(folder) / "engine"
         install_packages(site, lines, asked.python, asked.machine)
-        archives["packages"] = archive(site, kit, "packages", asked.max_part, NEVER_USED)
+        archives["packages"] = archive(site, kit, "packages", asked.max_part, unused)
         if asked.vllm is not None:
+            unused += NEVER_USED_OF_VLLM
             install_engine(engine, asked.vllm, asked.python, asked.machine)
-            archives["engine"] = archive(engine, kit, "engine", asked.max_part, NEVER_USED_OF_VLLM)
+            archives["engine"] = archive(engine, kit, "engine", asked.max_part, unused)
     needed = {name_of(one): module_of(one) for one in NEEDED} | ({"vllm": "vllm"} if asked.vllm else {})
     manifest = {
         "python": asked.python,
@@ -248,7 +250,7 @@ def pack(asked: argparse.Namespace) -> None:
         "vllm": asked.vllm,
         "versions": versions,
         "expected_there": sorted({*left, "torch"}),
-        "never_used": [*NEVER_USED, *(NEVER_USED_OF_VLLM if asked.vllm else ())],
+        "never_used": unused,
         "needed": needed,
         "archives": archives,
     }
@@ -289,6 +291,8 @@ def parser() -> argparse.ArgumentParser:
     packs.add_argument("--lock", type=Path, required=True, help="pinned packages, name==version a line")
     packs.add_argument("--max-part", type=size, default=size("60M"), help="most bytes of a file, as 60M (the default)")
     packs.add_argument("--have", default="", help="what the machine has: torch is one; names or patterns, by commas")
+    without = "files that the machine does without, by commas: 'vllm/_moe_C*' where no model is a mixture of experts"
+    packs.add_argument("--leave-out", default="", metavar="PATTERNS", help=without)
     locks = commands.add_parser("lock", help="print a lock for another Python and torch")
     locks.set_defaults(do=lock)
     for one in (packs, locks):

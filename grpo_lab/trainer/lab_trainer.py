@@ -170,7 +170,8 @@ class LabTrainer(ResumableTrainer):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with trl_bridge.small_tiles(self.accelerator.device), self.parts.update.memory_in_words():
+        device = self.accelerator.device
+        with trl_bridge.small_tiles(device), trl_bridge.of_any_shape(device), self.parts.update.memory_in_words():
             return super().training_step(*args, **kwargs)
 
     @seen

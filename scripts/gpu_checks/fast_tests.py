@@ -33,7 +33,7 @@ def section(setting: Setting) -> Iterator[Row]:
 
 def command(setting: Setting) -> list[str]:
     words = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line", "-m", FAST]
-    spread = ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
+    spread = ["-n", str(min(16, os.cpu_count() or 1)), "--dist", "loadfile"] if find_spec("xdist") else []
     return [*words, *(FEW if setting.tiny else spread)]
 
 

@@ -45,7 +45,7 @@ class Section:
     """One question to the machine, answered in a process of its own.
 
     run: ``module:function``, called as ``function(setting, **options)``; it gives rows.
-    seconds: what it should take on an H100 once its process has imported everything: it is not begun with less left.
+    seconds: what it takes on an H200 once its process has imported everything: it is not begun with less left.
     tiny_seconds: the same of its tiny form on two CPU cores.
     limit: seconds after which it is killed (tiny: ``tiny_limit``).
     timed: its seconds are a result, so it runs alone.

@@ -18,7 +18,7 @@ ALONE = {"timed": True, "tags": ("engine",), "needs": ("vllm",), "limit": 120.0,
 def engine(name: str, kind: str, **more: object) -> Section:
     """A section that trains some steps with an engine in its process, and says whether what holds of it holds."""
     given = {**ENGINE, "options": {"kind": kind}, **more}
-    return Section(f"engine, {name}", "gpu_checks.engine:section", 45, 25, **given)  # type: ignore[arg-type]
+    return Section(f"engine, {name}", "gpu_checks.engine:section", 90, 25, **given)  # type: ignore[arg-type]
 
 
 def update(shape: str, variant: str, seconds: float) -> Section:
@@ -29,7 +29,7 @@ def update(shape: str, variant: str, seconds: float) -> Section:
 
 FUNCTIONAL = (
     Section("versions", "gpu_checks.device:versions", 3, 1),
-    Section("parity, fp32", "gpu_checks.parity:fp32", 20, 5),
+    Section("parity, fp32", "gpu_checks.parity:fp32", 35, 5),
     engine("lengths that vary", "lengths"),
     engine("LoRA adapter", "adapter", needs=("vllm", "peft")),
     Section("shared prompts, fp32", "gpu_checks.shared_prompts:gradients", 20, 10, tags=("shared",)),
@@ -41,18 +41,17 @@ FUNCTIONAL = (
     engine("sleep mode", "sleep", gpu_only=SLEEP_ON_A_CPU, builds="gpu_checks.engine:built"),
     Section("resume to the bit", "gpu_checks.resume:section", 45, 10),
     Section("bins without a wait", "gpu_checks.bins:section", 40, 10, tags=("update",)),
-    Section("parity, bf16", "gpu_checks.parity:bf16", 20, 5),
-    Section("FSDP2", "gpu_checks.sharded:fsdp2", 45, 20, tags=("sharded",), cores=2, tiny_cores=2),
+    Section("parity, bf16", "gpu_checks.parity:bf16", 40, 5),
+    Section("FSDP2", "gpu_checks.sharded:fsdp2", 50, 20, tags=("sharded",), cores=2, tiny_cores=2),
     Section("DeepSpeed, ZeRO-2", "gpu_checks.sharded:zero", 45, 20, tags=("sharded",), needs=("deepspeed",),
             cores=2, tiny_cores=2, options={"stage": 2}),
     Section("DeepSpeed, ZeRO-3", "gpu_checks.sharded:zero", 45, 20, tags=("sharded",), needs=("deepspeed",),
             cores=2, tiny_cores=2, options={"stage": 3}),
-    Section("fast tests", "gpu_checks.fast_tests:section", 40, 10, tags=("tests",), cores=8),
 )  # fmt: skip
 TIMED = (
-    Section("shared prompts, 0.5B", "gpu_checks.shared_prompts:seconds", 25, 10, timed=True, tags=("shared",)),
-    Section("whole step, vLLM, ours", "gpu_checks.whole_step:ours", 70, 30, **ALONE),  # type: ignore[arg-type]
-    Section("whole step, vLLM, stock", "gpu_checks.whole_step:stock", 70, 30, gpu_only=STOCK_ON_A_CPU,
+    Section("shared prompts, 0.5B", "gpu_checks.shared_prompts:seconds", 20, 10, timed=True, tags=("shared",)),
+    Section("whole step, vLLM, ours", "gpu_checks.whole_step:ours", 80, 30, **ALONE),  # type: ignore[arg-type]
+    Section("whole step, vLLM, stock", "gpu_checks.whole_step:stock", 55, 30, gpu_only=STOCK_ON_A_CPU,
             builds="gpu_checks.whole_step:stock_built", **ALONE),  # type: ignore[arg-type]
     Section("overlap on one card", "gpu_checks.overlap:section", 80, 40, **ALONE),  # type: ignore[arg-type]
     Section("FlexAttention, 0.5B", "gpu_checks.shared_prompts:flex_seconds", 40, 10, timed=True,
@@ -60,10 +59,11 @@ TIMED = (
             tags=("shared", "flex")),
     Section("flash kernel, 0.5B", "gpu_checks.shared_prompts:flash_seconds", 20, 10, timed=True,
             gpu_only=FLASH_ON_A_CPU, builds="gpu_checks.shared_prompts:flash_built", tags=("shared", "flash")),
-    Section("quick start", "gpu_checks.quick_start:section", 45, 20, timed=True),
-    *(update("0.5B", variant, 30) for variant in ("plain", "LoRA", "checkpointing")),
+    Section("quick start", "gpu_checks.quick_start:section", 52, 20, timed=True),
+    Section("fast tests", "gpu_checks.fast_tests:section", 55, 10, timed=True, tags=("tests",)),  # they need all cores
+    *(update("0.5B", variant, 45) for variant in ("plain", "LoRA", "checkpointing")),
     Section("whole step, transformers", "gpu_checks.whole_step:with_transformers", 50, 10, timed=True),
-    Section("decoding, 0.5B", "gpu_checks.decoding:section", 50, 10, timed=True),
+    Section("decoding, 0.5B", "gpu_checks.decoding:section", 32, 10, timed=True),
     *(update("1.5B", variant, 55) for variant in ("plain", "LoRA", "checkpointing")),
 )  # fmt: skip
 SECTIONS = (*FUNCTIONAL, *TIMED)

@@ -27,7 +27,7 @@ def work(section: Section, setting: Setting, gate: Connection) -> None:
     answer = answer_file(setting)
     into_log(setting)
     try:
-        surroundings(setting)
+        surroundings(setting, section)
         function = section.begins(setting)
         gate.send("ready")
         limit = gate.recv()
@@ -61,7 +61,7 @@ def into_log(setting: Setting) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def surroundings(setting: Setting) -> None:
+def surroundings(setting: Setting, section: Section) -> None:
     """What processes side by side must not share: ports, cores, folders; and what a machine without a network needs."""
     from ports import free_port
 
@@ -74,9 +74,11 @@ def surroundings(setting: Setting) -> None:
 
     if setting.cores:
         os.sched_setaffinity(0, setting.cores)
-        os.environ["OMP_NUM_THREADS"] = str(len(setting.cores))
+    if setting.cores or not section.timed:
+        threads = len(setting.cores) or section.keeps_busy(setting)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:
-            sys.modules["torch"].set_num_threads(len(setting.cores))
+            sys.modules["torch"].set_num_threads(threads)
     tempfile.tempdir = None  # read TMPDIR anew: a killed section leaves nothing outside the scratch folder
 
 

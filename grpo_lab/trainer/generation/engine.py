@@ -207,7 +207,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
         training = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else own
-        return self.settings.tolerance or tolerance_for(*engine, training)
+        on_gpu = trainer.accelerator.device.type == "cuda"
+        return self.settings.tolerance or tolerance_for(*engine, training, on_gpu=on_gpu)
 
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
         """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.

@@ -279,7 +279,8 @@ class RolloutSettings:
     Args:
         verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
         sync: ``merged``: all weights, LoRA merged; ``adapter``: LoRA's adapter alone.
-        tolerance: largest mean |engine − trainer|, nats a token; ``None``: float32 1e-4, float16 0.02, bfloat16 0.1.
+        tolerance: largest mean |engine − trainer|, nats a token; ``None``: float32 1e-4 (on a GPU 1e-3), float16 0.02,
+            bfloat16 0.1.
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
         server: the talk with a server (``ServerSettings``).
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
