@@ -152,8 +152,12 @@ class RewardTable:
 def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = False) -> tuple[Tensor, Tensor]:
     """Ragged rows of token ids → ids and attention mask, ``[rows, widest]``, filled up on the right (or ``left``)."""
     width = max(map(len, rows))
-    place, lengths = torch.arange(width, device=device), torch.tensor([[len(row)] for row in rows], device=device)
-    mask = place >= width - lengths if left else place < lengths
+    place = torch.arange(width, device=device)
+    lengths = torch.tensor([[len(row)] for row in rows], device=device)
+    if left:
+        mask = place >= width - lengths
+    else:
+        mask = place < lengths
     ids = torch.full(mask.shape, pad, device=device)
     ids[mask] = torch.tensor([token for row in rows for token in row], dtype=ids.dtype, device=device)
     return ids, mask.long()
@@ -167,7 +171,9 @@ def safe(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum over selected positions (all of them, or along ``dim``). All-masked input gives a differentiable zero."""
     selected = safe(values, mask)
-    return selected.sum() if dim is None else selected.sum(dim)
+    if dim is None:
+        return selected.sum()
+    return selected.sum(dim)
 
 
 def masked_row_mean(values: Tensor, mask: Tensor) -> Tensor:

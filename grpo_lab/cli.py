@@ -239,7 +239,10 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         shape: dict[str, Any] = {"allow_abbrev": name != "evaluate"}
         if command.read:
-            asks = f"{{{','.join(command.actions)}}} FILE or FOLDER " if command.actions else "--config RECIPE "
+            if command.actions:
+                asks = f"{{{','.join(command.actions)}}} FILE or FOLDER "
+            else:
+                asks = "--config RECIPE "
             asks = asks if command.recipes else ""
             shape = {"usage": f"grpo-lab {name} {asks}[options] [--key value …]"}
             shape["description"] = f"{command.help}. {OVERRIDES}"
@@ -251,7 +254,10 @@ def _parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if not command.read:
             _load(command.options)(own)
         elif command.recipes:
-            said = argparse.SUPPRESS if command.actions else f"a recipe, see {command.recipes}"
+            if command.actions:
+                said = argparse.SUPPRESS
+            else:
+                said = f"a recipe, see {command.recipes}"
             own.add_argument("--config", required=not command.actions, metavar="RECIPE", help=said)
         if command.read:
             own.add_argument("--dry-run", action="store_true", help="print what will happen and stop")
@@ -307,7 +313,10 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     from grpo_lab.runs.console import quiet, show
 
-    beside = {"beside": file.parent} if command.actions else {}
+    if command.actions:
+        beside = {"beside": file.parent}
+    else:
+        beside = {}
     recipe = _load(command.read)(written, file.stem, **beside)
     given = ("overwrite", "resume", "only", "launched")
     flags = {name: getattr(known, name) for name in given if hasattr(known, name)}

@@ -19,12 +19,17 @@ class NumbersError(FloatingPointError):
 
 def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
     """bool: whether it (this rank's part) holds NaN (or infinities); smallest and largest say it without a copy."""
-    weight = weight.to_local() if hasattr(weight, "to_local") else weight
+    if hasattr(weight, "to_local"):
+        weight = weight.to_local()
+    else:
+        weight = weight
     packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
     if weight.is_meta or packed or not weight.numel():
         return torch.zeros((), dtype=torch.bool, device="cpu" if weight.is_meta else weight.device)
     ends = torch.stack(torch.aminmax(weight.detach()))
-    return ~ends.isfinite().all() if infinite else ends.isnan().any()
+    if infinite:
+        return ~ends.isfinite().all()
+    return ends.isnan().any()
 
 
 def in_words(bad: list[str], of: int) -> str:

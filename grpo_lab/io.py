@@ -67,7 +67,9 @@ def _of_disk(error: Exception) -> tuple[int, str] | None:
     said = str(error)
     if isinstance(error, OSError) and error.errno is not None:
         known = error.errno in NO_ROOM and error.filename is None
-        return (error.errno, os.strerror(error.errno)) if known else None
+        if known:
+            return (error.errno, os.strerror(error.errno))
+        return None
     if kind is RuntimeError and ("inline_container" in said or "PytorchStreamWriter" in said):
         return errno.EIO, "torch could not write a file to its end"  # it does not know why
     tells = kind is Exception or kind.__name__ == "SafetensorError" or isinstance(error, shutil.Error)
@@ -169,7 +171,10 @@ def _start_of_line(file: IO[bytes], end: int) -> int:
 
 def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool:
     try:
-        row = json.loads(line) if line.endswith(b"\n") else None
+        if line.endswith(b"\n"):
+            row = json.loads(line)
+        else:
+            row = None
     except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and LEFT not in row and is_whole(row)
@@ -231,7 +236,9 @@ def _to_disk(path: Path) -> None:
 
 def own_cores() -> int:
     """Those that it is bound to (containers, ``taskset``), where the system says so; all of the machine elsewhere."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def is_local(path: str | None) -> bool:

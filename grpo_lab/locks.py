@@ -70,10 +70,15 @@ def _taken(opened: int) -> bool:
 def _holder(opened: int) -> int | None:
     """The process that has the file locked; 0: one of another machine or container; None: nobody."""
     whole_file = (os.SEEK_SET, 0, 0, 0)
-    asked = (fcntl.F_WRLCK, *whole_file) if _ON_LINUX else (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
+    if _ON_LINUX:
+        asked = (fcntl.F_WRLCK, *whole_file)
+    else:
+        asked = (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)
     found = struct.unpack(_STRUCT, fcntl.fcntl(opened, fcntl.F_GETLK, struct.pack(_STRUCT, *asked)))
     kind, process = (found[0], found[4]) if _ON_LINUX else (found[3], found[2])
-    return None if kind == fcntl.F_UNLCK else max(0, process)
+    if kind == fcntl.F_UNLCK:
+        return None
+    return max(0, process)
 
 
 def _is_ending(process: int) -> bool:

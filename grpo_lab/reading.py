@@ -93,7 +93,10 @@ def json_lines(
     """(Line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over.
     ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through;
     ``numbers``: what makes a whole number, and another one, of its text."""
-    decoder = _DECODER if numbers is None else _decoder(*numbers)
+    if numbers is None:
+        decoder = _DECODER
+    else:
+        decoder = _decoder(*numbers)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -171,8 +174,14 @@ def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
     try:
         found = decoder.decode(text)
     except json.JSONDecodeError as error:
-        line = text.split("\n")[error.lineno - 1][:_SHOWN] if error.pos < len(text) else ""
-        shown = f" of {line!a}" if line else ", where the text ends (cut?)"
+        if error.pos < len(text):
+            line = text.split("\n")[error.lineno - 1][:_SHOWN]
+        else:
+            line = ""
+        if line:
+            shown = f" of {line!a}"
+        else:
+            shown = ", where the text ends (cut?)"
         raise _Damaged(f"not JSON: {error.msg}, column {error.colno}{shown}", error.lineno) from None
     except RecursionError:
         raise _Damaged(_too_deep()) from None
@@ -224,7 +233,9 @@ def _in_words(kind: type | UnionType) -> str:
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN]}…"
 
 
 def _sentence(path: object, error: ValueError, advice: str) -> str:

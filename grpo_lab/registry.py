@@ -81,7 +81,10 @@ def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
 
 def address(part: Any, before_name: str = ".") -> str:
     """``module.name`` of a class or function, of its class for an object; with ``":"`` what ``load_named`` reads."""
-    kind = part if hasattr(part, "__qualname__") else type(part)
+    if hasattr(part, "__qualname__"):
+        kind = part
+    else:
+        kind = type(part)
     return f"{kind.__module__}{before_name}{kind.__qualname__}"
 
 

@@ -61,9 +61,13 @@ def refuse_unknown(
 ) -> None:
     """``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place, ``instead``
     says what to do of names that once were allowed."""
-    known, found = set(allowed), []
+    known = set(allowed)
+    found = []
     for key in (key for key in given if key not in known):
-        said = f"has no setting {key!r} any more: {instead[key]}" if key in instead else no_such_setting(key, known)
+        if key in instead:
+            said = f"has no setting {key!r} any more: {instead[key]}"
+        else:
+            said = no_such_setting(key, known)
         found.append(UnknownSettingError(f"{where} {said}"))
     if found:
         raise all_of(found)
@@ -74,7 +78,10 @@ def all_of(mistakes: Sequence[Exception]) -> Exception:
     said = dict.fromkeys(map(str, mistakes))
     if len(said) == 1:
         return mistakes[0]
-    kind = UnknownSettingError if all(isinstance(one, UnknownSettingError) for one in mistakes) else ValueError
+    if all(isinstance(one, UnknownSettingError) for one in mistakes):
+        kind = UnknownSettingError
+    else:
+        kind = ValueError
     return kind(f"{len(said)} mistakes. " + ". ".join(f"({at}) {one}" for at, one in enumerate(said, start=1)))
 
 
@@ -244,7 +251,8 @@ _FORMS |= {"dataclass_type": "a mapping of settings", "tuple_type": "a list"}
 
 
 def _sentence(found: Any, path: list[str], root: str) -> Exception:
-    kind, place = found["type"], f"`{'.'.join(path)}`" if path else root
+    kind = found["type"]
+    place = f"`{'.'.join(path)}`" if path else root
     if kind == "value_error":
         return found["ctx"]["error"]  # a check of the class itself, which says all
     if kind == "unknown":
@@ -252,9 +260,15 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
     if kind == "unexpected_keyword_argument":  # in Python
         return UnknownSettingError(f"{root} has no setting {path[-1]!r}")
     if kind.startswith("missing"):
-        above = f"`{'.'.join(path[:-1])}`" if path[1:] else root
+        if path[1:]:
+            above = f"`{'.'.join(path[:-1])}`"
+        else:
+            above = root
         return ValueError(f"{above} needs `{path[-1]}`, and has none")
-    allowed = f"it must be {_FORMS[kind]}" if kind in _FORMS else found["msg"].replace("Input should", "it must")
+    if kind in _FORMS:
+        allowed = f"it must be {_FORMS[kind]}"
+    else:
+        allowed = found["msg"].replace("Input should", "it must")
     return ValueError(f"{place} is {found['input']!r}; {allowed}")
 
 
@@ -274,7 +288,8 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
     """
     declared = hints_of(kind)
     prefix = f"{where}." if where else ""
-    found, mistakes = {}, []
+    found = {}
+    mistakes = []
     for name, value in values.items():
         try:
             found[name] = _converted(value, declared.get(name), f"{prefix}{name}")
@@ -309,7 +324,10 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
-    hint = " (a setting without its value on the command line is read as true)" if value is True else ""
+    if value is True:
+        hint = " (a setting without its value on the command line is read as true)"
+    else:
+        hint = ""
     texts = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
     if isinstance(value, bool) and str in kinds and texts == kinds:
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"

@@ -30,10 +30,14 @@ def visible(text: str) -> str:
 def encodable(value: Any) -> Any:
     """``value``, its lists and mappings too, with half surrogate pairs (no UTF-8 file can hold them) as U+FFFD."""
     if isinstance(value, str):
-        return value if value.isascii() or _is_whole(value) else _without_halves(value)
+        if value.isascii() or _is_whole(value):
+            return value
+        return _without_halves(value)
     if isinstance(value, dict):
         return {name: encodable(item) for name, item in value.items()}
-    return [encodable(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [encodable(item) for item in value]
+    return value
 
 
 def _is_whole(text: str) -> bool:

@@ -104,7 +104,8 @@ class Process(Divided):
         """Advantages ``[B, T]`` (float64) of this rank's rows; ValueError for a table without them (``local``)."""
         if table.local is None:
             raise ValueError("`process` makes advantages per token and was called on a table without `local` rows")
-        rows, width = table.local.rows, table.local.mask.size(1)
+        rows = table.local.rows
+        width = table.local.mask.size(1)
         total = torch.zeros(rows.stop - rows.start, width, dtype=torch.float64)
         for column, steps in table.steps.items():
             weight = float(table.weights[column])
@@ -122,7 +123,10 @@ class Process(Divided):
         groups = table.rows // table.group_size
         first = torch.searchsorted(group, torch.arange(groups, device=group.device))
         place = torch.arange(group.numel(), device=group.device) - first[group]
-        width = int(torch.bincount(group, minlength=1).max()) if group.numel() else 1
+        if group.numel():
+            width = int(torch.bincount(group, minlength=1).max())
+        else:
+            width = 1
         ragged = table.score.new_full((groups, max(width, 1)), float("nan"))
         ragged[group, place] = table.score
         standard = (ragged - group_average(ragged)) / (deviation(ragged, 1, True, self.std) + self.epsilon)

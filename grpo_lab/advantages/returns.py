@@ -32,7 +32,8 @@ def reward_to_go(values: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     _check_share("gamma", gamma)
     order = (~mask).long().argsort(dim=1, stable=True)  # own tokens first, in their order
     summed = safe(values, mask).gather(1, order)
-    width, reach = summed.size(1), 1
+    width = summed.size(1)
+    reach = 1
     while reach < width:
         ahead = torch.nn.functional.pad(summed[:, reach:], (0, reach))
         summed = summed + gamma**reach * ahead

@@ -105,7 +105,10 @@ def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicat
         of = first.setdefault(tuple(words) or text.strip(), row)  # a text of symbols only is itself its key
         if of != row:
             copies.append(Duplicate(row, of, 1.0))
-    near = _near(rows, list(first.values()), similarity) if similarity < 1 else {}
+    if similarity < 1:
+        near = _near(rows, list(first.values()), similarity)
+    else:
+        near = {}
     # an exact copy of a row that itself went repeats the row that stays
     pairs = [*near.values(), *(near.get(copy.of, copy)._replace(row=copy.row) for copy in copies)]
     gone = {pair.row for pair in pairs}
@@ -197,7 +200,8 @@ def find_contamination(
 
 class _EvaluationIndex:
     def __init__(self, against: Sequence[str], ngram: int, similarity: float) -> None:
-        self.ngram, self.similarity = ngram, similarity
+        self.ngram = ngram
+        self.similarity = similarity
         self._codes: dict[str, str] = {}
         self._exact: dict[str, int] = {}
         self._wordless: dict[str, int] = {}
@@ -223,7 +227,8 @@ class _EvaluationIndex:
         for word in (*words, *hidden):  # word number n is the character 1 + n without the surrogates
             code = 1 + len(self._codes) % 1_100_000
             self._codes.setdefault(word, chr(code if code < 0xD800 else code + 0x800))
-        plain, template = self._encoded(words), self._encoded(hidden)
+        plain = self._encoded(words)
+        template = self._encoded(hidden)
         self._items.append(template)
         if not words:
             if text.strip():
@@ -241,10 +246,13 @@ class _EvaluationIndex:
 
     def _copied(self, text: str, words: list[str], template: str) -> Contamination | None:
         """The rules that look words up: exact, ngram, other_numbers, masked_ngram."""
-        plain, hidden = self._encoded(words), masked(words)
+        plain = self._encoded(words)
+        hidden = masked(words)
         if not words:
             item = self._wordless.get(text.strip())
-            return None if item is None else Contamination(item, "exact", text.strip()[:80], 1.0)
+            if item is None:
+                return None
+            return Contamination(item, "exact", text.strip()[:80], 1.0)
         if (item := self._exact.get(plain)) is not None:
             return Contamination(item, "exact", " ".join(words[: self.ngram]), 1.0)
         for length, items in self._runs.items():
@@ -265,7 +273,8 @@ class _EvaluationIndex:
         results: list[Contamination | None] = [None] * len(templates)
         if not templates or not self._items:
             return results
-        scorer, least = Indel.normalized_similarity, min(self.similarity, _SIMILARITY_OF_SHORT)
+        scorer = Indel.normalized_similarity
+        least = min(self.similarity, _SIMILARITY_OF_SHORT)
         table = process.cdist(templates, self._items, scorer=scorer, score_cutoff=least, dtype=numpy.float32)
         item_lengths = numpy.array([len(item) for item in self._items])
         strict = max(self.similarity, _SIMILARITY_OF_SHORT)

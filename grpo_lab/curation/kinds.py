@@ -175,7 +175,8 @@ def _run_of_letters(text: str, marker: re.Pattern[str], first: str) -> list[str]
             run.append(match.span())
             expected = letter + 1
         elif letter == ord(first) and len(run) < 3:
-            run, expected = [match.span()], letter + 1
+            run = [match.span()]
+            expected = letter + 1
     if len(run) < 2:
         return None
     ends = [begin for begin, _ in run[1:]] + [len(text)]
@@ -230,10 +231,16 @@ def _kind_of_sentence(sentence: str) -> QuestionKind | None:
         later = _YES_NO_LATER.search(sentence)
         if later is None or _QUESTION_WORD.search(sentence, 0, later.start()):
             return "open"
-        return "open" if _ASKED_AFTER.search(sentence, later.end()) else _yes_no(sentence)
-    return "open" if _COMMAND.search(sentence) or _BLANK.search(sentence) else None
+        if _ASKED_AFTER.search(sentence, later.end()):
+            return "open"
+        return _yes_no(sentence)
+    if _COMMAND.search(sentence) or _BLANK.search(sentence):
+        return "open"
+    return None
 
 
 def _yes_no(sentence: str) -> QuestionKind:
     """ "Is it even, odd, or neither?" begins like a yes/no question and has an answer of its own."""
-    return "open" if _MORE_THAN_TWO_ANSWERS.search(sentence) else "true_false"
+    if _MORE_THAN_TWO_ANSWERS.search(sentence):
+        return "open"
+    return "true_false"

@@ -68,7 +68,9 @@ class PassRate:
     @property
     def rate(self) -> float | None:
         """p̂, or None if no completion could be scored."""
-        return self.successes / self.trials if self.trials else None
+        if self.trials:
+            return self.successes / self.trials
+        return None
 
 
 def pass_rates(
@@ -114,7 +116,8 @@ def pass_rates(
     keys = [_key(problem, None if rendered is None else rendered(problem["prompt"])) for problem in problems]
     with _opened(path, header) as (done, save):
         missing = {key: problem for key, problem in zip(keys, problems, strict=True) if key not in done}
-        todo, different = list(missing.items()), dict.fromkeys(keys)
+        todo = list(missing.items())
+        different = dict.fromkeys(keys)
         with _progress_of(len(different), len(different) - len(todo), label, progress) as advance:
             for start in range(0, len(todo), batch_size):
                 batch = dict(todo[start : start + batch_size])

@@ -179,7 +179,10 @@ def contrast_pairs(
     for row in rows:
         chosen, rejected = (_firsts(row, places, same) for places in (row.right, row.wrong))
         found.update(solved=bool(chosen), ways=len(chosen))
-        count = max(len(chosen), len(rejected)) if chosen and rejected else 0
+        if chosen and rejected:
+            count = max(len(chosen), len(rejected))
+        else:
+            count = 0
         for number in range(count)[:per_problem]:
             built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
     return built, _counts(rows, found, len(built))
@@ -187,12 +190,16 @@ def contrast_pairs(
 
 def text_of(completion: Any) -> str:
     """Of a completion: itself, or its last message's."""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1]["content"])
 
 
 def in_form_of(prompt: Any, text: str) -> Any:
     """Text after a text prompt, one assistant message after messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:

@@ -60,7 +60,9 @@ class RoundSampler(Sampler[int]):
         if len(data_source) < batch_size:
             raise ValueError(f"the data has {len(data_source)} rows and a round needs batch_size={batch_size}")
         self.num_samples = len(data_source)
-        self.mini_repeat_count, self.batch_size, self.repeat_count = mini_repeat_count, batch_size, repeat_count
+        self.mini_repeat_count = mini_repeat_count
+        self.batch_size = batch_size
+        self.repeat_count = repeat_count
         self.seed = seed
         self.epoch = 0
         self._drawn: list[list[int]] = []
@@ -85,7 +87,8 @@ class RoundSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch; the current one keeps its rounds and is replayed from its start."""
         if epoch != self.epoch:
-            self.epoch, self._drawn = epoch, []
+            self.epoch = epoch
+            self._drawn = []
         self._used_up = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +110,8 @@ class RoundSampler(Sampler[int]):
                 f"the state was saved with {dict(state['shape'])} and the sampler has {self._shape()}; "
                 "resume with the same data, batch settings and seed"
             )
-        self.epoch, self._used_up = int(state["epoch"]), bool(state["used_up"])
+        self.epoch = int(state["epoch"])
+        self._used_up = bool(state["used_up"])
         self._drawn = [[int(index) for index in indices] for indices in state["drawn"]]
 
     def fingerprint(self) -> int:
@@ -183,7 +187,8 @@ class UniformThenHardSampler(RoundSampler):
             raise ValueError(f"uniform_rounds={uniform_rounds} is negative")
         if not 0 <= floor <= 1:
             raise ValueError(f"floor={floor} is not in [0, 1]")
-        self.uniform_rounds, self.floor = uniform_rounds, floor
+        self.uniform_rounds = uniform_rounds
+        self.floor = floor
         self._hard = torch.nonzero(checked_rates(pass_rates, self.num_samples) < hard_below).flatten()
         if len(self._hard) < self.batch_size:
             raise ValueError(
@@ -240,9 +245,13 @@ class PrioritizedSampler(RoundSampler):
             raise ValueError(f"floor={floor} is not in (0, 1]; without a floor a solved problem would starve")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} is not in [0, 1]")
-        rates = [initial] * self.num_samples if isinstance(initial, int | float) else initial
+        if isinstance(initial, int | float):
+            rates = [initial] * self.num_samples
+        else:
+            rates = initial
         self._initial = checked_rates(rates, self.num_samples, "initial")
-        self.floor, self.decay = floor, decay
+        self.floor = floor
+        self.decay = decay
         self._successes = torch.zeros(self.num_samples, dtype=torch.float64)
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 

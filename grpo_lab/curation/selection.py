@@ -47,7 +47,9 @@ class FilterOutcome:
     @property
     def share(self) -> float:
         """dropped / before, 0 where nothing came in."""
-        return self.dropped / self.before if self.before else 0.0
+        if self.before:
+            return self.dropped / self.before
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class CurationReport:
         for one in self.filters:
             for example in one.examples[:2]:
                 line = " ".join(visible(example.text).split())[:160]
-                reason = f" ({visible(example.reason)[:120]})" if example.reason else ""
+                if example.reason:
+                    reason = f" ({visible(example.reason)[:120]})"
+                else:
+                    reason = ""
                 console.print(Text(f"{one.name}, row {example.row}{reason}: {line}", style="dim"))
         for note in self.notes:
             console.print(Text(visible(note)))
@@ -94,7 +99,9 @@ class Selection:
         for index, row in enumerate(rows):
             if shown not in row:
                 raise ValueError(f"row {index} has no column {shown!r} (shown); its columns: {sorted(row)}")
-        self._rows, self._shown, self._title = rows, shown, title
+        self._rows = rows
+        self._shown = shown
+        self._title = title
         self._scores: dict[str, Sequence[Any]] = {}
         self._dropped_by: list[str | None] = [None] * len(rows)
         self._outcomes: list[FilterOutcome] = []
@@ -110,7 +117,10 @@ class Selection:
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
         """Apply a filter: `mask` over *all* rows, True keeps one; `setting` (the rule) and `reasons` are reported."""
-        why = [None] * len(self._rows) if reasons is None else reasons
+        if reasons is None:
+            why = [None] * len(self._rows)
+        else:
+            why = reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
         if any(outcome.name == name for outcome in self._outcomes):
@@ -161,7 +171,10 @@ class Selection:
 
 def shown_text(prompt: Any) -> str:
     """Of a text or message list, cut to what a report shows."""
-    text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        text = "\n".join(str(message.get("content", "")) for message in prompt)
     return text[:_SHOWN_CHARACTERS]
 
 
@@ -198,7 +211,10 @@ def balance(
     for domain, indices in members.items():
         if isinstance(per_domain, Mapping) and domain not in per_domain:
             raise ValueError(f"per_domain names {sorted(map(str, per_domain))} and the data has domain {domain!r}")
-        share = per_domain[domain] if isinstance(per_domain, Mapping) else per_domain
+        if isinstance(per_domain, Mapping):
+            share = per_domain[domain]
+        else:
+            share = per_domain
         if share < 0:
             raise ValueError(f"per_domain={share} for domain {domain!r} is negative")
         for index in random.Random(f"{seed}/{domain}").sample(indices, min(share, len(indices))):

@@ -55,7 +55,9 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} is not in [0, 1]")
-    a, b, out = Path(a_dir), Path(b_dir), Path(out_dir)
+    a = Path(a_dir)
+    b = Path(b_dir)
+    out = Path(out_dir)
     files_a, files_b = check_mergeable(a, b)
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} exists and is not empty; choose a new folder")
@@ -79,9 +81,11 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
     """Tensor → file of both. ValueError where a folder has no safetensors, or they hold other tensors."""
-    files_a, files_b = _tensor_files(Path(a_dir)), _tensor_files(Path(b_dir))
+    files_a = _tensor_files(Path(a_dir))
+    files_b = _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
-        only_a, only_b = sorted(files_a.keys() - files_b.keys()), sorted(files_b.keys() - files_a.keys())
+        only_a = sorted(files_a.keys() - files_b.keys())
+        only_b = sorted(files_b.keys() - files_a.keys())
         raise ValueError(f"they have different tensors: only {a_dir} has {only_a[:5]}, only {b_dir} {only_b[:5]}")
     return files_a, files_b
 
@@ -116,7 +120,8 @@ def _write_shard(a_file: Path, b_files: dict[str, Path], out_file: Path, alpha: 
             file: files.enter_context(safe_open(file, framework="pt")) for file in sorted(set(b_files.values()))
         }
         for name, b_file in b_files.items():
-            a, b = a_tensors.get_tensor(name), b_tensors[b_file].get_tensor(name)
+            a = a_tensors.get_tensor(name)
+            b = b_tensors[b_file].get_tensor(name)
             if a.shape != b.shape:
                 shapes = f"{tuple(a.shape)} in the first checkpoint and {tuple(b.shape)} in the second"
                 raise ValueError(f"{name} has shape {shapes}")

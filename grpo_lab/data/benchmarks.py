@@ -52,7 +52,8 @@ def load_gsm8k(
         if len(solved) != shots or not all(solution for _, solution in solved):
             found = sum(bool(solution) for _, solution in solved)
             raise ValueError(f"`shots` is {shots}, and {str(source)!r} begins with {found} worked solutions")
-        form, asked = with_shots(form, solved), {question for question, _ in solved}
+        form = with_shots(form, solved)
+        asked = {question for question, _ in solved}
         examples = [row for row in examples if row["question"] not in asked]
     return to_dataset(examples, form)
 
@@ -63,7 +64,9 @@ def _gsm8k(source: str | Path, split: str) -> list[Row]:
     worked = ("answer", "gold_solution", "solution", "worked_solution")
 
     def after_mark(text: str) -> str:
-        return text.rpartition("####")[2] if "####" in text else ""
+        if "####" in text:
+            return text.rpartition("####")[2]
+        return ""
 
     examples = _answered(rows, source, ("question", "problem"), golds, worked, after_mark, "answer after '####'")
     return [row | {"solution": without_thousands(row["solution"])} for row in examples]
@@ -112,14 +115,24 @@ def _answered(
     wanted: str,
 ) -> list[Row]:
     """Rows with ``question``, ``worked_solution``, and as ``solution`` the gold column or what ``final`` finds."""
-    question, gold = required_column(rows, questions, source), first_present(rows, golds)
-    worked = first_present(rows, workeds) if gold else required_column(rows, (*workeds, *golds), source)
+    question = required_column(rows, questions, source)
+    gold = first_present(rows, golds)
+    if gold:
+        worked = first_present(rows, workeds)
+    else:
+        worked = required_column(rows, (*workeds, *golds), source)
     examples = []
     for number, row in enumerate(rows, start=1):
         example = {name: value for name, value in row.items() if name not in {question, gold, worked}}
         example["question"] = text_of(row, question, number, source)
-        answer: str | None = text_of(row, gold, number, source) if gold else None
-        written = text_of(row, worked, number, source) if worked and (not gold or row.get(worked)) else None
+        if gold:
+            answer: str | None = text_of(row, gold, number, source)
+        else:
+            answer = None
+        if worked and (not gold or row.get(worked)):
+            written = text_of(row, worked, number, source)
+        else:
+            written = None
         if written is not None:
             example["worked_solution"] = written
             answer = final(written) if answer is None else answer
@@ -159,7 +172,9 @@ def last_boxed(text: str) -> str | None:
         bare = _BARE.match(text, start)
         return bare.group() if bare else None
     end = group_end(text, start)
-    return text[start + 1 : end - 1].strip() or None if end > 0 else None
+    if end > 0:
+        return text[start + 1 : end - 1].strip() or None
+    return None
 
 
 def load_humaneval(
@@ -241,7 +256,8 @@ def load_mbpp(
         tests = _lines(row, "test_list", number, source)
         program = text_of(row, "code", number, source).replace("\r\n", "\n")
         asked = f"Your code should pass {'this test' if shown_tests == 1 else 'these tests'}:"
-        question, shown = text_of(row, task, number, source).strip(), fenced("\n".join(tests[:shown_tests]))
+        question = text_of(row, task, number, source).strip()
+        shown = fenced("\n".join(tests[:shown_tests]))
         first = [line for name in _IMPORTS if row.get(name) for line in _lines(row, name, number, source)]
         own = {
             "question": f"{question}\n\n{asked}\n\n{shown}",

@@ -96,10 +96,14 @@ def fusion_rows(
     for number, (mode, row) in enumerate(every, start=1):
         if wrong := _misfit(mode, row["prompt"], row["answer"]):
             raise ValueError(f"row {number} of the fusion: {wrong}")
-    built, flags = [], Counter(user=0, system=0, both=0, none=0, dialogue=0, cut=0)
+    built = []
+    flags = Counter(user=0, system=0, both=0, none=0, dialogue=0, cut=0)
     for number, (mode, row) in enumerate(every):
         flag, prompt = _asked(mode, row["prompt"], every, shares, random.Random(f"{seed}/{number}"))
-        content = row["answer"] if mode == "think" else EMPTY_BLOCK + row["answer"].strip()
+        if mode == "think":
+            content = row["answer"]
+        else:
+            content = EMPTY_BLOCK + row["answer"].strip()
         columns = {name: value for name, value in row.items() if name != "answer"}
         completion = [{"role": "assistant", "content": content}]
         built.append(
@@ -162,4 +166,6 @@ def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: ran
 
 def _question(prompt: list[Message], flag: str | None) -> list[Message]:
     asked = [turn for turn in prompt if turn["role"] != "system"]
-    return asked if flag is None else with_flag(asked, flag, "user")
+    if flag is None:
+        return asked
+    return with_flag(asked, flag, "user")

@@ -122,7 +122,8 @@ def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> t
         sign, value = rng.choice(ways)
         steps.append(f"{a} {sign} {b} = {value}")
         left.append((value, f"({first} {sign} {second})"))
-    target, expression = left[0][0], left[0][1][1:-1]
+    target = left[0][0]
+    expression = left[0][1][1:-1]
     if not 2 <= target <= largest_target or target in numbers:
         return None
     given = ", ".join(map(str, numbers))
@@ -171,7 +172,8 @@ def sorting(
         if value < least:
             raise ValueError(f"{name} is {value}; at least {least} is needed")
     form = find_template(template, system_prompt)
-    rng, writer = random.Random(f"{seed}/{split}"), random.Random(f"{seed}/{split}/writer")
+    rng = random.Random(f"{seed}/{split}")
+    writer = random.Random(f"{seed}/{split}/writer")
 
     def draw() -> tuple[tuple[int, ...], tuple[int, ...]]:
         numbers = tuple(rng.randrange(vocabulary) for _ in range(length))

@@ -58,7 +58,10 @@ class ChatTemplate:
     after: str = ""
 
     def prompt(self, question: str) -> Prompt:
-        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
+        if self.system is None:
+            turns = []
+        else:
+            turns = [{"role": "system", "content": self.system}]
         return [*turns, {"role": "user", "content": f"{self.before}{question}{self.after}"}]
 
 
@@ -74,7 +77,10 @@ def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Me
     if place in ("system", "both"):
         if turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": ""})
-        flag = mode if place == "system" else MODES[mode == "think"]
+        if place == "system":
+            flag = mode
+        else:
+            flag = MODES[mode == "think"]
         turns[0]["content"] = f"{turns[0]['content']} /{flag}".strip()
     if place in ("user", "both"):
         [turn for turn in turns if turn["role"] == "user"][-1]["content"] += f" /{mode}"

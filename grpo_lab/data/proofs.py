@@ -69,7 +69,8 @@ def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, A
     """A sequent with its premises sorted, and its row; None for a trivial one, or a proof of another length."""
     step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
     premises, lines = _written(step)
-    goal, count = write(step.formula), len(lines) - len(premises)
+    goal = write(step.formula)
+    count = len(lines) - len(premises)
     if not sizes[0] <= count <= sizes[1] or {"#", goal} & set(premises):
         return None
     sequent = f"{', '.join(premises)} |- {goal}".strip()
@@ -100,7 +101,10 @@ class _Grown:
         if budget <= 0:
             return _Step(goal, "premise")
         introductions = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
-        ways = [introductions[goal[0]]] * 4 if len(goal) > 1 or goal == FALSE else []
+        if len(goal) > 1 or goal == FALSE:
+            ways = [introductions[goal[0]]] * 4
+        else:
+            ways = []
         ways += ["->e", "&e", "~~e"]
         if budget >= 4 and goal != FALSE:
             ways += ["ve", "raa"]
@@ -139,8 +143,11 @@ class _Grown:
                 return from_one(("&", goal, other) if self.rng.random() < 0.5 else ("&", other, goal), budget // 2)
             case "~~e":
                 return from_one(("~", ("~", goal)), budget)
-        first, second = _formula(self.rng, 1), _formula(self.rng, 1)  # ve
-        whole, left = self.show(("v", first, second), 0, assumed), under(first, goal, budget // 2)
+        # ve
+        first = _formula(self.rng, 1)
+        second = _formula(self.rng, 1)
+        whole = self.show(("v", first, second), 0, assumed)
+        left = under(first, goal, budget // 2)
         right = under(second, goal, budget - left.size() - 1)
         return _Step(goal, rule, [whole, left, right], [None, first, second])
 

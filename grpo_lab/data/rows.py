@@ -127,11 +127,17 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
     try:
         with data_set_reached(name):
             splits = datasets.get_dataset_split_names(name, config)
-            found = datasets.load_dataset(name, config, split=split) if split in splits else None
+            if split in splits:
+                found = datasets.load_dataset(name, config, split=split)
+            else:
+                found = None
         if found is None:
             raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(splits)} (setting: split)")
         single = [one for one, kind in found.features.items() if getattr(kind, "dtype", "") == "float32"]
-        exact = _with_texts(found.with_format("arrow")[:].select(single)) if single else [{}] * len(found)
+        if single:
+            exact = _with_texts(found.with_format("arrow")[:].select(single))
+        else:
+            exact = [{}] * len(found)
         return [dict(row) | digits for row, digits in zip(found, exact, strict=True)]
     except (OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
@@ -160,7 +166,10 @@ def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Pat
 def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
     """A non-empty cell as text, numbers as they are written."""
     value = row.get(column)
-    text = value if isinstance(value, str) else number_text(value)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = number_text(value)
     if text is None or not text.strip():
         raise ValueError(f"{place_of(source, number)}: column {column!r} is {value!r}; text is needed")
     return text
@@ -227,7 +236,9 @@ def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
         kept = len(kinds) < 2 and _fits_arrow(present)
     if not kept:
         return [None if value is None else written(value) for value in values]
-    return [None if value is None else one(value) for value in values] if one else values
+    if one:
+        return [None if value is None else one(value) for value in values]
+    return values
 
 
 def _survives(value: Any, gold: bool) -> bool:
@@ -314,7 +325,10 @@ def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str |
     """Prompts that are there look as the template asked for makes them: they stay, so it must not be said in vain."""
     if isinstance(form, ChatTemplate):
         first = prompt[0] if isinstance(prompt, list) else {}
-        system = first.get("content") if first.get("role") == "system" else None
+        if first.get("role") == "system":
+            system = first.get("content")
+        else:
+            system = None
         fits = isinstance(prompt, list) and form.system in (None, system)
     else:
         fits = isinstance(prompt, str) and prompt.startswith(form.before) and prompt.endswith(form.after)

@@ -56,7 +56,8 @@ class SolutionStyle:
         blurted = hurry.random() < self.blurted
         lines = []
         for line in worked_solution.split("\n"):
-            other_language, again = rng.random() < self.mixed, rng.random() < self.repeats
+            other_language = rng.random() < self.mixed
+            again = rng.random() < self.repeats
             calculation = _CALCULATION.search(line)
             if calculation is not None and other_language:
                 line = f"现在有{calculation.group()}个。"
@@ -102,7 +103,8 @@ def word_problems(
     """
     form = find_template(template, system_prompt)
     style = SolutionStyle(repeats=repeats, mixed=mixed, think=think, blurted=blurted)
-    writer, hurry = random.Random(f"{seed}/{split}/writer"), random.Random(f"{seed}/{split}/hurry")
+    writer = random.Random(f"{seed}/{split}/writer")
+    hurry = random.Random(f"{seed}/{split}/hurry")
     rows = iter_word_problems(seed, split, steps, families, largest=largest, misread=misread)
     limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}
     problems = take(rows, n, "problems", "Raise largest or steps", **limits)
@@ -127,7 +129,10 @@ def iter_word_problems(
     checked_range("steps", steps, 1, _MOST_STEPS)
     if largest < 10:
         raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
-    names = list(FAMILIES) if families is None else list(families)
+    if families is None:
+        names = list(FAMILIES)
+    else:
+        names = list(families)
     if not names or any(name not in FAMILIES for name in names):
         raise ValueError(f"families is {names!r}; allowed: one or more of {', '.join(FAMILIES)} (setting: families)")
     if not 0.0 <= misread <= 1.0:
@@ -136,7 +141,8 @@ def iter_word_problems(
     reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
 
     def draw() -> tuple[str, WordProblem] | None:
-        family, size = FAMILIES[rng.choice(names)], rng.randint(*steps)
+        family = FAMILIES[rng.choice(names)]
+        size = rng.randint(*steps)
         # dead ends are begun anew with as many steps, or long problems would be rarer than asked
         drafts = (_draft(rng, family, size, largest) for _ in range(50))
         draft = next((draft for draft in drafts if draft is not None), None)
@@ -202,7 +208,8 @@ class _Draft:
 
     def _slots(self, turn: int) -> dict[str, str]:
         a, k = self.moves[turn][1]
-        before, new = self.people[turn], self.people[turn + 1]
+        before = self.people[turn]
+        new = self.people[turn + 1]
         who = {"name": self.people[0], "item": self.item, "before": before, "other": new, "last": new}
         return who | {"a": str(a), "k": str(k)}
 
@@ -266,7 +273,9 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
     elif left is None:
         left = rng.randint(3, largest * 3 // 5)
     allowed = _right_operands(move.op, move.fixed, left, largest)
-    return (left, rng.choice(allowed)) if allowed else None
+    if allowed:
+        return (left, rng.choice(allowed))
+    return None
 
 
 @functools.lru_cache(maxsize=65536)

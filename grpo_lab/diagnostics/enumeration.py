@@ -92,7 +92,8 @@ class Tree:
     def divergence_of_next_tokens(self, logits: Tensor, reference: Tensor) -> Tensor:
         """The same number by the chain rule, Σ P(prefix)·KL(next token), with P held fixed: its gradient does not
         charge a token for the divergence that it leads to."""
-        policy, other = logits.log_softmax(-1), reference.log_softmax(-1)
+        policy = logits.log_softmax(-1)
+        other = reference.log_softmax(-1)
         each = (policy.exp() * (policy - other)).sum(-1)
         before = self.logps(logits.detach()).cumsum(1).roll(1, 1)
         before[:, 0] = 0.0

@@ -92,7 +92,8 @@ def least_squares(points: Points, columns: Callable[[float], Columns], over: str
             "two coefficients apart: points from more of the run are needed"
         )
     root = np.linalg.inv(np.linalg.qr(rows / lengths, mode="r")) / lengths[:, None]
-    inverse, reward = root @ root.T, np.array([reward for _, reward in points], dtype=np.float64)
+    inverse = root @ root.T
+    reward = np.array([reward for _, reward in points], dtype=np.float64)
     theta = inverse @ (rows.T @ reward)
     squares = float(((reward - rows @ theta) ** 2).sum())
     return Fitted(theta, inverse, math.sqrt(squares / (len(points) - 2)), len(points))

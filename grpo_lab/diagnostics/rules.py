@@ -28,13 +28,17 @@ ENTROPY_GONE, ENTROPY_LEFT = 0.01, 0.1
 ENTROPY_TIMES, ENTROPY_MORE = 2.0, 0.5
 #: Reward flat: over as many optimizer steps (published runs need about 100: simpleRL-Zoo's 7B) and at least as many
 #: windows, the halves differ by less than 2 standard errors (95%).
-FLAT_STEPS, FLAT_WINDOWS, NOISE = 100, 10, 2.0
+FLAT_STEPS = 100
+FLAT_WINDOWS = 10
+NOISE = 2.0
 #: Reward falling: the later half is as many standard errors lower. Ours: more than NOISE, asked at every window.
 FALLEN = 5.0
 #: Length running away: as many times the first windows' length for as many windows, and reward did not rise by as many
 #: standard errors. Ours: on R1-Zero's curve, where both rise, length is often there first. That length alone grows, and
 #: of wrong answers, is the length bias of arXiv 2503.20783, App. C.
-LENGTH_TIMES, LENGTH_WINDOWS, LENGTH_GAIN = 1.5, 30, 0.5
+LENGTH_TIMES = 1.5
+LENGTH_WINDOWS = 30
+LENGTH_GAIN = 0.5
 #: Mean of every reward function at which a flat reward is no warning: most of this package's lie in 0 to 1. Ours.
 CEILING = 0.95
 #: Nats per token. Ours: at 1 the policy gives its own tokens e times the reference's probability, on average.
@@ -92,7 +96,9 @@ def not_finite(history: History, facts: Facts) -> str | None:
         return f"{said} not finite: such steps were left out, and the weights are as before them"
     seen = {name: number(last, name) or 0.0 for name in ("loss", "grad_norm", "kl", "entropy", "reward")}
     found = [n for n, value in seen.items() if math.isinf(value) or (math.isnan(value) and n != "reward")]
-    return f"{' and '.join(found)} not finite: the weights may be lost" if found else None
+    if found:
+        return f"{' and '.join(found)} not finite: the weights may be lost"
+    return None
 
 
 @rule("learning rate 0", "learning_rate, lr_scheduler_type, warmup_steps")
@@ -108,7 +114,9 @@ def no_learning_rate(history: History, facts: Facts) -> str | None:
 @rule("nothing scored", "rewards, the columns and the answer format that they read")
 def nothing_scored(history: History, facts: Facts) -> str | None:
     unscored = no_completion_scored(history)
-    return "no completion was scored, every reward gave None or NaN, so nothing is learned" if unscored else None
+    if unscored:
+        return "no completion was scored, every reward gave None or NaN, so nothing is learned"
+    return None
 
 
 @rule("all groups dead", "rewards, data (difficulty), num_generations, temperature, update.dead_groups")
@@ -120,7 +128,10 @@ def all_dead(history: History, facts: Facts) -> str | None:
     if len(history) < PERSISTENCE and any(values(history, "reward") or [1.0]):
         return None
     cause = "too hard" if reward == 0 else "too hard, too easy"
-    level = "" if reward is None else f" (mean reward {reward:.3g}: {cause}, or the reward cannot read the answers)"
+    if reward is None:
+        level = ""
+    else:
+        level = f" (mean reward {reward:.3g}: {cause}, or the reward cannot read the answers)"
     return f"all groups are dead, every completion of a group got the same reward{level}, so nothing is learned"
 
 
@@ -129,7 +140,10 @@ def no_gradient(history: History, facts: Facts) -> str | None:
     norms = values(history[-PERSISTENCE:], "grad_norm")
     if len(norms) < PERSISTENCE or max(norms) > 0 or _dead(history) or no_completion_scored(history):
         return None
-    alive = "completions were scored" if has_critic(history) else "groups are alive"
+    if has_critic(history):
+        alive = "completions were scored"
+    else:
+        alive = "groups are alive"
     return f"the gradient is 0 though {alive}: no token carries loss, or no weight is trained"
 
 
@@ -155,13 +169,17 @@ def truncated(history: History, facts: Facts) -> str | None:
 @rule("unscorable", "the gold answers, rewards (mode), the template's answer format")
 def unscorable(history: History, facts: Facts) -> str | None:
     share = lasting(history, "rewards/unscorable_share") or 0.0
-    return f"{share:.0%} of the completions cannot be scored" if share > UNSCORABLE else None
+    if share > UNSCORABLE:
+        return f"{share:.0%} of the completions cannot be scored"
+    return None
 
 
 @rule("KL runs away", "beta, learning_rate, sync_ref_model")
 def kl_high(history: History, facts: Facts) -> str | None:
     kl = lasting(history, "kl") or 0.0
-    return f"KL to the reference is {kl:.2g} nats a token: the policy runs away" if kl > KL_HIGH else None
+    if kl > KL_HIGH:
+        return f"KL to the reference is {kl:.2g} nats a token: the policy runs away"
+    return None
 
 
 @rule("clip share", "learning_rate, num_iterations, steps_per_generation, epsilon")
@@ -174,7 +192,8 @@ def clipped(history: History, facts: Facts) -> str | None:
 
 @rule("entropy collapses", "epsilon_high, temperature, learning_rate, beta")
 def entropy_gone(history: History, facts: Facts) -> str | None:
-    start, now = at_start(history, "entropy"), recent(history, "entropy")
+    start = at_start(history, "entropy")
+    now = recent(history, "entropy")
     if start is None or now is None or now >= min(ENTROPY_GONE, ENTROPY_LEFT * start):
         return None
     return f"entropy collapsed from {start:.2g} to {now:.2g} nats a token: samples hardly differ"
@@ -182,7 +201,8 @@ def entropy_gone(history: History, facts: Facts) -> str | None:
 
 @rule("entropy explodes", "learning_rate, temperature, entropy_coef, beta")
 def entropy_explodes(history: History, facts: Facts) -> str | None:
-    start, now = at_start(history, "entropy"), recent(history, "entropy")
+    start = at_start(history, "entropy")
+    now = recent(history, "entropy")
     if start is None or now is None or now <= max(ENTROPY_TIMES * start, start + ENTROPY_MORE):
         return None
     return f"entropy grew from {start:.2g} to {now:.2g} nats a token: the policy turns into noise"
@@ -207,7 +227,8 @@ def reward_falls(history: History, facts: Facts) -> str | None:
     if not series or rise_in_errors(series) > -FALLEN:
         return None
     half = len(series) // 2
-    early, late = fmean(series[:half]), fmean(series[half:])
+    early = fmean(series[:half])
+    late = fmean(series[half:])
     why = "expected where problems get harder or a penalty sets in"
     return f"reward fell from {early:.3g} to {late:.3g} within {steps} steps ({why})"
 
@@ -230,7 +251,8 @@ def reward_full(history: History, facts: Facts) -> str | None:
 
 @rule("loss 0", "none", healthy=True)
 def zero_loss(history: History, facts: Facts) -> str | None:
-    loss, norm = number(history[-1], "loss"), number(history[-1], "grad_norm")
+    loss = number(history[-1], "loss")
+    norm = number(history[-1], "grad_norm")
     once = facts.updates is not None and facts.updates <= 1
     if facts.own_loss or loss is None or not abs(loss) < ZERO_LOSS or not norm or not once or not math.isfinite(norm):
         return None
@@ -262,12 +284,16 @@ def recent(history: History, *names: str) -> float | None:
 
 def lasting(history: History, *names: str) -> float | None:
     """As ``recent``, and None before there are ``PERSISTENCE`` windows."""
-    return recent(history, *names) if len(history) >= PERSISTENCE else None
+    if len(history) >= PERSISTENCE:
+        return recent(history, *names)
+    return None
 
 
 def at_start(history: History, *names: str) -> float | None:
     """Mean over the first ``PERSISTENCE`` windows; None before there are as many after them."""
-    return recent(history[:PERSISTENCE], *names) if len(history) >= 2 * PERSISTENCE else None
+    if len(history) >= 2 * PERSISTENCE:
+        return recent(history[:PERSISTENCE], *names)
+    return None
 
 
 def no_completion_scored(history: History) -> bool:
@@ -294,11 +320,14 @@ def rise_in_errors(series: Sequence[float]) -> float:
     more: each half has a variance.
     """
     half = len(series) // 2
-    early, late = series[:half], series[half:]
+    early = series[:half]
+    late = series[half:]
     change = fmean(late) - fmean(early)
     error = math.sqrt(variance(early) / len(early) + variance(late) / len(late))
     if error == 0:
-        return math.copysign(math.inf, change) if change else 0.0
+        if change:
+            return math.copysign(math.inf, change)
+        return 0.0
     return change / error
 
 
@@ -327,7 +356,9 @@ def _late(history: History) -> tuple[list[float], int]:
     while back and step_of(history[back - 1]) >= end - FLAT_STEPS:
         back -= 1
     series = values(history[back:], "reward")
-    return (series, end - step_of(history[back])) if len(series) >= FLAT_WINDOWS else ([], 0)
+    if len(series) >= FLAT_WINDOWS:
+        return (series, end - step_of(history[back]))
+    return ([], 0)
 
 
 def _at_ceiling(history: History) -> bool:

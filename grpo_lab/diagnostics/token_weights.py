@@ -95,7 +95,9 @@ def token_weights(loss: Tensor, logps: Tensor) -> Tensor:
         logps: the log-probs in its graph, a leaf or not; nothing behind them is differentiated.
     """
     found = torch.autograd.grad(loss, logps, retain_graph=True, allow_unused=True)[0]
-    return torch.zeros_like(logps) if found is None else -found.detach()
+    if found is None:
+        return torch.zeros_like(logps)
+    return -found.detach()
 
 
 def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
@@ -108,9 +110,11 @@ def sums_of_rows(mask: Tensor, advantages: Tensor, quarter: Tensor, pass_rate: T
         pass_rate: ``[B]`` of the row's group, in [0, 1]; NaN where nothing says what is right.
     """
     size = (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).abs().double()
-    of_tokens, tokens = masked_sum(size, mask, dim=1), mask.sum(1).double()
+    of_tokens = masked_sum(size, mask, dim=1)
+    tokens = mask.sum(1).double()
     own = tokens > 0
-    of_answer, rate = of_tokens / tokens.clamp(min=1), pass_rate.double().nan_to_num(nan=0.0) * own
+    of_answer = of_tokens / tokens.clamp(min=1)
+    rate = pass_rate.double().nan_to_num(nan=0.0) * own
     return _in_buckets(torch.stack([own.double(), tokens, rate, of_answer, of_tokens], dim=1), quarter, pass_rate)
 
 
@@ -166,7 +170,8 @@ def over_steps(lines: Iterable[Mapping[str, Any]], by: str) -> list[Bucket]:
         if one["rows"] > 0:
             at = one["tokens" if by == "by_length" else "pass_rate"] / one["rows"]
             measured, *shares = (one[n] / whole[n] for n in ("weight", "answer_advantage", "token_advantage"))
-            token, answer = whole["tokens"] / one["tokens"], whole["rows"] / one["rows"]
+            token = whole["tokens"] / one["tokens"]
+            answer = whole["rows"] / one["rows"]
             expected = [share * of for of in (token, answer) for share in shares]
             found.append(Bucket(at, measured * token, measured * answer, *expected))
     return found

@@ -59,13 +59,17 @@ def generate_by_groups(
     """Left-padded prompts ``[B, L]`` with their completions ``[B, L + T]``, as ``stock``, the ``generate`` of
     ``model``, returns them; by ``stock`` itself where `not_by_groups` says why, which is said once."""
     asked = {"logits_processor": logits_processor, **more}
-    said, width = filled_config(generation_config, model), input_ids.size(1)
+    said = filled_config(generation_config, model)
+    width = input_ids.size(1)
     room = int(said.max_new_tokens or 0)
     held = None
     reason = not_by_groups(model, generation_config, more)
     if reason is None:
         held = prompts_read_once(model, input_ids, attention_mask, room)
-        reason = None if held is not None else "it does not keep a prompt's keys and values as they are read"
+        if held is not None:
+            reason = None
+        else:
+            reason = "it does not keep a prompt's keys and values as they are read"
     if held is None:
         say_left_to_stock(str(reason))
         return stock(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **asked)
@@ -74,8 +78,10 @@ def generate_by_groups(
     pad = next((token for token in (said.pad_token_id, *ends.tolist()) if token is not None), 0)
     result = input_ids.new_full((input_ids.size(0), width + room), int(pad))
     result[:, :width] = input_ids
-    rows, longest = torch.arange(input_ids.size(0), device=input_ids.device), width
-    ids, mask = input_ids, attention_mask
+    rows = torch.arange(input_ids.size(0), device=input_ids.device)
+    longest = width
+    ids = input_ids
+    mask = attention_mask
     while longest < width + room and rows.numel():
         config.max_new_tokens = min(STRETCH, width + room - longest)
         if said.repetition_penalty not in (None, 1.0):
@@ -84,11 +90,14 @@ def generate_by_groups(
             asked["logits_processor"] = [own, *(logits_processor or ())]
         with one_number_a_draw():
             ids = stock(input_ids=ids, attention_mask=mask, past_key_values=held, generation_config=config, **asked)
-        written, longest = ids[:, longest:], ids.size(1)
+        written = ids[:, longest:]
+        longest = ids.size(1)
         result[rows, longest - written.size(1) : longest] = written
         goes_on = (~torch.isin(written, ends).any(1)).nonzero().squeeze(1)
         if goes_on.numel() < rows.numel():
-            rows, ids, mask = rows[goes_on], ids[goes_on], mask[goes_on]
+            rows = rows[goes_on]
+            ids = ids[goes_on]
+            mask = mask[goes_on]
             held.batch_select_indices(goes_on)
         mask = torch.cat([mask, mask.new_ones(mask.size(0), written.size(1))], dim=1)
     return result[:, :longest]
@@ -115,7 +124,9 @@ def one_number_a_draw() -> Iterator[None]:
 
 
 #: torch's own draw; the threads that are inside `one_number_a_draw`, and how deep
-_THEIRS, _LOCK, _INSIDE = torch.multinomial, threading.Lock(), Counter[int]()
+_THEIRS = torch.multinomial
+_LOCK = threading.Lock()
+_INSIDE = Counter[int]()
 
 
 def _draw(probs: Tensor, num_samples: int, *rest: Any, **more: Any) -> Tensor:
@@ -149,7 +160,8 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
-    filled, own = filled_config(config, model), _own_model(model)
+    filled = filled_config(config, model)
+    own = _own_model(model)
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         return "weights are sharded, so ranks make every token together"
@@ -167,7 +179,9 @@ def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str
         return f"the generation config asks for {sorted(asked)}"
     if asked := _asked(filled):
         return f"the model's own generation config asks for {sorted(asked)}"
-    return None if filled.max_new_tokens else "the generation config has no `max_new_tokens`"
+    if filled.max_new_tokens:
+        return None
+    return "the generation config has no `max_new_tokens`"
 
 
 @cache
@@ -180,7 +194,9 @@ def say_left_to_stock(reason: str) -> None:
 def _own_model(model: Any) -> Any:
     """The transformers model in an adapter or behind `torch.compile`."""
     inner = getattr(model, "_orig_mod", model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if hasattr(inner, "get_base_model"):
+        return inner.get_base_model()
+    return inner
 
 
 def _forward_takes(model: Any) -> set[str]:
@@ -192,7 +208,8 @@ def _forward_takes(model: Any) -> set[str]:
 def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
     """``config`` and, where it says nothing, what the model's own says, as `generate` fills it. ``max_length`` is left
     out, which `generate` does not look at beside ``max_new_tokens``."""
-    filled, own = deepcopy(config), model.generation_config.to_dict()
+    filled = deepcopy(config)
+    own = model.generation_config.to_dict()
     own.pop("max_length", None)
     filled.update(**own, defaults_only=True, allow_custom_entries=True)
     return filled
@@ -207,7 +224,9 @@ def _asked(config: GenerationConfig) -> set[str]:
 
 def ends_of(config: GenerationConfig) -> list[int]:
     ends = config.eos_token_id
-    return [] if ends is None else [int(one) for one in (ends if isinstance(ends, list) else [ends])]
+    if ends is None:
+        return []
+    return [int(one) for one in (ends if isinstance(ends, list) else [ends])]
 
 
 def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> DynamicCache | None:
@@ -219,7 +238,8 @@ def prompts_read_once(model: Any, ids: Tensor, mask: Tensor, room: int) -> Dynam
     layers = [_WithRoom(ids.size(1) + room) for _ in cache.layers]
     cache.layers = list(layers)
     if ids.size(1) > 1:
-        first, seen = ids[begins, :-1], mask[begins, :-1]
+        first = ids[begins, :-1]
+        seen = mask[begins, :-1]
         positions = (seen.long().cumsum(1) - 1).clamp(min=0)  # as `generate` counts: left padding does not
         named = _forward_takes(_own_model(model))
         more = {
@@ -238,7 +258,8 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self.length, self.whole = length, list[Tensor]()
+        self.length = length
+        self.whole = list[Tensor]()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -261,7 +282,8 @@ class _WithRoom(DynamicLayer):  # type: ignore[misc]
         return larger
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        length, before = self.get_seq_length(), self.whole
+        length = self.get_seq_length()
+        before = self.whole
         self.whole = [whole.new_empty(indices.numel(), *whole.shape[1:]) for whole in before]
         self.keys, self.values = (whole[:, :, :length] for whole in self.whole)
         for kept, whole in zip((self.keys, self.values), before, strict=True):  # the room behind them holds nothing yet

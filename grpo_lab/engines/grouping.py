@@ -64,7 +64,10 @@ class GroupedEngine:
         return rows
 
     def _checked(self, requests: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
-        more = {"lora_request": self.adapter} if self.adapters else {}
+        if self.adapters:
+            more = {"lora_request": self.adapter}
+        else:
+            more = {}
         outputs = self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more)
         try:
             check_logprobs(outputs)

@@ -30,7 +30,9 @@ RENDERING = (
     "return_dict", "return_tensors", "tokenize", "tools", "truncation",
 )  # fmt: skip
 #: limits of a chat template, which is a program that came with the model: seconds, bytes, characters
-TEMPLATE_SECONDS, TEMPLATE_BYTES, TEMPLATE_CHARACTERS = 20.0, 1 << 30, 10_000_000
+TEMPLATE_SECONDS = 20.0
+TEMPLATE_BYTES = 1 << 30
+TEMPLATE_CHARACTERS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,10 @@ def _of_template(
         with _bounded():
             text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
     except Exception as error:  # of jinja2, of its sandbox, or of the template's own arithmetic
-        memory = f"it needs more than {TEMPLATE_BYTES >> 30} GiB" if isinstance(error, MemoryError) else None
+        if isinstance(error, MemoryError):
+            memory = f"it needs more than {TEMPLATE_BYTES >> 30} GiB"
+        else:
+            memory = None
         said = memory or " ".join(str(error).split())[:500]
         raise ValueError(f"the chat template cannot render a prompt: {type(error).__name__}: {said}") from error
     if len(text) > TEMPLATE_CHARACTERS:
@@ -196,7 +201,10 @@ def _bounded() -> Iterator[None]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = Path("/proc/self/statm")
-    pages = int(used.read_text().split()[0]) if used.is_file() else 0
+    if used.is_file():
+        pages = int(used.read_text().split()[0])
+    else:
+        pages = 0
     limit = TEMPLATE_BYTES + pages * resource.getpagesize()
     before = handle(late, signal.SIGALRM)
     try:
@@ -214,7 +222,9 @@ def _bounded() -> Iterator[None]:
 
 def in_form_of(prompt: str | Messages, text: str) -> Any:
     """A completion as TRL gives it to rewards: text after a text prompt, one assistant message after messages."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 @dataclass(frozen=True)
@@ -243,14 +253,18 @@ class TransformersSampler:
         from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
-        context, longest = context_of_config(self.model.config), max(map(len, prompts), default=0)
+        context = context_of_config(self.model.config)
+        longest = max(map(len, prompts), default=0)
         if context is not None and longest + max_new_tokens > context:
             raise ValueError(too_long("longest", longest, max_new_tokens, context))
         # Longest first: too large a batch shows at once, and not after an hour.
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
         stops = stop_token_ids(self.model.generation_config, self.tokenizer)
-        pad = stops[0] if self.tokenizer.pad_token_id is None else int(self.tokenizer.pad_token_id)
+        if self.tokenizer.pad_token_id is None:
+            pad = stops[0]
+        else:
+            pad = int(self.tokenizer.pad_token_id)
         config = plain_generation_config(temperature, max_new_tokens, stops, pad)
         stock: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
@@ -258,8 +272,14 @@ class TransformersSampler:
         self.model.train(False)
         # manual_seed below seeds every GPU that the process uses, so the state of every one is put back. To ask for the
         # state of one that it does not use would begin to use it.
-        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-        label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
+        if torch.cuda.is_initialized():
+            forked = list(range(torch.cuda.device_count()))
+        else:
+            forked = []
+        if temperature == 0:
+            label = "greedy"
+        else:
+            label = f"{n} samples at T={temperature:g}"
         try:
             with (
                 torch.random.fork_rng(devices=forked, enabled=seed is not None),
@@ -277,7 +297,10 @@ class TransformersSampler:
                     written = output[:, ids.shape[1] :].tolist()
                     for (index, sample), row in zip(batch, written, strict=True):
                         own = until_end(row, stops)
-                        scored = forward_logprobs(self.model, [prompts[index]], [own]) if self.logprobs else [None]
+                        if self.logprobs:
+                            scored = forward_logprobs(self.model, [prompts[index]], [own])
+                        else:
+                            scored = [None]
                         [logprobs] = scored  # a row alone: all logits of a batch may not fit
                         completions[index][sample] = Completion(own, bool(own) and own[-1] in stops, logprobs)
                     bar.update(len(batch))
@@ -315,7 +338,8 @@ class VllmSampler:
 
 def of_engine(written: Any) -> Completion:
     """A completion of vLLM's as one of ours."""
-    ids, logprobs = list(written.token_ids), None
+    ids = list(written.token_ids)
+    logprobs = None
     if written.logprobs is not None:
         logprobs = [entries[token].logprob for token, entries in zip(ids, written.logprobs, strict=True)]
     return Completion(ids, written.finish_reason == "stop", logprobs)
@@ -330,9 +354,14 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 def context_of_config(config: PretrainedConfig) -> int | None:
     """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit
     (XLNet's is -1)."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        text = config.get_text_config()
+    else:
+        text = config
     limit = getattr(text, "max_position_embeddings", None)
-    return None if limit is None or limit <= 0 else int(limit)
+    if limit is None or limit <= 0:
+        return None
+    return int(limit)
 
 
 def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
@@ -348,7 +377,10 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
     configured = None if generation is None else generation.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
+    if isinstance(configured, list):
+        listed = configured
+    else:
+        listed = [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
     if not stops:
         raise ValueError("neither the tokenizer nor the model's generation_config names an eos_token_id to stop at")

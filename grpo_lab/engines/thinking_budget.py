@@ -107,10 +107,14 @@ class BudgetedSampler:
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
-        calls, settings = itertools.count(), replace(self.settings, max_completion_length=max_new_tokens)
+        calls = itertools.count()
+        settings = replace(self.settings, max_completion_length=max_new_tokens)
 
         def generate(ids: list[list[int]], room: int) -> list[Completion]:
-            own = None if seed is None else seed + 1_000_003 * next(calls)  # no call draws what another has drawn
+            if seed is None:  # no call draws what another has drawn
+                own = None
+            else:
+                own = seed + 1_000_003 * next(calls)
             groups = self.sampler(ids, n=1, temperature=temperature, max_new_tokens=room, seed=own)
             return [completion for (completion,) in groups]
 
@@ -127,7 +131,8 @@ def tokens_of_thinking(prompt: str, completion: Completion, decode: Callable[[li
     think: the prompt closes its thinking, or neither opens one nor is one closed."""
     if completion.mask is not None and completion.was_cut:
         return completion.mask.index(0)
-    ids, text = completion.ids, decode(completion.ids)
+    ids = completion.ids
+    text = decode(completion.ids)
     opened = START_TEXT in prompt.rpartition(END_TEXT)[2] + text
     if prompt.rstrip().endswith(END_TEXT) or not (opened or END_TEXT in text):
         return None
@@ -168,7 +173,8 @@ def budgeted_generate(
 
 
 def _joined(head: Completion, inserted: list[int], tail: Completion, settings: ThinkingBudget) -> Completion:
-    ids, logprobs = head.ids + inserted + tail.ids, None
+    ids = head.ids + inserted + tail.ids
+    logprobs = None
     if head.logprobs is not None and tail.logprobs is not None:
         logprobs = head.logprobs + [math.nan] * len(inserted) + tail.logprobs
     mask = [1] * len(head.ids) + [0] * len(inserted) + [1] * len(tail.ids)

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480.0, 264.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 14.0, 14.0, 42.0
+LEFT = 50.0
+RIGHT = 14.0
+TOP = 14.0
+BOTTOM = 42.0
 SECOND_AXIS = 26.0  # how much wider the right margin is where it holds one
 SMOOTH_FROM = 20  # points; shorter series are drawn as they are
 _MOST_POINTS = 300
@@ -49,7 +52,9 @@ class Figure(NamedTuple):
 
 def figure(title: str, meaning: str, lines: Sequence[Line], unit: str, **shape: Any) -> Figure | None:
     """``lines`` drawn (see `draw`); None where none of them has a point."""
-    return Figure(title, meaning, draw(lines, unit=unit, **shape)) if any(line.points for line in lines) else None
+    if any(line.points for line in lines):
+        return Figure(title, meaning, draw(lines, unit=unit, **shape))
+    return None
 
 
 def draw(
@@ -69,9 +74,11 @@ def draw(
     every = [*lines, *right]
     show = _percent if share else _plain
     steps = [x for line in every for x, _ in line.points]
-    first, last = min(steps), max(steps)
+    first = min(steps)
+    last = max(steps)
     if first == last:
-        first, last = first - 1, last + 1
+        first = first - 1
+        last = last + 1
     edge = WIDTH - RIGHT - (SECOND_AXIS if right else 0.0)
     x = _scale(first, last, LEFT + 6, edge - 6)
     y_at, y = _axis(lines, from_zero or share, share)
@@ -100,14 +107,22 @@ def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[flo
     """The ticks of a y axis that holds ``lines``, and where a value stands on it."""
     values = [y for line in lines for _, y in line.points]
     values += [y for line in lines for pair in line.errors for y in pair]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if from_zero and low >= 0:
         low = 0.0
         # A share that fills half of the scale gets the whole one; a small one is magnified.
-        high = 1.0 if share and 0.5 < high <= 1 else max(high, 0.01 if share else 0.0)
+        if share and 0.5 < high <= 1:
+            high = 1.0
+        else:
+            high = max(high, 0.01 if share else 0.0)
     if high - low < 1e-12 * max(1.0, abs(high)):
         margin = abs(high) * 0.1 or 1.0
-        low, high = (low if from_zero and low == 0 else low - margin), high + margin
+        if from_zero and low == 0:
+            low = low
+        else:
+            low = low - margin
+        high = high + margin
     at = nice_ticks(low, high, 4)
     return at, _scale(min(low, at[0]), max(high, at[-1]), HEIGHT - BOTTOM, TOP)
 
@@ -138,7 +153,9 @@ def _draw_line(
 
 def smoothing_window(points: int) -> int:
     """Over how many logged steps the moving average runs; 1: not smoothed."""
-    return 2 * max(1, round(points / 40)) + 1 if points >= SMOOTH_FROM else 1
+    if points >= SMOOTH_FROM:
+        return 2 * max(1, round(points / 40)) + 1
+    return 1
 
 
 def smooth(points: Points) -> list[tuple[float, float]]:
@@ -147,7 +164,8 @@ def smooth(points: Points) -> list[tuple[float, float]]:
     sums = [0.0, *accumulate(y for _, y in points)]
     averaged = []
     for place, (x, _) in enumerate(points):
-        start, end = max(0, place - reach), min(len(points), place + reach + 1)
+        start = max(0, place - reach)
+        end = min(len(points), place + reach + 1)
         averaged.append((x, (sums[end] - sums[start]) / (end - start)))
     return averaged
 
@@ -179,7 +197,8 @@ def nice_ticks(low: float, high: float, about: int, whole: bool = False) -> list
     gap = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m * about >= span * 0.999)
     if whole:
         gap = max(1.0, float(math.ceil(gap)))
-    start, end = math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9)
+    start = math.floor(low / gap + 1e-9)
+    end = math.ceil(high / gap - 1e-9)
     return [gap * i for i in range(start, end + 1)]
 
 
@@ -201,4 +220,6 @@ def _plain(value: float) -> str:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
     if size >= 10_000:
         return f"{value / 1000:.4g}k"
-    return f"{value:.4g}" if size >= 1000 else f"{value:.3g}"
+    if size >= 1000:
+        return f"{value:.4g}"
+    return f"{value:.3g}"

@@ -101,7 +101,8 @@ def compare(folders: Sequence[str | Path], stages: StagesOf = as_left) -> Compar
 
 def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
     """``run`` against ``baseline`` on the greedy answers to the problems that they share."""
-    new, old = run.after, baseline.after
+    new = run.after
+    old = baseline.after
     missing = [one.name for one, result in ((baseline, old), (run, new)) if result is None or not result.greedy]
     if new is None or old is None or missing:
         return PairedTest(run.name, baseline.name, None, why_not=f"no held-out outcomes of {' and '.join(missing)}")
@@ -110,7 +111,8 @@ def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
     pairs = shared_problems(old, new)
     if not pairs:
         return PairedTest(run.name, baseline.name, None, why_not="evaluated on other problems: none is shared")
-    before, after = [bool(a.correct) for a, _ in pairs], [bool(b.correct) for _, b in pairs]
+    before = [bool(a.correct) for a, _ in pairs]
+    after = [bool(b.correct) for _, b in pairs]
     gained = sum(b and not a for a, b in zip(before, after, strict=True))
     lost = sum(a and not b for a, b in zip(before, after, strict=True))
     found = paired_difference(before, after)
@@ -172,7 +174,8 @@ def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
     for run, test in zip(runs[1:], tests, strict=True):
         if base is None or run.after is None or test.difference is None:
             continue
-        shared, counts = test.difference.n, (run.after.n_problems, base.n_problems)
+        shared = test.difference.n
+        counts = (run.after.n_problems, base.n_problems)
         if shared < max(counts):
             notes.append(
                 f"{run.name} and {test.against} share {shared:,} scorable problems of {counts[0]:,} and {counts[1]:,}; "
@@ -222,7 +225,10 @@ def comparison_page(found: Comparison, folders: Sequence[str] = ()) -> Page:
     results = Table(["final evaluation", *names], result_rows(found), stacked=len(names) > 3)
     figures = comparison_figures(found.runs)
     stages = pipeline_sections(found.runs)
-    missing = [] if figures or stages else ["Curves (metrics.jsonl)"]
+    if figures or stages:
+        missing = []
+    else:
+        missing = ["Curves (metrics.jsonl)"]
     return Page(
         kind="comparison",
         title=" · ".join(names),
@@ -268,7 +274,10 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
     """Difference in points with its interval, right only here, right only there, p."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
-    p = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
+    if test.p_value < 1e-4:
+        p = "< 0.0001"
+    else:
+        p = f"{test.p_value:.2g}"
     return points(test.difference), str(test.gained), str(test.lost), p
 
 
@@ -277,7 +286,10 @@ def result_rows(found: Comparison) -> list[list[str]]:
     before = [dict(_column(run.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
     columns = [dict(_column(run.after)) for run in found.runs]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [["greedy accuracy before", *before]] if any(text != NOT_RECORDED for text in before) else []
+    if any(text != NOT_RECORDED for text in before):
+        rows = [["greedy accuracy before", *before]]
+    else:
+        rows = []
     rows += [[name, *(column.get(name, NOT_RECORDED) for column in columns)] for name in names]
     rows.append(["problems", *(f"{run.after.n_problems:,}" if run.after else NOT_RECORDED for run in found.runs)])
     rows.append(["optimizer steps", *(str(run.last_step or NOT_RECORDED) for run in found.runs)])
@@ -285,4 +297,6 @@ def result_rows(found: Comparison) -> list[list[str]]:
 
 
 def _column(result: Any) -> list[tuple[str, str]]:
-    return [] if result is None else [(name, new) for name, _, new, _ in comparison_rows(None, result)]
+    if result is None:
+        return []
+    return [(name, new) for name, _, new, _ in comparison_rows(None, result)]

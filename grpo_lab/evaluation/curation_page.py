@@ -26,8 +26,14 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
     """``summary``: how it was made, for the settings; ``rows``: all, with `kept`, and `pass_rate` where it was measured
     (`Selection.scored_rows`), for the histogram and for examples of what stayed."""
     rates = [row["pass_rate"] for row in rows if row.get("kept") and row.get("pass_rate") is not None]
-    share = f"{report.kept / report.rows:.1%} of the rows" if report.rows else "no rows"
-    mean = [Card("Mean pass rate of the kept", f"{100 * sum(rates) / len(rates):.1f}", "%")] if rates else []
+    if report.rows:
+        share = f"{report.kept / report.rows:.1%} of the rows"
+    else:
+        share = "no rows"
+    if rates:
+        mean = [Card("Mean pass rate of the kept", f"{100 * sum(rates) / len(rates):.1f}", "%")]
+    else:
+        mean = []
     settings = {name: value for name, value in (summary or {}).items() if name not in ("finished", "report")}
     stayed = Table(["row", "question", "gold", "pass rate"], kept_examples(rows), words={1})
     return Page(
@@ -58,7 +64,9 @@ def read_curation(folder: Path) -> Page:
             filters = tuple(FilterOutcome(**{**one, "examples": e}) for one, e in zip(written["filters"], examples))
             report = CurationReport(**{**written, "filters": filters, "notes": tuple(written["notes"])})
             page = curation_page(report, found, rows)
-            return page if table.is_file() else replace(page, missing=["Rows (all.parquet)"])
+            if table.is_file():
+                return page
+            return replace(page, missing=["Rows (all.parquet)"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder} holds a curation that cannot be read: {type(error).__name__}: {error}") from error
     raise ValueError(f"{folder} holds a curation that is not finished; the same `grpo-lab curate` goes on with it")
@@ -98,12 +106,20 @@ def histogram(rows: Rows) -> list[Bar]:
         rate = row.get("pass_rate")
         if rate is not None:
             # a tenth that is not exact in binary (0.3 = 0.30000000000000004) belongs to the bar that it ends
-            place = 0 if rate <= 0 else 11 if rate >= 1 else 1 + min(9, max(0, int(-(-round(rate * 10, 9) // 1)) - 1))
+            if rate <= 0:
+                place = 0
+            else:
+                if rate >= 1:
+                    place = 11
+                else:
+                    place = 1 + min(9, max(0, int(-(-round(rate * 10, 9) // 1)) - 1))
             counts[place][0 if row.get("kept") else 1] += 1
     highest = max(map(sum, counts))
     labels = ["0", *(f"{k / 10:.1f}" for k in range(1, 10)), "<1", "1"]
     found = zip(labels, counts, strict=True)
-    return [Bar(kept, gone, highest, label) for label, (kept, gone) in found] if highest else []
+    if highest:
+        return [Bar(kept, gone, highest, label) for label, (kept, gone) in found]
+    return []
 
 
 def kept_examples(rows: Rows) -> list[tuple[str, str, str, str]]:

@@ -98,16 +98,23 @@ def evaluate(
     Samples follow from ``seed`` and ``batch_size``, not torch's random state. Unwrap a distributed model first.
     EvaluationStopped: Ctrl-C after the first answers. Other exceptions in ``generate`` or ``reward`` come through.
     """
-    started, problems, rewards = time.perf_counter(), [dict(row) for row in rows], {"": reward, **measures}
+    started = time.perf_counter()
+    problems = [dict(row) for row in rows]
+    rewards = {"": reward, **measures}
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
         if model is None:
             raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-        generate, context = TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
+        generate = TransformersSampler(model, tokenizer, batch_size, progress)
+        context = context_of_config(model.config)
     asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
-    read_answer = answer_reader(reward) if answer is None else answer
+    if answer is None:
+        read_answer = answer_reader(reward)
+    else:
+        read_answer = answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
-    blocks, outcomes = blocks or Blocks(), list[Outcome]()
+    blocks = blocks or Blocks()
+    outcomes = list[Outcome]()
     blocks.begin(settings, asked)
     for kind, n, heat in _passes(n_samples, temperature):
         try:
@@ -128,7 +135,9 @@ def evaluate(
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
     """What is asked: kind, completions a problem, temperature."""
     greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
-    return [greedy, ("sampled", n_samples, temperature)] if n_samples else [greedy]
+    if n_samples:
+        return [greedy, ("sampled", n_samples, temperature)]
+    return [greedy]
 
 
 def _asked(
@@ -239,7 +248,9 @@ def _question(prompt: Any) -> str:
         return prompt
     asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
     content = asked[-1]["content"]
-    return content if isinstance(content, str) else str(as_text(content))
+    if isinstance(content, str):
+        return content
+    return str(as_text(content))
 
 
 def _by(by: str | None) -> dict[str, str]:
@@ -258,7 +269,10 @@ def _check_rows(problems: Sequence[Row], by: str | None) -> None:
         if set(row) != columns:
             raise ValueError(f"row {index} has the columns {sorted(row)}, but row 0 has {sorted(columns)}")
         prompt = row["prompt"]
-        messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            messages = prompt
+        else:
+            messages = ()
         fine = messages and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
         if not isinstance(prompt, str) and not fine:
             raise ValueError(
@@ -297,14 +311,18 @@ class Blocks:
     """
 
     def __init__(self, size: int = 0, folder: Path | None = None, identity: Any = None, in_step: bool = False) -> None:
-        self.size, self.folder, self.identity, self.in_step = size, folder, identity, in_step
+        self.size = size
+        self.folder = folder
+        self.identity = identity
+        self.in_step = in_step
         self.rank, self.ranks = rank_and_ranks() if size else (0, 1)
 
     def begin(self, settings: Mapping[str, Any], asked: Sequence[Any]) -> None:
         """``asked``: the problems, each with its `prompt`."""
         follows = json.dumps([self.identity, settings, asked], sort_keys=True, default=str)
         self.digest = hashlib.sha256(follows.encode()).hexdigest()
-        self.asked, self.found = asked, dict[str, list[Outcome]]()
+        self.asked = asked
+        self.found = dict[str, list[Outcome]]()
         for file in sorted(self.folder.glob(KEPT.format("*"))) if self.folder else []:
             self._read(file)
         self._exchange()
@@ -315,7 +333,10 @@ class Blocks:
         from tqdm.auto import tqdm
 
         order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
-        size = max(1, self.size // n) if self.size else len(order)
+        if self.size:
+            size = max(1, self.size // n)
+        else:
+            size = len(order)
         left = [start for start in range(0, len(order), size) if f"{kind} {start}" not in self.found]
         own = left[self.rank :: self.ranks]
         silent = not (progress and self.size and self.rank == 0)

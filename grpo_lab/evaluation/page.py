@@ -183,9 +183,14 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
     key = str(key).rpartition(".")[2]
     if isinstance(value, Mapping):
         said = ", ".join(f"{name}: {text_of(name, inner, True)}" for name, inner in value.items())
-        return f"({said})" if inside and said else said or "none"
+        if inside and said:
+            return f"({said})"
+        return said or "none"
     if isinstance(value, list):
-        between = ", " if inside or not any(isinstance(one, Mapping | list) for one in value) else "\n"
+        if inside or not any(isinstance(one, Mapping | list) for one in value):
+            between = ", "
+        else:
+            between = "\n"
         return between.join(text_of("", one, between == ", ") for one in value) or "none"
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
@@ -193,8 +198,13 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
         return str(value)
     if key == "seconds" and abs(value) < 1e12:
         return duration(value)
-    said = f"{value:.6g}" if isinstance(value, float) else str(value) if "seed" in key else f"{value:,}"
-    return f"{said} {_UNITS[key]}" if key in _UNITS else said
+    if isinstance(value, float):
+        said = f"{value:.6g}"
+    else:
+        said = str(value) if "seed" in key else f"{value:,}"
+    if key in _UNITS:
+        return f"{said} {_UNITS[key]}"
+    return said
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:

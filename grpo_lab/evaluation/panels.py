@@ -159,7 +159,10 @@ _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_
 def panels_of(*records: RunRecord) -> list[Panel]:
     """`PANELS` after the reward, which has a line for each of several rewards. With a critic no group is dead."""
     names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
-    single = {name.removeprefix("rewards/").removesuffix("/mean"): (name,) for name in names} if len(names) > 1 else {}
+    if len(names) > 1:
+        single = {name.removeprefix("rewards/").removesuffix("/mean"): (name,) for name in names}
+    else:
+        single = {}
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
     reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, shape=FROM_ZERO)
     critic = any(record.first_of("ppo/task_reward") for record in records)
@@ -244,11 +247,15 @@ def weight_figures(record: RunRecord) -> list[Figure]:
         lines = [Line(label, [(one.at, getattr(one, name)) for one in quarters]) for label, name in names.items()]
         found.append(figure(title, f"{meaning} {steps}", lines, x_unit="tokens of an answer", **how))
     buckets = over_steps(record.token_weights, "by_pass_rate")
-    lines, tenths = [Line("measured", [(one.at, one.answer) for one in buckets], markers=True)], range(11)
+    lines = [Line("measured", [(one.at, one.answer) for one in buckets], markers=True)]
+    tenths = range(11)
     for label, scaled in (("∝ √(p(1−p))", True), ("∝ p(1−p)", False)):
         of = WeightFamily(1, scaled).of_pass_rate
         whole = sum(of(one.at) for one in buckets)
-        level = sum(one.answer for one in buckets) / whole if whole else 0.0  # as high as what was measured
+        if whole:  # as high as what was measured
+            level = sum(one.answer for one in buckets) / whole
+        else:
+            level = 0.0
         lines.append(Line(label, [(place / 10, level * of(place / 10)) for place in tenths if level]))
     title = "Weight of an answer by its group's pass rate"
     found.append(figure(title, f"{_BY_PASS_RATE} For rewards of 0 and 1.", lines, x_unit="pass rate", **how))
@@ -263,9 +270,15 @@ def comparison_figures(runs: Sequence[RunRecord]) -> list[Figure]:
     found = [figure("Held-out accuracy", meaning, accuracy, unit, share=True)]
     for panel in panels_of(*runs):
         for label, metrics in panel.lines.items():
-            title = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
+            if len(panel.lines) == 1:
+                title = panel.title
+            else:
+                title = f"{panel.title}: {label}"
             lines = [Line(run.name, run.first_of(*metrics)) for run in runs]
             missing = [line.label for line in lines if not line.points]
-            meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}." if missing else panel.meaning
+            if missing:
+                meaning = f"{panel.meaning} Not recorded: {', '.join(missing)}."
+            else:
+                meaning = panel.meaning
             found.append(figure(title, meaning, lines, panel.unit, **panel.shape))
     return [one for one in found if one]

@@ -38,7 +38,9 @@ from grpo_lab.evaluation.terminal import Terminal, duration, fits, print_table
 
 def _share(value: float) -> str:
     """Also of a fact that is a share of one kind of stage, and a count of another (``thinking``)."""
-    return f"{value:.1%}" if value <= 1 else f"{value:,.0f}"
+    if value <= 1:
+        return f"{value:.1%}"
+    return f"{value:,.0f}"
 
 
 _SHARES = ("accuracy", "thinking", "no_thinking", "pass_at_8", "pass_at_16", "mode_following", "format")
@@ -59,7 +61,10 @@ _JOINED = ("", "after", "of", "on", "evaluate", "evaluation", "eval", "score", "
 _CURVES = ("Reward", "Held-out accuracy", "Lengths of correct and incorrect answers: all", "Dead", "KL to", "Entropy")
 _MOST_LINES = 8
 _OF_RUNS = "Mean over the runs, in brackets the lowest and the highest."
-WIDTH, DROP, LINE, LANE = 330.0, 24.0, 17.0, 9.0
+WIDTH = 330.0
+DROP = 24.0
+LINE = 17.0
+LANE = 9.0
 """Of a box, between two boxes, from a line to the next, from an arrow beside the boxes to the next: pixels."""
 CHARACTERS = 42
 """Of a line in a box."""
@@ -144,7 +149,8 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
             if other == list(boxes)[-1]:
                 arrows.append((f"M20 {top - DROP:g}v{DROP - 7:g}", f"M16 {top - 7:g}h8l-4 7z"))
             else:
-                x, y = lanes.setdefault(other, WIDTH + 12 + LANE * len(lanes)), top + 15
+                x = lanes.setdefault(other, WIDTH + 12 + LANE * len(lanes))
+                y = top + 15
                 path = f"M{WIDTH + 1:g} {boxes[other].bottom - 12:g}H{x:g}V{y:g}H{WIDTH + 7:g}"
                 arrows.append((path, f"M{WIDTH + 8:g} {y - 4:g}v8l-7 -4z"))
         height = 28 + LINE * len(lines)
@@ -164,7 +170,10 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
 def _words(stage: PipelineStage) -> list[list[str]]:
     """Its kind, how far it is and its time; its facts."""
     found = numbers_of(stage)
-    took = [duration(found.pop("seconds"))] if "seconds" in found else []
+    if "seconds" in found:
+        took = [duration(found.pop("seconds"))]
+    else:
+        took = []
     each = {name: [value] for name, value in found.items()}
     facts = [f"{name.replace('_', ' ')} {_cell(each, name)}" for name in FACTS if name in found]
     return [[stage.kind, stage.status, *took], facts]
@@ -216,7 +225,10 @@ def matrix(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[float]]]:
             of = one.inputs.get("model", {}).get("from", "").partition(".")[0]
             words = re.split("[-_ ]+", re.sub(rf"(^|[-_]){re.escape(of)}(?=[-_]|$)", " ", one.name, count=1))
             task = " ".join(word for word in words if word not in _JOINED) or "held-out problems"
-            called = f"{of} ({of_kind.get(of)})" if len(kinds.get(of, ())) > 1 else of or _START
+            if len(kinds.get(of, ())) > 1:
+                called = f"{of} ({of_kind.get(of)})"
+            else:
+                called = of or _START
             for name, value in numbers_of(one).items():
                 fact, _, condition = name.partition(".")
                 if fact == "accuracy" and not re.search("budget|against", condition):
@@ -246,15 +258,24 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
         if (folder / stage / "metrics.jsonl").is_file():
             named = f"{name}: {stage}" if len(runs) > 1 else stage
             found.append(replace(read_run(folder / stage), name=named))
-    figures = [one for one in comparison_figures(found[:_MOST_LINES]) if one.title.startswith(_CURVES)] if found else []
-    foot = f"The first {_MOST_LINES} of {len(found)} stages are drawn." if len(found) > _MOST_LINES else ""
+    if found:
+        figures = [one for one in comparison_figures(found[:_MOST_LINES]) if one.title.startswith(_CURVES)]
+    else:
+        figures = []
+    if len(found) > _MOST_LINES:
+        foot = f"The first {_MOST_LINES} of {len(found)} stages are drawn."
+    else:
+        foot = ""
     return Section("Curves of the stages", f"One line a stage. {CURVES}", figures=figures, foot=foot)
 
 
 def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
     """What a stage has of one fact; of rows, out of how many they were chosen."""
-    said, total = _said(found.get(name, ()), name), found.get(OUT_OF)
-    return f"{said} of {_said(total, 'rows')}" if said and total and name == "rows" else said
+    said = _said(found.get(name, ()), name)
+    total = found.get(OUT_OF)
+    if said and total and name == "rows":
+        return f"{said} of {_said(total, 'rows')}"
+    return said
 
 
 def _said(values: Sequence[float], name: str) -> str:
@@ -262,4 +283,6 @@ def _said(values: Sequence[float], name: str) -> str:
     if not values:
         return ""
     mean, low, high = (FACTS[name](of(values)) for of in (fmean, min, max))
-    return mean if low == high else f"{mean} [{low}, {high}]"
+    if low == high:
+        return mean
+    return f"{mean} [{low}, {high}]"

@@ -42,7 +42,8 @@ def seeds_needed(difference: float, sd: float, power: float = 0.8, level: float 
         raise ValueError(f"power must lie between 0 and 1, got {power!r}")
     low, high = 1, 2
     while power_over_seeds(difference, sd, high, level, paired=paired) < power:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
         if high > 1_000_000:
             raise ValueError(f"a difference of {difference!r} with a spread of {sd!r} needs more than a million seeds")
     while high - low > 1:
@@ -59,9 +60,11 @@ def difference_seen(
     None for one seed, which sees none."""
     if seeds < 2:
         return None
-    low, high = 0.0, sd
+    low = 0.0
+    high = sd
     while power_over_seeds(high, sd, seeds, level, paired=paired) < power:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     for _ in range(60):
         middle = (low + high) / 2
         enough = power_over_seeds(middle, sd, seeds, level, paired=paired) >= power
@@ -73,7 +76,9 @@ def pooled_sd(arms: Sequence[Sequence[float]]) -> float | None:
     """Spread over seeds within the arms: √(Σ (nᵢ − 1) sᵢ² / Σ (nᵢ − 1)). None without an arm of two."""
     several = [arm for arm in arms if len(arm) > 1]
     free = sum(len(arm) - 1 for arm in several)
-    return math.sqrt(sum((len(arm) - 1) * stdev(arm) ** 2 for arm in several) / free) if free else None
+    if free:
+        return math.sqrt(sum((len(arm) - 1) * stdev(arm) ** 2 for arm in several) / free)
+    return None
 
 
 def power_said(
@@ -96,12 +101,18 @@ def power_said(
     for option, value in (("--difference", difference), ("--spread", spread)):
         if value is not None and not value > 0:
             raise ValueError(f"{option} is {value!r} points; a number above 0 is needed")
-    measured, whole = pooled_sd(arms), [result for arm in arms for result in arm]
-    sd, source = spread, "--spread"
+    measured = pooled_sd(arms)
+    whole = [result for arm in arms for result in arm]
+    sd = spread
+    source = "--spread"
     if sd is None and measured is not None:
-        sd, source = 100 * measured, f"over {len(whole)} results of {len(arms)} arms"
+        sd = 100 * measured
+        source = f"over {len(whole)} results of {len(arms)} arms"
     if not sd:
-        why = "no arm has two seeds" if measured is None else "all seeds of an arm came out alike"
+        if measured is None:
+            why = "no arm has two seeds"
+        else:
+            why = "all seeds of an arm came out alike"
         return f"power: {why} and --spread says nothing, so nobody knows how many seeds it takes; 3 are a pilot"
     lines = [f"power: spread {sd:.1f} points over seeds ({source}){_of_evaluation(whole, problems)}"]
     if difference is not None:
@@ -109,7 +120,10 @@ def power_said(
         enough = "enough" if seeds >= needed else "too few"
         lines.append(f"a difference of {difference:g} points needs {needed} seeds an arm; here {seeds}: {enough}")
     seen = difference_seen(seeds, sd, POWER, LEVEL)
-    which = "no difference" if seen is None else f"differences from {seen:.1f} points on"
+    if seen is None:
+        which = "no difference"
+    else:
+        which = f"differences from {seen:.1f} points on"
     lines.append(
         f"{seeds} seed{'s an arm see' if seeds != 1 else ' an arm sees'} {which} (80% chance, two-sided t test at 5%)"
     )

@@ -69,7 +69,9 @@ class Outcome:
 
     @property
     def correct(self) -> bool | None:
-        return None if self.score is None else self.score >= CORRECT_FROM
+        if self.score is None:
+            return None
+        return self.score >= CORRECT_FROM
 
 
 def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
@@ -77,7 +79,10 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
-    measures = sorted(outcomes[0].measures) if outcomes else []
+    if outcomes:
+        measures = sorted(outcomes[0].measures)
+    else:
+        measures = []
     asked = {"measures": bool(measures), "group": any(one.group is not None for one in outcomes)}
     names = [f.name for f in fields(Outcome) if asked.get(f.name, True)] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
@@ -101,7 +106,10 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
-    measures = row["measures"].values() if isinstance(row["measures"], dict) else ["none"]
+    if isinstance(row["measures"], dict):
+        measures = row["measures"].values()
+    else:
+        measures = ["none"]
     wrong = [
         *(name for name in ("problem", "sample", "tokens") if type(row[name]) is not int),
         *(name for name in ("kind", "question", "prompt", "completion") if not isinstance(row[name], str)),
@@ -117,7 +125,9 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
 
 def as_text(value: object) -> str | None:
     """A gold answer as text: strings as they are, None as None, anything else as JSON."""
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 ReadAnswer = Callable[[str], "str | None"]
@@ -146,7 +156,10 @@ def vote_key(answer: str) -> str:
     if len(text) > _LONGEST_NAME:
         return text
     text = "".join(canonical(text).split())
-    number = text.replace(",", "") if _THOUSANDS.match(text) else _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    if _THOUSANDS.match(text):
+        number = text.replace(",", "")
+    else:
+        number = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     if _DECIMAL.fullmatch(number):
         return str(Fraction(number))
     parts = _FRACTION.fullmatch(number)
@@ -206,7 +219,9 @@ class EvaluationResult:
     @cached_property
     def majority_at(self) -> dict[int, Interval]:
         """k → maj@k. Empty where no answers could be read (then no vote can be held)."""
-        return self._over_problems(statistics.majority_at_k) if self.settings.get("answers_read", True) else {}
+        if self.settings.get("answers_read", True):
+            return self._over_problems(statistics.majority_at_k)
+        return {}
 
     @cached_property
     def _votes(self) -> list[list[Vote]]:
@@ -214,7 +229,10 @@ class EvaluationResult:
         votes: dict[int, list[Vote]] = {}
         for outcome in sorted(self.sampled, key=lambda o: (o.problem, o.sample)):
             if outcome.correct is not None:
-                name = None if outcome.answer is None else vote_key(outcome.answer)
+                if outcome.answer is None:
+                    name = None
+                else:
+                    name = vote_key(outcome.answer)
                 votes.setdefault(outcome.problem, []).append((name, outcome.correct))
         return list(votes.values())
 
@@ -247,7 +265,10 @@ class EvaluationResult:
         """How sure it was against how right: by the log-prob of greedy answers, by the agreement of samples."""
         sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
-        agreed = agreement(self._votes) if max(self.majority_at, default=0) > 1 else []
+        if max(self.majority_at, default=0) > 1:
+            agreed = agreement(self._votes)
+        else:
+            agreed = []
         return {name: calibrated(found) for name, found in (("log_prob", sure), ("agreement", agreed)) if found}
 
     @property
@@ -288,7 +309,9 @@ class EvaluationResult:
 
     def _by(self) -> dict[str, Any]:
         groups = {group: interval.to_dict() for group, interval in self.accuracy_by.items()}
-        return {"accuracy_by": {str(self.settings.get("by")): groups}} if groups else {}
+        if groups:
+            return {"accuracy_by": {str(self.settings.get("by")): groups}}
+        return {}
 
     def write(self, folder: str | Path) -> Path:
         """`outcomes.jsonl`, `outcomes.parquet` and, when they are whole, `summary.json` in ``folder``; returns it."""
@@ -328,7 +351,10 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def _in_order(group: str) -> tuple[bool, float, str]:
     """Numbers by value, in front of other texts."""
-    number = float(group) if _DECIMAL.fullmatch(group) else None
+    if _DECIMAL.fullmatch(group):
+        number = float(group)
+    else:
+        number = None
     return number is None, number or 0.0, group
 
 
@@ -358,9 +384,14 @@ def number_at(summary: Any, name: str, where: str) -> float:
     ValueError, naming ``where``: there is no such place, or no number."""
     for step in name.split("."):
         if not isinstance(summary, Mapping) or step not in summary:
-            there = [*summary] if isinstance(summary, Mapping) else summary
+            if isinstance(summary, Mapping):
+                there = [*summary]
+            else:
+                there = summary
             raise ValueError(f"`{where}` is {name!r}: the evaluation's summary has no {step!r} there, but {there}")
         summary = summary[step]
     if isinstance(summary, Mapping | str | bool):
         raise ValueError(f"`{where}` is {name!r}, which is no number but {summary!r}")
-    return math.nan if summary is None else float(summary)
+    if summary is None:
+        return math.nan
+    return float(summary)

@@ -79,7 +79,10 @@ def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
     else:
         page = {ROUNDS: rounds_page, PIPELINE: pipeline_page}.get(record.kind, run_page)(record)
     others = " and ".join(record.kinds[1:])
-    more = [f"the folder also holds what a {others} left; this page is not about that"] if others else []
+    if others:
+        more = [f"the folder also holds what a {others} left; this page is not about that"]
+    else:
+        more = []
     return replace(page, notices=[*page.notices, *more])
 
 
@@ -133,7 +136,8 @@ def run_page(record: RunRecord) -> Page:
 
 def pipeline_page(record: RunRecord) -> Page:
     """Of `pipeline.json` and the folders of the stages."""
-    stages, done = record.stages, sum(one.status == "done" for one in record.stages)
+    stages = record.stages
+    done = sum(one.status == "done" for one in record.stages)
     said = {one.name: {"why it was done": one.why, "results": one.results, **_said(one.settings)} for one in stages}
     return Page(
         kind="pipeline report",
@@ -153,7 +157,9 @@ def pipeline_page(record: RunRecord) -> Page:
 def title_of(record: RunRecord) -> str:
     """The run's name, else its folder's."""
     name = record.summary.get("name")
-    return name if isinstance(name, str) and name else record.folder.resolve().name
+    if isinstance(name, str) and name:
+        return name
+    return record.folder.resolve().name
 
 
 def notices_of(record: RunRecord) -> list[str]:
@@ -165,7 +171,8 @@ def notices_of(record: RunRecord) -> list[str]:
 
 def accuracy_cards(record: RunRecord) -> list[Card]:
     """Held-out accuracy before and after, and the gain on the same problems, as far as they were measured."""
-    before, after = record.before, record.after
+    before = record.before
+    after = record.after
     cards = []
     for name, result in ((" before", before), (" after" if before else "", after)):
         if result is not None and (found := result.accuracy) is not None:
@@ -178,34 +185,51 @@ def accuracy_cards(record: RunRecord) -> list[Card]:
 
 
 def _length_card(record: RunRecord) -> list[Card]:
-    before, after = record.before, record.after
+    before = record.before
+    after = record.after
     if after is None or after.mean_length_correct is None:
         return []
     earlier = before.mean_length_correct if before else None
-    note = f"all answers: {after.mean_length:.1f}" if earlier is None else f"before: {earlier:.1f}"
+    if earlier is None:
+        note = f"all answers: {after.mean_length:.1f}"
+    else:
+        note = f"before: {earlier:.1f}"
     return [Card("Length of right answers", f"{after.mean_length_correct:.1f}", " tokens", note)]
 
 
 def evaluation_sections(record: RunRecord) -> list[Section]:
     """The model's answers, and all numbers of the evaluations."""
-    before, after = record.before, record.after
+    before = record.before
+    after = record.after
     now = after or before
     if now is None:
         return []
     samples, counts, comparable = choose_samples(before, after)
     both = before is not None and after is not None
-    lead = _SAME_PROBLEMS if counts else "" if comparable else _OTHER_PROBLEMS
+    if counts:
+        lead = _SAME_PROBLEMS
+    else:
+        lead = "" if comparable else _OTHER_PROBLEMS
     sampling = describe_sampling(now)
-    beside = f" {_CONTROL}" if both and record.kind == TRAINING else ""
+    if both and record.kind == TRAINING:
+        beside = f" {_CONTROL}"
+    else:
+        beside = ""
     foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded.{beside}"
-    names = ["before", "after", "change, points or tokens"] if both else ["result" if after else "before"]
+    if both:
+        names = ["before", "after", "change, points or tokens"]
+    else:
+        names = ["result" if after else "before"]
     rows = comparison_rows(before if both else None, now)
     table = Table(
         [f"{now.n_problems:,} held-out problems", *names],
         [(name, *cells) if both else (name, cells[1]) for name, *cells in rows],
         stacked=False,
     )
-    where = "." if record.kind == EVALUATION else f"evaluation/{'after' if after else 'before'}"
+    if record.kind == EVALUATION:
+        where = "."
+    else:
+        where = f"evaluation/{'after' if after else 'before'}"
     return [
         Section("Answers before and after" if both else "Answers", lead, counts, samples=samples),
         Section("Evaluation", table=table, foot=foot, figures=reliability_figures(before, after)),
@@ -269,7 +293,8 @@ _ROUNDS_FOOT = (
 
 def rounds_page(record: RunRecord) -> Page:
     """Of `rounds.jsonl`, `run.json` and the evaluations of the start and of the last model."""
-    run, lines = record.summary, record.rounds
+    run = record.summary
+    lines = record.rounds
     settings = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **_said(run.get("recipe"))}
     settings["rounds"] = {"count": run.get("count"), **_said(settings.get("rounds"))}
     shown = {name: value for name, value in settings.items() if value and name != "model_files"}
@@ -291,7 +316,9 @@ def rounds_page(record: RunRecord) -> Page:
 
 def _said(value: Any) -> dict[str, Any]:
     """A section of the recipe without what it leaves open; empty where there is none."""
-    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return {name: inner for name, inner in value.items() if inner is not None}
+    return {}
 
 
 def _rounds_cards(record: RunRecord) -> list[Card]:
@@ -328,17 +355,23 @@ def rounds_figures(lines: Lines) -> list[Figure]:
 
     def series(key: str, label: str, over: str = "round") -> Line:
         found = [line for line in lines if key in line and over in line]
-        bars = [_limits(line) for line in found] if key == "accuracy" else []
+        if key == "accuracy":
+            bars = [_limits(line) for line in found]
+        else:
+            bars = []
         return Line(label, [(line[over], line[key]) for line in found], bars, markers=True)
 
-    accuracy, tokens, greedy = "share of problems correct", "tokens generated", "held-out, greedy"
+    accuracy = "share of problems correct"
+    tokens = "tokens generated"
+    greedy = "held-out, greedy"
     note = "With its 95% interval; round 0 is the start model."
     samples = series("right_share", "samples that are right"), series("kept_share", "samples that are kept")
     kept_note = "Kept: after one for each way of solving, and at most k a problem."
     sizes = series("sample_length", "samples"), series("length", "held-out answers")
     weights = series("weight_first", "first log of the round"), series("weight_last", "last log")
     weight_note = "1: the implicit reward has it wrong; ½: undecided; 0: learned."
-    cost, spent = "What the gain cost in samples.", series("accuracy", greedy, "tokens_total")
+    cost = "What the gain cost in samples."
+    spent = series("accuracy", greedy, "tokens_total")
     found = [
         drawn("Held-out accuracy", note, accuracy, series("accuracy", greedy), share=True),
         drawn("Accuracy over generated tokens", cost, accuracy, spent, over=tokens, share=True),

@@ -33,9 +33,17 @@ Series = list[tuple[int, float]]
 
 EVALUATE = "evaluate"
 """The kind of a pipeline's stage that measures another's model."""
-TRAINING, LONG2SHORT, ROUNDS, EVALUATION, CURATION = "training", "long2short", "rounds", "evaluation", "curation"
+TRAINING = "training"
+LONG2SHORT = "long2short"
+ROUNDS = "rounds"
+EVALUATION = "evaluation"
+CURATION = "curation"
 PIPELINE, STAGES = "pipeline", "pipeline.json"
-WAITING, RUNNING, FAILED, BROKEN_OFF, DONE = "waiting", "running", "failed", "broken off", "done"
+WAITING = "waiting"
+RUNNING = "running"
+FAILED = "failed"
+BROKEN_OFF = "broken off"
+DONE = "done"
 """How far a stage is: not begun; under way; ended by an error; ended by a stop or a kill; with its results."""
 _JUDGED = ("judge", "mode", "reward", "template", "thinking")
 _NUMBERED_LINES = 5
@@ -116,7 +124,10 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    inside = evaluations.iterdir() if evaluations.is_dir() else ()
+    if evaluations.is_dir():
+        inside = evaluations.iterdir()
+    else:
+        inside = ()
     named = [(re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII), path) for path in inside]
     for step, path in sorted((int(match[1]), path) for match, path in named if match):
         if (result := _read_evaluation(path, record.notices)) is not None:
@@ -148,13 +159,17 @@ def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
 
 def in_few_words(gone: Sequence[str]) -> str:
     """The first of the files that are gone, and how many more are."""
-    more = f" and {len(gone) - 1} more are" if len(gone) > 1 else " is"
+    if len(gone) > 1:
+        more = f" and {len(gone) - 1} more are"
+    else:
+        more = " is"
     return f"{gone[0]}{more}"
 
 
 def _kinds_of(record: RunRecord) -> list[str]:
     """`run.json` says which pipeline wrote last; without it the files that only one of them writes."""
-    folder, pipeline = record.folder, record.summary.get("pipeline")
+    folder = record.folder
+    pipeline = record.summary.get("pipeline")
     anything = record.summary or record.metrics or record.before or record.after or record.during or record.notices
     has_rounds = (folder / "rounds.jsonl").is_file()
     if (folder / STAGES).is_file():
@@ -162,7 +177,10 @@ def _kinds_of(record: RunRecord) -> list[str]:
     elif pipeline == ROUNDS or (has_rounds and not record.summary):
         found = [ROUNDS]
     else:
-        found = [LONG2SHORT if pipeline == LONG2SHORT else TRAINING] if anything else []
+        if anything:
+            found = [LONG2SHORT if pipeline == LONG2SHORT else TRAINING]
+        else:
+            found = []
         found += [ROUNDS] if has_rounds else []
     others = {CURATION: "curation.json", EVALUATION: "outcomes.jsonl"}
     return found + [kind for kind, name in others.items() if (folder / name).is_file()]
@@ -184,7 +202,8 @@ def read_stages(record: RunRecord) -> None:
     try:
         listed = TypeAdapter(list[PipelineStage]).validate_python(summary.pop("stages", []))
     except ValidationError as error:
-        first, listed = error.errors()[0], []
+        first = error.errors()[0]
+        listed = []
         place = ".".join(map(str, ("stages", *first["loc"])))
         record.notices.append(f"{STAGES}: the stages were left out, for {place}: {first['msg']}")
     record.summary = {**summary, **record.summary}
@@ -223,7 +242,10 @@ def _read_answers(record: RunRecord) -> None:
         )
     else:
         record.after = found[last[0]]
-        record.before = found[first[0]] if len(first) == 1 and first != last else None
+        if len(first) == 1 and first != last:
+            record.before = found[first[0]]
+        else:
+            record.before = None
 
 
 def _model_of(stage: PipelineStage, place: str) -> str:
@@ -245,7 +267,10 @@ def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
     while left:
         one = known[left.pop()]
         named = one.settings.get("model")
-        path = named.get("path") if isinstance(named, dict) else named
+        if isinstance(named, dict):
+            path = named.get("path")
+        else:
+            path = named
         found |= {*one.before, f"{one.name} before", str(path)}
         left += one.before
     return found - {model}
@@ -258,9 +283,15 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
     not_finite: Counter[str] = Counter()
     repeated = 0
     for number, row in json_lines(path) if path.is_file() else ():
-        at = row if isinstance(row, str) else row.pop(key, None)
+        if isinstance(row, str):
+            at = row
+        else:
+            at = row.pop(key, None)
         if isinstance(row, str) or not is_number(at):
-            why = row if isinstance(row, str) else f"no usable `{key}` (saw {str(at)[:40]!r})"
+            if isinstance(row, str):
+                why = row
+            else:
+                why = f"no usable `{key}` (saw {str(at)[:40]!r})"
             damaged.append(f"{path.name}, line {number}: {why}; the line was left out")
             continue
         for name, value in row.items():
@@ -295,7 +326,10 @@ def _read_token_weights(path: Path, notices: list[str]) -> list[dict[str, Any]]:
                 over_steps([row], by)  # type: ignore[list-item]
             found[int(row["step"])] = row  # type: ignore[index, assignment]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            why = row if isinstance(row, str) else f"no weights of a step ({type(error).__name__}: {error})"
+            if isinstance(row, str):
+                why = row
+            else:
+                why = f"no weights of a step ({type(error).__name__}: {error})"
             notices.append(f"{path.name}, line {number}: {why}; the line was left out")
     return [found[step] for step in sorted(found)]
 
@@ -314,7 +348,9 @@ def last_verdict(folder: str | Path) -> Diagnosis | None:
     """What the last window of the run in ``folder`` says; None where no training was logged."""
     record = read_run(folder)
     found = windows(record)
-    return diagnose(found, facts_of(record)) if found else None
+    if found:
+        return diagnose(found, facts_of(record))
+    return None
 
 
 def left_out(folder: str | Path) -> str | None:
@@ -352,5 +388,8 @@ def facts_of(record: RunRecord) -> Facts:
     named = [accumulation, settings.get("steps_per_generation") or accumulation, settings.get("num_iterations", 1)]
     last = settings.get("max_steps", 0)
     known = all(isinstance(n, int) and n > 0 for n in named) and settings.get("generation_batch_size") is None
-    updates = named[1] * named[2] / named[0] if known else None
+    if known:
+        updates = named[1] * named[2] / named[0]
+    else:
+        updates = None
     return Facts(updates, last if isinstance(last, int) else 0, bool(record.summary.get("own_loss")))

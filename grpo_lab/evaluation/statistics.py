@@ -49,12 +49,19 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
         raise ValueError(f"an interval needs at least one problem, got n={n!r}")
     if not 0 <= successes <= n:
         raise ValueError(f"successes must lie in [0, n={n!r}], got {successes!r}")
-    share, slack = successes / n, Z * Z / n
+    share = successes / n
+    slack = Z * Z / n
     centre = share + slack / 2
     half = Z * math.sqrt(share * (1 - share) / n + slack / (4 * n))
     # The limits are exactly 0 and 1 at the ends; rounding would leave ±1e-17.
-    low = 0.0 if successes == 0 else (centre - half) / (1 + slack)
-    high = 1.0 if successes == n else (centre + half) / (1 + slack)
+    if successes == 0:
+        low = 0.0
+    else:
+        low = (centre - half) / (1 + slack)
+    if successes == n:
+        high = 1.0
+    else:
+        high = (centre + half) / (1 + slack)
     return low, high
 
 
@@ -79,7 +86,10 @@ def clustered_interval(per_problem: Sequence[float], samples_per_problem: int) -
         return None
     mean = fmean(per_problem)
     squared_error = sum((x - mean) ** 2 for x in per_problem) / max(n - 1, 1) / n
-    effective = mean * (1 - mean) / squared_error if squared_error > 1e-18 else float(n)
+    if squared_error > 1e-18:
+        effective = mean * (1 - mean) / squared_error
+    else:
+        effective = float(n)
     effective = min(max(effective, 1.0), float(n * samples_per_problem))
     low, high = wilson_interval(min(mean * effective, effective), effective)
     return Interval(mean, min(low, mean), max(high, mean), n)
@@ -98,7 +108,9 @@ def paired_difference(before: Sequence[bool], after: Sequence[bool]) -> Interval
         return None
     gained = sum(not b and a for b, a in zip(before, after, strict=True))
     lost = sum(b and not a for b, a in zip(before, after, strict=True))
-    up, down, total = gained + 0.5, lost + 0.5, n + 2.0
+    up = gained + 0.5
+    down = lost + 0.5
+    total = n + 2.0
     centre = (up - down) / total
     half = Z * math.sqrt((up + down) - (up - down) ** 2 / total) / total
     return Interval((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half), n)
@@ -117,7 +129,9 @@ def mcnemar_exact(gained: int, lost: int) -> float:
 def half_width_over_seeds(values: Sequence[float]) -> float | None:
     """Half of the 95% interval of the mean over trainings: t · s / √n, s with n − 1. None for fewer than two."""
     n = len(values)
-    return None if n < 2 else float(stdtrit(n - 1, 0.975)) * stdev(values) / n**0.5
+    if n < 2:
+        return None
+    return float(stdtrit(n - 1, 0.975)) * stdev(values) / n**0.5
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -161,4 +175,6 @@ def majority_at_k(votes: Sequence[Vote], k: int) -> float:
 def ks_up_to(n: int) -> list[int]:
     """The k that are reported for n samples: powers of two, and n itself."""
     powers = [2**e for e in range(n.bit_length()) if 2**e <= n]
-    return powers if n in powers or n < 1 else [*powers, n]
+    if n in powers or n < 1:
+        return powers
+    return [*powers, n]

@@ -162,7 +162,10 @@ def describe_sampling(result: EvaluationResult) -> str:
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
     """(what, before, after, change) as text: the table of the terminal and of the report. A change of a share is in
     percentage points, of a length in tokens; brackets are 95% intervals."""
-    gain = None if before is None else paired_gain(before, after)
+    if before is None:
+        gain = None
+    else:
+        gain = paired_gain(before, after)
     rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
     old_shares = dict(_other_shares(before)) if before else {}
     for name, share in _other_shares(after):
@@ -171,7 +174,8 @@ def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) ->
         rows.append((name, _limits(old), _limits(share), change))
     old_numbers, numbers = ({} if one is None else one.numbers for one in (before, after))
     for name, where in _NUMBERS.items():
-        was, now = old_numbers.get(where), numbers[where]
+        was = old_numbers.get(where)
+        now = numbers[where]
         how, scale = ("{:.1%}", 100) if where.endswith("share") else ("{:.1f}", 1)
         if where != "mean_thinking" or (was, now) != (None, None):  # only of a model that thinks
             rows.append((name, _written(was, how), _written(now, how), _change(was, now, scale)))
@@ -213,7 +217,8 @@ def _sampled_shares(result: EvaluationResult) -> list[tuple[str, Interval | None
 
 def _warnings(after: EvaluationResult) -> list[str]:
     found = after.gaps
-    cut, unscorable = after.numbers["truncated_share"], after.numbers["unscorable_share"]
+    cut = after.numbers["truncated_share"]
+    unscorable = after.numbers["unscorable_share"]
     if cut is not None and cut > TRUNCATED_WARNING:
         budget = after.settings.get("max_new_tokens")
         found.append(
@@ -230,7 +235,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+    if minutes:
+        return f"{minutes} min {rest:02d} s"
+    return f"{seconds:.1f} s"
 
 
 def _limits(interval: Interval | None) -> str:
@@ -247,8 +254,12 @@ def points(gain: Interval | None) -> str:
 
 
 def _change(old: float | None, new: float | None, scale: int, how: str = "{:+.1f}") -> str:
-    return NOT_RECORDED if old is None or new is None else how.format(scale * (new - old))
+    if old is None or new is None:
+        return NOT_RECORDED
+    return how.format(scale * (new - old))
 
 
 def _written(value: float | None, how: str = "{:.1f}") -> str:
-    return NOT_RECORDED if value is None else how.format(value)
+    if value is None:
+        return NOT_RECORDED
+    return how.format(value)

@@ -36,7 +36,10 @@ def run(known: argparse.Namespace) -> None:
         lab: Experiment = import_module(f"grpo_lab.labs.{known.name}").LAB
         given = {"--recipe": known.recipe, "--start": known.start, "--set": lab.in_process and known.set}
         for option in (option for option, value in given.items() if value):
-            why = "trains nothing" if lab.in_process else "has a recipe of its own"
+            if lab.in_process:
+                why = "trains nothing"
+            else:
+                why = "has a recipe of its own"
             raise ValueError(f"{option} has no effect: lab {known.name!r} {why}, so leave it out")
     else:
         from grpo_lab.labs.arms import Arms

@@ -108,7 +108,10 @@ class Arms:
     @staticmethod
     def read(name: str) -> Arms:
         """The lab of that name, or of that path. ValueError: there is none, or something in it cannot be."""
-        file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
+        if name.endswith((".yaml", ".yml")):
+            file = Path(name)
+        else:
+            file = shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
         sys.path.append(str(file.parent.resolve()))
@@ -182,7 +185,8 @@ class Arms:
         """What a dry run says of the lab. ValueError: what would stop a cell, or a number that no run can have."""
         from grpo_lab.pipelines.train import NOTHING_TO_SHARE
 
-        given, jobs = self.given_start(options), dict[str, Job]()
+        given = self.given_start(options)
+        jobs = dict[str, Job]()
         if not given and self.with_changes(options, self.said.settings).cold_start is None:
             raise ValueError(NOTHING_TO_SHARE)
         if self.said.prepare:
@@ -192,7 +196,10 @@ class Arms:
                 load_named(changes, f"arms.{arm}")  # it may read what `prepare` makes
             else:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
-                recipe = replace(recipe, model=ModelSection(given), cold_start=None) if given else recipe
+                if given:
+                    recipe = replace(recipe, model=ModelSection(given), cold_start=None)
+                else:
+                    recipe = recipe
                 try:
                     recipe = numbers_read(recipe)
                     jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
@@ -226,10 +233,16 @@ class Arms:
             for place in (folder / "evaluation" / "before", folder / "evaluation" / "after")
         )
         file = folder / "metrics.jsonl"
-        rows = read_json_lines(file, {"step": int}) if file.is_file() else ()  # a run may log no step
+        if file.is_file():  # a run may log no step
+            rows = read_json_lines(file, {"step": int})
+        else:
+            rows = ()
         log = [{name: value for name, value in row.items() if value is not None} for _, row in rows]
         curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
-        numbers = None if before is None else self.numbers(before, [])
+        if before is None:
+            numbers = None
+        else:
+            numbers = self.numbers(before, [])
         return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
@@ -258,7 +271,10 @@ class Arms:
                 found[title] = float(load_named(name, f"columns.{title}")(result, log))
             elif of_log in OF_LOG:
                 values = [row[metric] for row in log if metric in row]
-                values = values if of_log == "mean" else values[-max(1, len(values) // 4) :]
+                if of_log == "mean":
+                    values = values
+                else:
+                    values = values[-max(1, len(values) // 4) :]
                 found[title] = fmean(values) if values else math.nan
             else:
                 found[title] = number_at(summary, name, f"columns.{title}")
@@ -286,7 +302,9 @@ class Arms:
 
     def problems(self, options: Options) -> int | None:
         held_out = self.with_changes(options, self.said.settings).evaluation
-        return held_out.data.arguments.get("n") if held_out else None
+        if held_out:
+            return held_out.data.arguments.get("n")
+        return None
 
 
 def evaluated(folder: Path, place: str, where: str, log: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -98,7 +98,8 @@ class LabCell:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole_text(self.file, json.dumps({"arm": self.arm, "seed": self.seed, **found}))
         stage = self._stage()
-        stage.status, stage.seconds = DONE, found.get("process_seconds")
+        stage.status = DONE
+        stage.seconds = found.get("process_seconds")
         stage.results = {"kept": [place for place in kept if (self.folder / place).exists()]}
         stage.write(self.folder)
 
@@ -132,4 +133,6 @@ def _seen_from(lab: Path, value: Any) -> Any:
         return {name: _seen_from(lab, one) for name, one in value.items()}
     if isinstance(value, list):
         return [_seen_from(lab, one) for one in value]
-    return value.removeprefix(f"{lab}/") if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.removeprefix(f"{lab}/")
+    return value

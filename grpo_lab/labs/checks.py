@@ -25,7 +25,10 @@ def check_shown(
 ) -> None:
     """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``: there
     are further arms. Where a team's code may log, a metric is looked for in the runs (`not_logged`)."""
-    logged = None if known_later else _logged_by(jobs.values())
+    if known_later:
+        logged = None
+    else:
+        logged = _logged_by(jobs.values())
     for title, name in columns.items():
         of_log, _, metric = name.partition(".")
         if ":" in name:
@@ -52,7 +55,10 @@ def not_logged(columns: Mapping[str, str], curves: Mapping[str, str], folders: I
     wanted |= {f"curves.{title}": name for title, name in curves.items() if name.partition(".")[0] != "evaluation"}
     said = list[str]()
     for where, name in wanted.items():
-        metric = name.partition(".")[2] if where.startswith("columns.") else name
+        if where.startswith("columns."):
+            metric = name.partition(".")[2]
+        else:
+            metric = name
         if known and ":" not in name and metric not in known:
             near = did_you_mean(metric, known) or "."
             said.append(f"`{where}` is {name!r}, and no run here has logged {metric!r}: it is empty{near}")

@@ -158,7 +158,10 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     cells = _cells(experiment, arms, options)
     due = {cell.name: cell.due() for cell in cells}
     runs = any(due.values()) and options.at_most != 0
-    facts = experiment.check(arms, options) if runs or options.dry_run else {}
+    if runs or options.dry_run:
+        facts = experiment.check(arms, options)
+    else:
+        facts = {}
     if options.dry_run:
         from grpo_lab.runs.console import show
 
@@ -246,7 +249,8 @@ def records(arms: Sequence[str], options: Options) -> Found:
 
 def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
     cell.begin()
-    held, began = peak_memory(), time.perf_counter()
+    held = peak_memory()
+    began = time.perf_counter()
     found = experiment.run(cell.arm, cell.seed, cell.folder, options)
     found |= {"memory_mib": peak_memory() - held, "process_seconds": time.perf_counter() - began}
     cell.finish(found, experiment.kept)
@@ -273,13 +277,18 @@ def _in_own_process(cell: LabCell) -> str | None:
             pass  # a file system without locks
         how: Any = {"stdout": file, "stderr": subprocess.STDOUT, "preexec_fn": ends_with_this}
         code = subprocess.run(command, check=False, **how).returncode
-    return f"{cell.name}: exit code {code}, see {cell.log}" if code or cell.due() else None
+    if code or cell.due():
+        return f"{cell.name}: exit code {code}, see {cell.log}"
+    return None
 
 
 def peak_memory() -> float:
     """Most that this process has held until now, MiB (Linux; else NaN). ``ru_maxrss`` counts its parent, too."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
+    if status.is_file():
+        lines = status.read_text().splitlines()
+    else:
+        lines = []
     return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
@@ -290,7 +299,10 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def spread(values: Sequence[float]) -> str:
     """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
     values = [value for value in values if not math.isnan(value)]
-    form = ",.0f" if any(abs(value) >= 1000 for value in values) else ".3f"
+    if any(abs(value) >= 1000 for value in values):
+        form = ",.0f"
+    else:
+        form = ".3f"
     said = [format(value, form) for value in values]
     if len(values) < 2:
         return said[0] if said else "–"
@@ -347,7 +359,8 @@ def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         raise ValueError(
             "a record's curves have no generated tokens: an earlier release wrote it. Take another --folder"
         )
-    values, width = [value for _, value in curve], max(1, len(curve) // 10)
+    values = [value for _, value in curve]
+    width = max(1, len(curve) // 10)
     return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
 
 

@@ -33,11 +33,14 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, draw, markdown
 from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, log_ratio, sampler_correction, token_mean
 
-ESTIMATORS, PLACES = ("k1", "k2", "k3"), ("loss", "reward, sum", "reward, per token")
+ESTIMATORS = ("k1", "k2", "k3")
+PLACES = ("loss", "reward, sum", "reward, per token")
 #: standard deviation of what the reference's logits, and the sampler's, differ from the policy's by
 TO_REFERENCE, TO_SAMPLER = 0.5, 0.3
 DISTANCES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
-NONE, TOKEN, COMPLETION = "none", "token", "completion"
+NONE = "none"
+TOKEN = "token"
+COMPLETION = "completion"
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,10 @@ class World:
     def gradient(self, next_tokens: bool = False) -> Tensor:
         """Exact ∇KL(π‖π_ref) by the policy's logits, flat."""
         logits = self.policy.clone().requires_grad_()
-        of = self.tree.divergence_of_next_tokens if next_tokens else self.tree.divergence
+        if next_tokens:
+            of = self.tree.divergence_of_next_tokens
+        else:
+            of = self.tree.divergence
         return torch.autograd.grad(of(logits, self.reference), logits)[0].flatten()
 
 
@@ -100,8 +106,11 @@ class EstimatorErrors:
 def measured(world: World, estimator: str, place: str, sampling: Sampling) -> EstimatorErrors:
     """By exact enumeration over all completions."""
     chances, values, gradients = estimates(world, estimator, place, sampling)
-    divergence, true = float(world.tree.divergence(world.policy, world.reference)), world.gradient()
-    mean, expected, length = chances @ gradients, float(chances @ values), float(true.norm())
+    divergence = float(world.tree.divergence(world.policy, world.reference))
+    true = world.gradient()
+    mean = chances @ gradients
+    expected = float(chances @ values)
+    length = float(true.norm())
     return EstimatorErrors(
         (expected - divergence) / divergence,
         math.sqrt(float(chances @ (values - expected).square())) / divergence,
@@ -114,9 +123,12 @@ def measured(world: World, estimator: str, place: str, sampling: Sampling) -> Es
 def estimates(world: World, estimator: str, place: str, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """The chance of each completion to be written, ``[C]``; what it says of KL(π‖π_ref), nats ``[C]``, and of its
     gradient by the policy's logits, ``[C, D]``."""
-    tree, mask = world.tree, world.tree.mask
+    tree = world.tree
+    mask = world.tree.mask
     by = world.policy if sampling.on_policy else world.sampler
-    wrote, ref, logps = tree.logps(by), tree.logps(world.reference), tree.logps(world.policy).requires_grad_()
+    wrote = tree.logps(by)
+    ref = tree.logps(world.reference)
+    logps = tree.logps(world.policy).requires_grad_()
     values = _values(estimator, sampling, logps.detach(), wrote, ref, mask)
     push = _pushes(estimator, place, sampling, logps, wrote, ref, mask)
     return tree.chances(by), values, (push.unsqueeze(-1) * tree.scores(world.policy)).sum(1)
@@ -133,7 +145,9 @@ def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> 
     """π/μ, ``[C, T]`` by token or ``[C, 1]`` by completion, not cut off; None where nothing is weighed."""
     modes = {TOKEN: "token_truncate", COMPLETION: "sequence_truncate"}
     mode = modes.get(sampling.weights)
-    return None if mode is None else sampler_correction(logps, wrote, mask, mode, clip_max=None)
+    if mode is None:
+        return None
+    return sampler_correction(logps, wrote, mask, mode, clip_max=None)
 
 
 def _pushes(
@@ -145,11 +159,16 @@ def _pushes(
         term = KLTerm(1.0, estimator, ratio_weighted=sampling.weights != NONE)
         level = "product" if sampling.weights == COMPLETION else "token"
         objective = Objective("kl", Unclipped(), token_mean, level, term)
-        advantages, weights = torch.zeros(len(mask), 1, dtype=torch.float64), None
+        advantages = torch.zeros(len(mask), 1, dtype=torch.float64)
+        weights = None
     else:
         term = KLTerm(1.0, estimator, "reward", per="token" if place == "reward, per token" else "sequence")
         objective = Objective("kl", Reinforce(), token_mean)
-        of, weights = wrote if sampling.at_generation else logps.detach(), _weights(sampling, logps, wrote, mask)
+        if sampling.at_generation:
+            of = wrote
+        else:
+            of = logps.detach()
+        weights = _weights(sampling, logps, wrote, mask)
         if term.per == "token":
             advantages = -reward_to_go(term.of_tokens(of, ref, mask), mask, term.gamma)
         else:
@@ -187,9 +206,16 @@ def curves(seed: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
         for panel, lines in FIGURE.items():
             for estimator, place in lines:
                 one = measured(world, estimator, place, SAMPLINGS["on-policy"])
-                std, bias = one.value_std * nats, one.value_bias * nats
-                y = one.gradient_bias if "gradient" in panel else std if "deviation" in panel else bias
-                label = f"{estimator}, {place.partition(',')[0]}" if "gradient" in panel else estimator
+                std = one.value_std * nats
+                bias = one.value_bias * nats
+                if "gradient" in panel:
+                    y = one.gradient_bias
+                else:
+                    y = std if "deviation" in panel else bias
+                if "gradient" in panel:
+                    label = f"{estimator}, {place.partition(',')[0]}"
+                else:
+                    label = estimator
                 found[panel].setdefault(label, []).append((distance, y))
     return found
 
@@ -206,7 +232,9 @@ def rows_of(found: Found) -> Iterator[list[str]]:
 
 
 def written(number: float) -> str:
-    return "0" if abs(number) < 1e-12 else f"{number:.3f}"
+    if abs(number) < 1e-12:
+        return "0"
+    return f"{number:.3f}"
 
 
 def report(found: Found, options: Options) -> str:

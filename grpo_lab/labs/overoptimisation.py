@@ -25,7 +25,9 @@ from grpo_lab.recipe.yaml import read_yaml, shipped_recipe
 JUDGES: Mapping[str, Any] = {"none": {}, "people": {"temperature": 1.0}, "systematic": {"longer": 0.4}}
 PAID: Mapping[str, Any] = {"form": [{"name": "worked_out"}], "truth": []}
 """Arm without a model → what it is paid by beside accuracy, which is watched where there is something."""
-TRUTH, PROXY, KL = "rewards/accuracy_reward/mean", "rewards/preference_reward/mean", "kl/reward_penalty"
+TRUTH = "rewards/accuracy_reward/mean"
+PROXY = "rewards/preference_reward/mean"
+KL = "kl/reward_penalty"
 LAST = 10
 """Steps that a mean of the log is over."""
 
@@ -89,7 +91,8 @@ def run(arm: str, seed: int, folder: Path, options: Options) -> Record:
 def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: str) -> Record:
     """``after``, and ``curves`` over √KL, a point a step; an estimate of the KL below 0, as at the start, is 0.
     Without Gao's law where nothing has left the start. ValueError: too few steps for it."""
-    distances, start = [math.sqrt(max(row[KL], 0.0)) for row in log], facts["samples"]["right_share"]
+    distances = [math.sqrt(max(row[KL], 0.0)) for row in log]
+    start = facts["samples"]["right_share"]
     logged = {"truth": TRUTH, "proxy": paid, "tokens": "completions/mean_length"}
     values = {title: [row[metric] for row in log] for title, metric in logged.items()}
     fitted: list[float] = []
@@ -121,7 +124,8 @@ def measured(log: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], paid: s
 
 def report(found: Found, options: Options) -> str:
     """``table.md`` and ``curves.png``."""
-    text, place = table(found), options.folder / "table.md"
+    text = table(found)
+    place = options.folder / "table.md"
     write_whole_text(place, f"{text}\n")
     titles = next(iter(found.values()))[0]["curves"]
     lines = {

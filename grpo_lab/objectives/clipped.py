@@ -63,12 +63,17 @@ class Clipped:
 
     @property
     def high(self) -> float:
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.epsilon_high is None:
+            return self.epsilon
+        return self.epsilon_high
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         ratio = batch.ratio
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
-        bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
+        if self.delta is None:
+            bounded = ratio
+        else:
+            bounded = ratio.clamp(max=self.delta)
         return -torch.min(bounded * batch.advantages, clipped * batch.advantages)
 
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
@@ -88,7 +93,10 @@ class Clipped:
         """The formula over single floats."""
         ratio = math.exp(row.log_ratios[t])
         clipped = min(max(ratio, 1 - self.epsilon), 1 + self.high)
-        bounded = ratio if self.delta is None else min(ratio, self.delta)
+        if self.delta is None:
+            bounded = ratio
+        else:
+            bounded = min(ratio, self.delta)
         return -min(bounded * row.advantage, clipped * row.advantage)
 
 
@@ -130,7 +138,9 @@ class DetachedWeight:
     @property
     def bound(self) -> float:
         """The largest weight."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        if self.epsilon_high is None:
+            return self.epsilon
+        return self.epsilon_high
 
     def __call__(self, batch: TokenBatch) -> Tensor:
         weight = batch.ratio.clamp(max=self.bound).detach()

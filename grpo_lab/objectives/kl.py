@@ -60,7 +60,8 @@ def k1_clamped(log_policy: Tensor, log_reference: Tensor) -> Tensor:
 
 def _weighted_k3(log_ratio: Tensor, log_policy: Tensor, log_reference: Tensor) -> Tensor:
     """ρ·k3; where eˣ alone would overflow as e^(log ρ + x) − ρ·(x + 1), which need not."""
-    x, ratio = log_reference - log_policy, log_ratio.exp()
+    x = log_reference - log_policy
+    ratio = log_ratio.exp()
     far = x > MAX_LOG_RATIO
     together = safe(log_ratio + x, far).exp() - ratio * (x + 1)
     return torch.where(far, together, k3(log_policy, torch.where(far, log_policy, log_reference)) * ratio)
@@ -184,7 +185,9 @@ class KLTerm:
         if self.ratio_weighted and self.estimator == "k3":
             return _weighted_k3(batch.log_ratio, log_policy, log_reference)
         estimate = _ESTIMATES[self.estimator](log_policy, log_reference)
-        return estimate * batch.ratio if self.ratio_weighted else estimate
+        if self.ratio_weighted:
+            return estimate * batch.ratio
+        return estimate
 
     def in_reward(self, old_logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Tensor:
         """Σ_t of the estimate over each completion, nats, ``[B]``, no gradient; to be multiplied by ``coefficient``."""

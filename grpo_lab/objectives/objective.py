@@ -54,11 +54,15 @@ class Objective:
 
     @property
     def kl_in_loss(self) -> KLTerm | None:
-        return self.kl if self.kl is not None and self.kl.placement == "loss" and self.kl.coefficient > 0 else None
+        if self.kl is not None and self.kl.placement == "loss" and self.kl.coefficient > 0:
+            return self.kl
+        return None
 
     @property
     def kl_in_reward(self) -> KLTerm | None:
-        return self.kl if self.kl is not None and self.kl.placement == "reward" and self.kl.coefficient > 0 else None
+        if self.kl is not None and self.kl.placement == "reward" and self.kl.coefficient > 0:
+            return self.kl
+        return None
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token loss ``[B, T]``, 0 (with zero gradient) where masked, whatever the inputs hold there.
@@ -110,7 +114,9 @@ def checked_scalar(found: Any, whose: str) -> Tensor:
 
 
 def _seen(found: Any) -> str:
-    return f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if isinstance(found, Tensor):
+        return f"a tensor {list(found.shape)}"
+    return f"a {type(found).__name__}"
 
 
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:

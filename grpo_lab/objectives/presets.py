@@ -39,7 +39,9 @@ class Preset:
     @property
     def rule(self) -> str | dict[str, float | str]:
         """The advantage rule as a setting names it: its name, or a mapping with its knobs."""
-        return {"name": self.advantage, **self.knobs} if self.knobs else self.advantage
+        if self.knobs:
+            return {"name": self.advantage, **self.knobs}
+        return self.advantage
 
 
 PRESETS: dict[str, Preset] = {

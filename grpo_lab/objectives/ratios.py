@@ -66,7 +66,10 @@ def literal_log_ratios(level: str, steps: list[float]) -> list[float]:
     """Log-ratio of each token of one response over single floats; ``steps``: log π(y_t) − log π_old(y_t)."""
     if level == "token":
         return steps
-    one = min(sum(steps), MAX_LOG_PRODUCT) if level == "product" else sum(steps) / len(steps)
+    if level == "product":
+        one = min(sum(steps), MAX_LOG_PRODUCT)
+    else:
+        one = sum(steps) / len(steps)
     return [one] * len(steps)
 
 

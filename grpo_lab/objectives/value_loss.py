@@ -41,4 +41,6 @@ def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, clipran
 def explained_variance(returns: float, errors: float) -> float | None:
     """``1 − Var(R − V)/Var(R)`` from the two variances: 1 for a perfect critic, 0 for a constant one, negative for a
     worse one; ``None`` where the returns do not vary."""
-    return None if returns <= 0 else 1.0 - errors / returns
+    if returns <= 0:
+        return None
+    return 1.0 - errors / returns

@@ -79,7 +79,8 @@ class CurationRecipe:
         measure = [name for name in ("band", "guessable", "hardest") if getattr(self.filters, name) is not None]
         if self.model is None and measure:
             raise ValueError(f"`filters.{measure[0]}` needs a `model` to measure with; add one")
-        best_of, n = self.filters.band and self.filters.band.fail_best_of, self.sampling.n_samples
+        best_of = self.filters.band and self.filters.band.fail_best_of
+        n = self.sampling.n_samples
         if best_of and best_of > n:
             raise ValueError(f"`filters.band.fail_best_of` is {best_of} and `n_samples` {n}; it needs as many")
         if self.model is not None and self.model.path is None:
@@ -111,7 +112,8 @@ class Curated:
 def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     """Run ``recipe``; again with the same folder goes on with the samples that are there. ValueError: a folder that is
     not a curation's, samples made with other settings, or a setting that does not fit; Interrupted: asked to stop."""
-    began, folder = time.perf_counter(), recipe.output_dir
+    began = time.perf_counter()
+    folder = recipe.output_dir
     asked, against = resolve(recipe, overwrite)
     with working(recipe, lambda: {} if overwrite else record_of(folder, "curate", MARKER)) as (stop, earlier):
         if overwrite:
@@ -144,7 +146,8 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
 
 
 def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: StopRequests) -> Filtering:
-    loaded, notes = asked.rows, []
+    loaded = asked.rows
+    notes = []
     if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
         loaded = loaded.remove_columns(earlier)
         notes = [f"Columns of an earlier curation were measured anew: {', '.join(earlier)}."]
@@ -170,7 +173,10 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
     filters = recipe.filters
 
     def stage(name: str, run: Any, rules: Any, whole: bool = True, inputs: tuple[str, ...] = ()) -> Stage:
-        words = {} if rules is None else {f"filter: {name}": told(rules)}
+        if rules is None:
+            words = {}
+        else:
+            words = {f"filter: {name}": told(rules)}
         return Stage(name, run, lambda: words, inputs, remembered=False, whole=whole)
 
     by_text = ("kind", "duplicates", "contamination")
@@ -187,7 +193,9 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
-    rows, samples, file = resolve(recipe, overwrite, here_only=True)[0].rows, None, recipe.output_dir / PASS_RATES
+    rows = resolve(recipe, overwrite, here_only=True)[0].rows
+    samples = None
+    file = recipe.output_dir / PASS_RATES
     columns = [] if rows is None else rows.column_names
     if recipe.model is not None and to_be_measured(columns, recipe.filters):
         samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
@@ -199,7 +207,8 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
     """The rows and what judges them, and the rows of evaluation sets; nothing is written. In a dry run (``here_only``)
     rows that are on the hub and not here are None. ValueError: what cannot be loaded, judged, sampled or balanced; a
     folder of something else, or one with another number of samples."""
-    folder, filters = recipe.output_dir, recipe.filters
+    folder = recipe.output_dir
+    filters = recipe.filters
     record_of(folder, "curate", MARKER)
     if not overwrite:
         instead = "give --overwrite to sample anew, or another `--output_dir`"
@@ -214,7 +223,8 @@ def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) ->
         own = [name for name in found.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
         if by not in (*own, *made):
             raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {own}, the scores made here {made}")
-    load, sections = rows_here if here_only else load_rows, filters.contamination and filters.contamination.against
+    load = rows_here if here_only else load_rows
+    sections = filters.contamination and filters.contamination.against
     against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
     if recipe.model is not None:
         check_model(found, recipe.model, recipe.sampling, here_only=here_only)

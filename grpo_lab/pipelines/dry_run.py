@@ -48,8 +48,12 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     algorithm = config.algorithm.with_hooks(job.trainer)
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
     schedule, optimizer = (str(getattr(one, "value", one)) for one in (config.lr_scheduler_type, config.optim))
-    limit, preset = config.max_completion_length, PRESETS.get(algorithm.names.get("objective", ""))
-    values = f"; the paper's values: {dict(preset.paper)}" if preset and preset.paper else ""
+    limit = config.max_completion_length
+    preset = PRESETS.get(algorithm.names.get("objective", ""))
+    if preset and preset.paper:
+        values = f"; the paper's values: {dict(preset.paper)}"
+    else:
+        values = ""
     facts = {
         "model": recipe.model.name,
         "takes": Estimates().of(recipe).strip(),
@@ -101,7 +105,8 @@ def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
 
 def _rewards(recipe: Recipe, job: Job, config: Any) -> str:
     """The recipe's rewards and those that its trainer declares, each with the weight in force over the steps."""
-    rewards, own = job.rewards, len(job.rewards)
+    rewards = job.rewards
+    own = len(job.rewards)
     if recipe.environment_factory is None:  # what one owns counts as given, and is known when it is built
         rewards, config = with_declared_rewards(job.trainer, rewards, config)
     names = [section.name for section in recipe.rewards] + [reward_name(one) for one in rewards[own:]]
@@ -130,9 +135,11 @@ def _checked(recipe: Recipe, job: Job) -> str:
     """Build the trainer around a small stand-in model, with the own tokenizer where that is here: its checks speak."""
     if job.rows is None or (recipe.eval_dataset is not None and job.eval_rows is None):
         return "rewards, parts and settings; not the trainer with its rows, which are not here"
-    section, given = made_from(recipe.model) or recipe.model, job.arguments
+    section = made_from(recipe.model) or recipe.model
+    given = job.arguments
     if section.tiny is None:
-        tiny, own = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}, own_tokenizer(section)
+        tiny = {"hidden_size": 16, "num_layers": 1, "num_heads": 2}
+        own = own_tokenizer(section)
         if own is None and (recipe.tools or recipe.environment_factory):
             return "rewards, parts, rows and settings; not the trainer: tools need the model's chat template, not here"
         section = dataclasses.replace(section, path=None, tokenizer=own, tiny=tiny)
@@ -165,7 +172,9 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
     if recipe.environment_factory is not None:
         return f"{prompt!r} (the environment goes on with it, and names its tools)"
     if own is None or isinstance(prompt, str):
-        return repr(prompt) if isinstance(prompt, str) else f"{prompt!r} (the model's chat template is not here)"
+        if isinstance(prompt, str):
+            return repr(prompt)
+        return f"{prompt!r} (the model's chat template is not here)"
     tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
     if not tokenizer.chat_template:
         return f"{prompt!r} (no chat template)"

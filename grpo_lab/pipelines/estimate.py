@@ -40,7 +40,9 @@ from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
 def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
     """h, L, V, k, a; parameters of a layer and the embeddings."""
     c = model.config.get_text_config()
-    h, layers, heads = c.hidden_size, c.num_hidden_layers, c.num_attention_heads
+    h = c.hidden_size
+    layers = c.num_hidden_layers
+    heads = c.num_attention_heads
     head = getattr(c, "head_dim", None) or h // heads
     k = head * (getattr(c, "num_key_value_heads", None) or heads)
     experts = getattr(c, "moe_intermediate_size", 0) * getattr(c, "num_experts_per_tok", 0)
@@ -53,16 +55,24 @@ def sizes(model: Any, half: bool = False) -> tuple[int, ...]:
 def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bool = False) -> int:
     """Bytes of weights, and of gradients and moments where ``trained``. ``launch``: what an accelerate file says;
     ``half``: under bf16 or fp16."""
-    kind, ranks = launch.get("distributed_type"), launch.get("num_processes", 1)
-    zero = (launch.get("deepspeed_config") or {}).get("zero_stage", 2) if kind == "DEEPSPEED" else 0
+    kind = launch.get("distributed_type")
+    ranks = launch.get("num_processes", 1)
+    if kind == "DEEPSPEED":
+        zero = (launch.get("deepspeed_config") or {}).get("zero_stage", 2)
+    else:
+        zero = 0
     own = [p for p in model.parameters() if p.requires_grad and trained]
-    n, weights = sum(p.numel() for p in own), sum(p.nbytes for p in own)
+    n = sum(p.numel() for p in own)
+    weights = sum(p.nbytes for p in own)
     base = sum(p.nbytes for p in model.parameters()) - weights
     if zero == 3 or kind == "FSDP":
         return (base + 16 * n) // ranks + (4 * sizes(model)[-1] if n else 0)
     if zero:
         return base + 4 * n + 12 * n // ranks
-    copies = sum(2 * p.numel() for p in model.parameters() if p.itemsize == 4) if half and n else 0
+    if half and n:
+        copies = sum(2 * p.numel() for p in model.parameters() if p.itemsize == 4)
+    else:
+        copies = 0
     return base + (5 if str(kind).startswith("MULTI_") else 4) * weights + copies
 
 
@@ -78,13 +88,26 @@ def flat(stage: Any) -> dict[str, Any]:
     for name in ("sampling", "section"):
         found |= vars(found[name]) if name in found else {}
     given = found.get("arguments", found.get("training"))
-    method = "rl" if "rewards" in found else "distill" if "teacher" in found else getattr(stage, "method", "sft")
+    if "rewards" in found:
+        method = "rl"
+    else:
+        if "teacher" in found:
+            method = "distill"
+        else:
+            method = getattr(stage, "method", "sft")
     if given is None or method == "merge" or found.get("data", 0) is None:
         return {**found, "method": None}
     method = method if method in ("rl", *COLUMNS) else "sft"
-    config, kl = LabConfig if method == "rl" else trl_of(method)[0], given.get("kl")
+    if method == "rl":
+        config = LabConfig
+    else:
+        config = trl_of(method)[0]
+    kl = given.get("kl")
     defaults = {one.name: one.default for one in fields(config)} | FIXED.get(method, {})
-    beta = {"beta": kl["coefficient"]} if isinstance(kl, Mapping) and kl.get("coefficient") is not None else {}
+    if isinstance(kl, Mapping) and kl.get("coefficient") is not None:
+        beta = {"beta": kl["coefficient"]}
+    else:
+        beta = {}
     return {**found, **defaults, **typed(given, config), **beta, "method": method}
 
 
@@ -94,44 +117,72 @@ class Estimates:
     def __init__(self) -> None:
         self.left: dict[str, tuple[ModelSection, Any]] = {}
         self.rows: dict[str, tuple[int | None, int]] = {}
-        self.most, self.tokens, self.open = 0, {"generated": 0, "trained on": 0}, False
+        self.most = 0
+        self.tokens = {"generated": 0, "trained on": 0}
+        self.open = False
 
     def of(self, kind: Any, launch: str | None = None, folder: Path = Path()) -> str:
         """A line on a stage's kind with its settings, or on a command's recipe; nothing on one without a model, or of a
         team's. ``launch``: its accelerate file."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return ""
-        stage = kind.as_read() if hasattr(kind, "as_read") else kind
-        s, said = flat(stage), read_yaml(launch) if launch else {}
+        if hasattr(kind, "as_read"):
+            stage = kind.as_read()
+        else:
+            stage = kind
+        s = flat(stage)
+        said = read_yaml(launch) if launch else {}
         if s.get("model") is None or not (s["method"] or {"batch_size", "short_model"} & s.keys()):
             return ""
         section, model = self._model(s["model"])
         if s["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
             asked = str((s["model_init_kwargs"] or {}).get("dtype") or "float32")
-            model = model if asked == "auto" else deepcopy(model).to(getattr(torch, asked))
+            if asked == "auto":
+                model = model
+            else:
+                model = deepcopy(model).to(getattr(torch, asked))
         self.left[str(folder / getattr(kind, "leaves", {}).get("model", "."))] = section, model
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
         """Of what was asked about so far."""
-        known = [f"{self.most / 2**30:.1f} GiB a process"] if self.most else []
+        if self.most:
+            known = [f"{self.most / 2**30:.1f} GiB a process"]
+        else:
+            known = []
         known += [f"{count:,} tokens {what}" for what, count in self.tokens.items() if count]
-        more = ["more where a line says that something is not known"] if self.open else []
+        if self.open:
+            more = ["more where a line says that something is not known"]
+        else:
+            more = []
         return "; ".join(([f"at most {', '.join(known)}"] if known else []) + more)
 
     def _model(self, named: Any) -> tuple[ModelSection, Any]:
-        section = named if isinstance(named, ModelSection) else ModelSection(path=str(named))
+        if isinstance(named, ModelSection):
+            section = named
+        else:
+            section = ModelSection(path=str(named))
         return self.left.get(str(section.path)) or (section, meta_model(section))
 
     def _prompts(self, data: Any, section: ModelSection) -> tuple[int | None, int]:
         """How many rows, and tokens of their longest prompt (0: not known), where they are here already."""
         if not isinstance(data, DataSection):
             return None, 0
-        key, source = f"{data} {section.path}", str(data.arguments.get("source", ""))
+        key = f"{data} {section.path}"
+        source = str(data.arguments.get("source", ""))
         if key not in self.rows:
-            rows = None if looks_local(source) and not Path(source).exists() else rows_here(data, "data")
-            known = None if rows is None else tokenizer_and_config(section, here_only=True)
-            longest = longest_prompt(rows["prompt"], known[0]) if rows is not None and known else 0
+            if looks_local(source) and not Path(source).exists():
+                rows = None
+            else:
+                rows = rows_here(data, "data")
+            if rows is None:
+                known = None
+            else:
+                known = tokenizer_and_config(section, here_only=True)
+            if rows is not None and known:
+                longest = longest_prompt(rows["prompt"], known[0])
+            else:
+                longest = 0
             self.rows[key] = None if rows is None else len(rows), longest
         return self.rows[key]
 
@@ -146,8 +197,11 @@ class Estimates:
             return f"memory is not known: {missing[0]}"
         parts = {name: states(one, launch, "training" in name) for name, one in models.items()}
         h, layers, vocabulary, k, a, _ = sizes(model)
-        method, rows, width = s["method"], s.get("batch_size", 0), model.dtype.itemsize
-        length, prompt = s.get("max_new_tokens") or s.get("max_completion_length") or 0, 0
+        method = s["method"]
+        rows = s.get("batch_size", 0)
+        width = model.dtype.itemsize
+        length = s.get("max_new_tokens") or s.get("max_completion_length") or 0
+        prompt = 0
         if method in (None, "rl", "distill"):
             prompt = self._prompts(s.get("data"), section)[1]
         if method is None:
@@ -156,28 +210,44 @@ class Estimates:
             parts |= {} if s.get("use_vllm") else {"writing": writing}
         else:
             rows = s["per_device_train_batch_size"] * (2 if COLUMNS.get(method) == PAIR else 1)
-            length = length if method in ("rl", "distill") else s["max_length"] or 0
+            if method in ("rl", "distill"):
+                length = length
+            else:
+                length = s["max_length"] or 0
             if section.lora is None and (method == "dpo" or (method == "rl" and s["beta"])):
                 parts["reference"] = states(model, launch, trained=False)
-            tokens, half = rows * (prompt + length), s["bf16"] is not False or bool(s["fp16"])
+            tokens = rows * (prompt + length)
+            half = s["bf16"] is not False or bool(s["fp16"])
             parts["trained"] = states(model, launch, half=half)
             named = s.get("activation_checkpointing")  # transformers' name from 5.23 on, which goes before the old one
-            again = s["gradient_checkpointing"] if named is None else named
+            if named is None:
+                again = s["gradient_checkpointing"]
+            else:
+                again = named
             parts["activations"] = activations(model, tokens, again, half)
             parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
         self.most = max(self.most, sum(parts.values()))
         each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
         engine = ", besides what vLLM takes" if s.get("use_vllm") else ""
-        count, total = model.num_parameters(), sum(parts.values()) / 2**30
-        unknown = " and the prompt" if method in (None, "rl", "distill") and not prompt and length else ""
-        at_once = f"{rows} × {prompt + length:,} tokens{unknown}" if length else "rows of any length"
+        count = model.num_parameters()
+        total = sum(parts.values()) / 2**30
+        if method in (None, "rl", "distill") and not prompt and length:
+            unknown = " and the prompt"
+        else:
+            unknown = ""
+        if length:
+            at_once = f"{rows} × {prompt + length:,} tokens{unknown}"
+        else:
+            at_once = "rows of any length"
         if method == "rl" and isinstance(s["update"], Mapping) and s["update"].get("max_tokens") == "auto":
             at_once += " or, on a GPU, as many as what is left holds (`update.max_tokens: auto`)"
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
 
     def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
         """What is sampled, asked of held-out rows and trained: rows × times × tokens each time."""
-        held_out, rounds, jobs = s.get("evaluation"), getattr(s.get("rounds"), "count", 1), list[Any]()
+        held_out = s.get("evaluation")
+        rounds = getattr(s.get("rounds"), "count", 1)
+        jobs = list[Any]()
         length = s.get("max_new_tokens") or s.get("max_completion_length")
         if "section" in s:
             jobs.append(("generated", s["data"], _answers(s["section"]) * (2 if s["against"] else 1), length))
@@ -186,7 +256,9 @@ class Estimates:
         if guess := getattr(s.get("filters"), "guessable", None):
             jobs.append(("generated", s["data"], guess.tries, guess.max_new_tokens))
         if held_out is not None:
-            steps, every, each = s.get("max_steps", 0), held_out.every, held_out.max_new_tokens or length
+            steps = s.get("max_steps", 0)
+            every = held_out.every
+            each = held_out.max_new_tokens or length
             times = held_out.before + rounds + (steps // every if every else 0)
             each = None if every and steps < 1 else each  # how often, the number of steps says
             jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
@@ -194,10 +266,16 @@ class Estimates:
             jobs.append(_of_training(s, length, launch.get("num_processes", 1)))
         words = []
         for what, data, times, each in jobs:
-            count = data if isinstance(data, int) else self._prompts(data, section)[0]
+            if isinstance(data, int):
+                count = data
+            else:
+                count = self._prompts(data, section)[0]
             if count is None or each is None:
                 self.open = True
-                some = "any number of" if each is None else f"{times * each:,}"
+                if each is None:
+                    some = "any number of"
+                else:
+                    some = f"{times * each:,}"
                 words.append(f"at most {some} tokens {what} for each row (how many: not known yet)")
             else:
                 self.tokens[what] += count * times * each
@@ -211,13 +289,29 @@ def _answers(section: EvaluationSection) -> int:
 
 def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
     """What is made or learned; rows (1: in all), times, tokens each time."""
-    method, steps, times = s["method"], s["max_steps"], ceil(s["num_train_epochs"])
-    together, accumulated = s["per_device_train_batch_size"] * ranks, s["gradient_accumulation_steps"]
-    rows = 1 if steps > 0 else None if {"rows", "n_samples"} & s.keys() else s["data"]
-    times = steps * together * accumulated if steps > 0 else times
+    method = s["method"]
+    steps = s["max_steps"]
+    times = ceil(s["num_train_epochs"])
+    together = s["per_device_train_batch_size"] * ranks
+    accumulated = s["gradient_accumulation_steps"]
+    if steps > 0:
+        rows = 1
+    else:
+        if {"rows", "n_samples"} & s.keys():
+            rows = None
+        else:
+            rows = s["data"]
+    if steps > 0:
+        times = steps * together * accumulated
+    else:
+        times = times
     if method == "rl":
-        update, batch = s["update"], s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)
-        times = ceil(times / batch / s["num_iterations"]) * batch if steps > 0 else times * s["num_generations"]
+        update = s["update"]
+        batch = s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)
+        if steps > 0:
+            times = ceil(times / batch / s["num_iterations"]) * batch
+        else:
+            times = times * s["num_generations"]
         again = isinstance(update, Mapping) and update.get("dead_groups") == "resample" and update.get("max_rounds", 4)
         return "generated", rows, times * (again or 1), length
     if method == "distill" and s["tokens"] is not None:  # it ends with the log after them

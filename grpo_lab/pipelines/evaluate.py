@@ -54,8 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(word, help=words, **{"default": argparse.SUPPRESS, **how})
 
     parser.add_argument("model", help="folder or hub name")
-    read, made = ", ".join(READ), ", ".join(MADE)
-    rows, how = parser.add_argument_group("rows"), parser.add_argument_group("generation and judging")
+    read = ", ".join(READ)
+    made = ", ".join(MADE)
+    rows = parser.add_argument_group("rows")
+    how = parser.add_argument_group("generation and judging")
     add(rows, "--data", f"{read} or {made}, or module:attribute (or give --like)")
     like = "evaluate as this run, or recipe, does: its rows, reward, limits, seed"
     add(rows, "--like", like, metavar="RUN", default=None)
@@ -66,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
-            words = [] if name in _TAKEN else [f"--{name.replace('_', '-')}"]
+            if name in _TAKEN:
+                words = []
+            else:
+                words = [f"--{name.replace('_', '-')}"]
             of = f"of the loader{'s' * (len(loaders) > 1)} {', '.join(loaders)}"
             shown: Any = {"metavar": "VALUE", "help": of, "default": argparse.SUPPRESS}
             rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", **shown)
@@ -118,7 +123,8 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
 
     limits: Any = {"max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "tokenizer": known.tokenizer}
     limits["against"] = known.against
-    kept, found = "", []
+    kept = ""
+    found = []
     with as_ctrl_c() as asked:
         try:
             try:
@@ -129,7 +135,10 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
                 if not result.outcomes:
                     raise
                 place = "above (--output FOLDER keeps the answers themselves)"
-                place = place if known.output is None else f"in {known.output}"
+                if known.output is None:
+                    place = place
+                else:
+                    place = f"in {known.output}"
                 kept = f"the {len(result.outcomes):,} answers that were there: {place}"
             if not main:
                 return 0
@@ -167,7 +176,10 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
         written = {"loader": data.loader, "template": data.template, "limit": data.limit, **data.arguments}
     else:
         judge = {**READ, **MADE}.get(said["data"], STRICT_ACCURACY.name)
-        reward = STRICT_ACCURACY if judge == STRICT_ACCURACY.name else RewardSection(judge)
+        if judge == STRICT_ACCURACY.name:
+            reward = STRICT_ACCURACY
+        else:
+            reward = RewardSection(judge)
         plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
         written = {"loader": said["data"]}
         if "split" in loader_signature(said["data"], "--data").parameters:
@@ -198,7 +210,10 @@ def with_every_argument(section: DataSection) -> DataSection:
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name in section.arguments:
         if name not in allowed and not anything:
-            option = f"--{name}" if name in _ROWS else f"--data.{name}"
+            if name in _ROWS:
+                option = f"--{name}"
+            else:
+                option = f"--data.{name}"
             raise ValueError(f"{option}: the loader {section.loader!r} takes {', '.join(allowed)}")
     return replace(section, arguments=every_argument(section))
 
@@ -207,7 +222,8 @@ def title(model: str, plan: HeldOut) -> str:
     """Everything that a score depends on, in one line; of the rows' arguments none that is off (None, False, 0.0)."""
     from grpo_lab.runs.console import told
 
-    data, off = plan.section.data, ("None", "False", "0.0")
+    data = plan.section.data
+    off = ("None", "False", "0.0")
     shown = {name: value for name, value in data.arguments.items() if repr(value) not in off}
     limits = f"max_new_tokens {plan.max_new_tokens}, seed {plan.seed}"
     return f"{model} on {told(replace(data, arguments=shown))}, {told(plan.section.reward)}, {limits}"
@@ -223,7 +239,8 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
     begun = any(_ANSWERS.fullmatch(one.name) for one in folder.glob("*"))
 
     def ours(file: Path) -> bool:
-        name, beside = file.name.removesuffix(".part"), file.parent == folder
+        name = file.name.removesuffix(".part")
+        beside = file.parent == folder
         found = (beside and name in ("report.html", LOCK, SWEEP)) or (file.is_dir() and not file.is_symlink())
         return found or ((beside or begun) and _ANSWERS.fullmatch(name) is not None)
 
@@ -301,7 +318,10 @@ class HeldOut:
 def held_out_like(run: str | Path) -> HeldOut:
     """The evaluation of ``run``: an output folder with a `recipe.yaml`, or a recipe. ValueError: there is none."""
     path = Path(run)
-    file = path / "recipe.yaml" if path.is_dir() else path
+    if path.is_dir():
+        file = path / "recipe.yaml"
+    else:
+        file = path
     if not file.is_file():
         raise ValueError(
             f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it "
@@ -329,6 +349,9 @@ def _as_written(section: Any) -> Any:
     """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
     if not isinstance(section, Mapping):
         return section
-    arguments = section["arguments"] if isinstance(section.get("arguments"), Mapping) else None
+    if isinstance(section.get("arguments"), Mapping):
+        arguments = section["arguments"]
+    else:
+        arguments = None
     own = {name: _as_written(one) for name, one in section.items() if one is not None and one is not arguments}
     return {**own, **(arguments or {})}

@@ -96,7 +96,8 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
     found = tokenizer_and_config(ModelSection(path=model, tokenizer=tokenizer), here_only=False)
     if found is None:
         raise ValueError(f"{model!r} is an adapter, of which there is no chat template or context here; merge it first")
-    words, context = found[0], context_of_config(found[1])
+    words = found[0]
+    context = context_of_config(found[1])
     reward = {"name": plan.section.reward.name, **plan.section.reward.arguments}
     _judge(json.dumps(reward))
     way = next(iter(conditions_in(plan.section).values()))

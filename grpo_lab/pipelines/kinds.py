@@ -57,7 +57,10 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
         locks: ClassVar[bool] = True
         ranks: ClassVar[bool] = do is train
         seed = None  # the recipe's
-        no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH) if do is train else ()
+        if do is train:
+            no_matter: ClassVar[Collection[str]] = CANNOT_CHANGE_THE_PAST.difference(LENGTH)
+        else:
+            no_matter = ()
         recipe: Mapping[str, Any]
 
         def __post_init__(self) -> None:
@@ -93,7 +96,9 @@ def _of_training(done: TrainingOutcome) -> Facts:
 
 def _measured(done: TrainingOutcome | Shortened) -> Facts:
     found = done.after
-    return {"accuracy": found.accuracy.value, "length": found.mean_length} if found and found.accuracy else {}
+    if found and found.accuracy:
+        return {"accuracy": found.accuracy.value, "length": found.mean_length}
+    return {}
 
 
 def _of_curation(done: Curated) -> Facts:
@@ -137,7 +142,10 @@ def kind_of(name: str, where: str) -> Any:
     """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that cannot be run."""
     if ":" not in name and name not in KINDS:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
-    kind = KINDS[name] if name in KINDS else load_named(name, where)
+    if name in KINDS:
+        kind = KINDS[name]
+    else:
+        kind = load_named(name, where)
     if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
         raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(at)`")
     return kind

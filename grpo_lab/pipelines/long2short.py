@@ -90,7 +90,9 @@ class Long2ShortRecipe:
     @property
     def way(self) -> Shortest | Shorter:
         """How rows are chosen out of the samples."""
-        return Shortest() if self.method == "shortest_sft" else self.pairs or Shorter()
+        if self.method == "shortest_sft":
+            return Shortest()
+        return self.pairs or Shorter()
 
     def __post_init__(self) -> None:
         if self.model.path is None:
@@ -132,7 +134,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file
     named by ``samples`` is shared with other runs, and stays). ValueError: another run or something else in the folder,
     no rows to train on, or a setting that does not fit; Interrupted: asked to stop."""
-    asked, folder = resolve(recipe, overwrite), recipe.output_dir
+    asked = resolve(recipe, overwrite)
+    folder = recipe.output_dir
     about = {
         "pipeline": LONG2SHORT,
         "method": recipe.method,
@@ -160,7 +163,8 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
         at = At(folder, run.stop)
         carry_out(_stages(recipe, asked), at, run.report)
-        count, page = at.facts.get("select", {}).get("rows", 0), None
+        count = at.facts.get("select", {}).get("rows", 0)
+        page = None
         run.write(rows=count)
         if run.about["finished"]:
             console.print(f"{folder} is finished: nothing to do", soft_wrap=True)
@@ -183,7 +187,10 @@ def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
         shutil.rmtree(folder / EVALUATION / which, ignore_errors=True)
         (folder / f"{which}.json").unlink(missing_ok=True)
     if any(not one.startswith(f"{EVALUATION}/") for one in gone):
-        stages = ["merge", "train"] if (folder / ROWS).is_file() else ["merge", "train", "select"]
+        if (folder / ROWS).is_file():
+            stages = ["merge", "train"]
+        else:
+            stages = ["merge", "train", "select"]
         for stage in stages:
             (folder / f"{stage}.json").unlink(missing_ok=True)
     if gone:
@@ -193,10 +200,12 @@ def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
 
 def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False) -> list[Stage]:
     """before? → select → train, or merge → after?"""
-    path, sampling = str(recipe.model.path), recipe.sampling
+    path = str(recipe.model.path)
+    sampling = recipe.sampling
 
     def select(at: At) -> Facts:
-        sampler, said = ModelSampler(path, sampling), {"reward": told(recipe.reward)}
+        sampler = ModelSampler(path, sampling)
+        said = {"reward": told(recipe.reward)}
         problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, sampler).values()]
         rates = sampler.judged(problems, asked.reward, recipe.samples_file, at.stop, said, "samples")
         samples = sampled(problems, rates, sampler.tokens)
@@ -225,7 +234,10 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
         ]
     if recipe.evaluation is None:
         return stages
-    before = [measure("before", path)] if recipe.evaluation.before else []
+    if recipe.evaluation.before:
+        before = [measure("before", path)]
+    else:
+        before = []
     return [*before, *stages, measure("after", str(recipe.output_dir))]
 
 
@@ -271,10 +283,13 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Wor
 
 def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -> Words:
     assert recipe.data is not None
-    file, anew = recipe.samples_file, overwrite and recipe.samples is None
+    file = recipe.samples_file
+    anew = overwrite and recipe.samples is None
     facts = {"rows": count_of(asked.rows, recipe.data)}
     facts |= plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, asked.rows, file, anew)
-    return facts if recipe.method == "shortest_sft" else {**facts, "pairs": told(recipe.way)}
+    if recipe.method == "shortest_sft":
+        return facts
+    return {**facts, "pairs": told(recipe.way)}
 
 
 def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
@@ -304,7 +319,8 @@ def _fingerprint(recipe: Long2ShortRecipe) -> str:
 def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
     """The markers of a folder that an earlier version left: ``run.json`` said how far it had come."""
     folder = recipe.output_dir
-    before, finished = _measured(folder / EVALUATION / "before"), found.get("finished")
+    before = _measured(folder / EVALUATION / "before")
+    finished = found.get("finished")
     if before is not None and before.stopped is None:
         write_json(folder / "before.json", {})
     if finished or found.get("trained"):
@@ -315,4 +331,6 @@ def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
 
 
 def _measured(folder: Path) -> EvaluationResult | None:
-    return EvaluationResult.read(folder) if (folder / "summary.json").is_file() else None
+    if (folder / "summary.json").is_file():
+        return EvaluationResult.read(folder)
+    return None

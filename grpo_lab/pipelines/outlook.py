@@ -37,7 +37,9 @@ class Outlook:
         """What the stage will do. ValueError, naming it: what would stop it."""
         processes = processes_of(launch, name)
         with in_stage(name), looking_ahead(Ahead(dict(self.left), processes, self._here_only)):
-            return str(kind.plan()) if hasattr(kind, "plan") else ""
+            if hasattr(kind, "plan"):
+                return str(kind.plan())
+            return ""
 
     def leave(self, kind: Any, folder: Path) -> None:
         """What the stage will leave in ``folder`` is known to those after it."""
@@ -49,14 +51,22 @@ class Outlook:
         """The model that its own is made from; None: it makes none, or nobody knows (a team's)."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return None
-        asked = kind.as_read() if hasattr(kind, "as_read") else kind
+        if hasattr(kind, "as_read"):
+            asked = kind.as_read()
+        else:
+            asked = kind
         named = getattr(asked, "model", None)
         if named is None:
             return None
-        section = named if isinstance(named, ModelSection) else ModelSection(path=str(named))
+        if isinstance(named, ModelSection):
+            section = named
+        else:
+            section = ModelSection(path=str(named))
         with looking_ahead(Ahead(dict(self.left))):
             origin = made_from(section)
-        return origin if origin is None or isinstance(asked, Recipe) else replace(origin, lora=None)
+        if origin is None or isinstance(asked, Recipe):
+            return origin
+        return replace(origin, lora=None)
 
 
 def processes_of(launch: str | None, name: str) -> int:

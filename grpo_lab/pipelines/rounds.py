@@ -53,7 +53,8 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
     and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. ValueError: another run or something else there, a
     setting that does not fit, a round without rows; Interrupted: asked to stop."""
     asked, cold_rows = resolve(recipe, overwrite)
-    folder, count = recipe.output_dir, recipe.rounds.count
+    folder = recipe.output_dir
+    count = recipe.rounds.count
     about = {"pipeline": ROUNDS, "method": recipe.method, "count": count, "recipe": settings_of(recipe)}
     about["rows"] = rows_fingerprint(asked.rows)
     forget = [*folder.glob("round-*"), folder / "start", folder / EVALUATION, folder / "rounds.jsonl"]
@@ -61,7 +62,9 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
     def earlier() -> dict[str, Any]:
         found = check_folder(recipe, overwrite)
         whole = not make_again(folder, gone_from(folder, found)) and found.get("count") == count
-        return {**found, "finished": found.get("finished") and whole} if found else {}
+        if found:
+            return {**found, "finished": found.get("finished") and whole}
+        return {}
 
     with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
         if run.about["finished"]:
@@ -75,7 +78,8 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
 
 
 def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> list[Line]:
-    folder, first = run.folder, str(recipe.model.path or "")
+    folder = run.folder
+    first = str(recipe.model.path or "")
     start = Round(folder=round_folder(folder, 0), stop=run.stop, number=0, current=first, start=first)
     carry_out(work.of_start(), start, run.report)
     lines = _lines(folder, 0)
@@ -125,14 +129,22 @@ def make_again(folder: Path, gone: Sequence[str]) -> bool:
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
     """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
     asked, cold_rows = resolve(recipe, overwrite, here_only=True)
-    count, done, start = recipe.rounds.count, kept(recipe), recipe.model.name
-    start = start if recipe.model.path is None else model_of(recipe.model.path)
+    count = recipe.rounds.count
+    done = kept(recipe)
+    start = recipe.model.name
+    if recipe.model.path is None:
+        start = start
+    else:
+        start = model_of(recipe.model.path)
     if (section := recipe.cold_start) is not None:
         rows = count_of(cold_rows, section.data)
         start = f"{start}, after a cold start on {rows}; {settings_in_words(section.arguments)}"
     plan = stages_in_words(recipe, None if asked.rows is None else len(asked.rows))
     if (held_out := recipe.evaluation) is not None:
-        when = "the start model and the model of each round" if held_out.before else "the model of each round"
+        if held_out.before:
+            when = "the start model and the model of each round"
+        else:
+            when = "the model of each round"
         rows = count_of(asked.held_out, held_out.data)
         plan["4. evaluate"] = f"{when} on {rows}, judged by {told(held_out.reward)}"
     return {
@@ -158,7 +170,8 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
     found = check_folder(recipe, overwrite)
-    asked, number = questions(recipe.data, recipe.reward, recipe.evaluation, here_only), recipe.rounds.questions
+    asked = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
+    number = recipe.rounds.questions
     if asked.rows is not None:
         if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
             raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {asked.rows.column_names}")
@@ -210,7 +223,9 @@ class Round(At):
     @property
     def model(self) -> str:
         """What the round leaves: its own model, where a stage made one, else the one it began with."""
-        return str(self.folder / MODEL) if "train" in self.facts else self.current
+        if "train" in self.facts:
+            return str(self.folder / MODEL)
+        return self.current
 
 
 def rounds(
@@ -235,7 +250,9 @@ class RoundStages:
     """What the rounds of one recipe do, with its rows and its reward."""
 
     def __init__(self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> None:
-        self.recipe, self.asked, self.cold_rows = recipe, asked, cold_rows
+        self.recipe = recipe
+        self.asked = asked
+        self.cold_rows = cold_rows
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -244,7 +261,10 @@ class RoundStages:
     def of_start(self) -> list[Stage]:
         """The start model is made where the recipe makes one, and measured where it has held-out rows."""
         recipe = self.recipe
-        made = [Stage("train", self.begin)] if recipe.model.path is None or recipe.cold_start else []
+        if recipe.model.path is None or recipe.cold_start:
+            made = [Stage("train", self.begin)]
+        else:
+            made = []
         measured = recipe.evaluation is not None and recipe.evaluation.before
         return made + ([Stage("evaluate", self.evaluate, whole=True)] if measured else [])
 
@@ -254,11 +274,14 @@ class RoundStages:
             Stage("select", self.select, inputs=("sample",)),
             Stage("train", self.train, inputs=("select",)),
         ]
-        return stages if self.recipe.evaluation is None else [*stages, Stage("evaluate", self.evaluate, whole=True)]
+        if self.recipe.evaluation is None:
+            return stages
+        return [*stages, Stage("evaluate", self.evaluate, whole=True)]
 
     def begin(self, at: Round) -> Facts:
         """The start model: built from config, or loaded, and given its cold start."""
-        recipe, cold = self.recipe, self.recipe.cold_start
+        recipe = self.recipe
+        cold = self.recipe.cold_start
         if cold is None:
             return ColdStart(recipe.model, None, recipe.sampling.seed).run(at)
         training = {"use_cpu": recipe.sampling.use_cpu, **cold.arguments}
@@ -283,12 +306,17 @@ class RoundStages:
 
     def train(self, at: Round) -> Facts:
         """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
-        recipe, seed = self.recipe, seed_of(self.recipe.sampling.seed, at.number, "train")
-        base = at.start if recipe.base is None else str(recipe.base.path)
+        recipe = self.recipe
+        seed = seed_of(self.recipe.sampling.seed, at.number, "train")
+        if recipe.base is None:
+            base = at.start
+        else:
+            base = str(recipe.base.path)
         begin = at.current if recipe.rounds.train_from == "last" else base
         kind = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": recipe.sampling.use_cpu, **recipe.training}
-        reference, pairs = None, recipe.pairs
+        reference = None
+        pairs = recipe.pairs
         if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
             reference = load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
         template = recipe.sampling.chat_template_kwargs
@@ -324,7 +352,8 @@ def _lines(folder: Path, count: int) -> list[Line]:
     """Of the start and the rounds up to ``count``, from their markers."""
     lines: list[Line] = []
     for number in range(count + 1):
-        place, parts = round_folder(folder, number), ("sample", "select", "train", "evaluate")
+        place = round_folder(folder, number)
+        parts = ("sample", "select", "train", "evaluate")
         lines.append(line_of(number, {part: read_facts(place / f"{part}.json") or {} for part in parts}, lines))
     return lines
 
@@ -334,11 +363,14 @@ def line_of(number: int, facts: Mapping[str, Mapping[str, Any]], before: Sequenc
     answers that differ, a problem solved; ``tokens`` generated and optimizer ``steps`` also as totals over the rounds
     so far (a cold start's steps are not among them)."""
     sample, select, train, found = (facts.get(name, {}) for name in ("sample", "select", "train", "evaluate"))
-    accuracy, total = found.get("accuracy") or {}, before[-1] if before else {}
+    accuracy = found.get("accuracy") or {}
+    total = before[-1] if before else {}
     steps = train.get("steps", 0) if number else 0
 
     def ratio(part: float | None, whole: float | None) -> float | None:
-        return None if part is None or not whole else part / whole
+        if part is None or not whole:
+            return None
+        return part / whole
 
     line = {
         "round": number,

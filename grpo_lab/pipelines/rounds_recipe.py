@@ -89,11 +89,17 @@ class RoundsRecipe:
     @property
     def way(self) -> Keep | ContrastSettings:
         """How rows are chosen out of the samples."""
-        return self.keep or Keep() if self.method in IMITATE else self.pairs or ContrastSettings()
+        if self.method in IMITATE:
+            return self.keep or Keep()
+        return self.pairs or ContrastSettings()
 
     def __post_init__(self) -> None:
-        name, rounds, base, pairs = self.method, self.rounds, self.base, self.pairs
-        other, lora = "pairs" if name in IMITATE else "keep", self.model.lora or (base and base.lora)
+        name = self.method
+        rounds = self.rounds
+        base = self.base
+        pairs = self.pairs
+        other = "pairs" if name in IMITATE else "keep"
+        lora = self.model.lora or (base and base.lora)
         for wrong, said in (
             (getattr(self, other) is not None, f"`{other}` has no effect with `method: {name}`; leave it out"),
             (
@@ -140,7 +146,10 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
         raise ValueError(f"`method` is {method!r}{one_of(method, sorted(METHODS))}")
     sections = {}
     for name, given in METHODS[str(method)].items():
-        said = {} if written.get(name) is None else written[name]
+        if written.get(name) is None:
+            said = {}
+        else:
+            said = written[name]
         if not isinstance(said, Mapping):
             raise ValueError(f"`{name}` is {said!r}; it must be a mapping of settings")
         sections[name] = {**given, **said}
@@ -149,16 +158,27 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
 
 def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
     """Sampling, selection and training of a round; ``rows``: how many there are, where that is known."""
-    sampling, way, last = recipe.sampling, recipe.way, "the model of the round before"
-    which, number, total = "all questions", rows, ""
+    sampling = recipe.sampling
+    way = recipe.way
+    last = "the model of the round before"
+    which = "all questions"
+    number = rows
+    total = ""
     if (asked := recipe.rounds.questions) is not None:
-        which, number = f"{asked:,} questions, other ones until all were asked", asked
+        which = f"{asked:,} questions, other ones until all were asked"
+        number = asked
     if number is not None:
         each = number * sampling.n_samples
         total = f", {each:,} completions a round and {each * recipe.rounds.count:,} in all"
     who = "the start model" if recipe.rounds.count == 1 else last
-    what = "right answers" if isinstance(way, Keep) else "pairs of a right and a wrong answer of one question"
-    begin = "the start model" if recipe.base is None else model_of(str(recipe.base.path))
+    if isinstance(way, Keep):
+        what = "right answers"
+    else:
+        what = "pairs of a right and a wrong answer of one question"
+    if recipe.base is None:
+        begin = "the start model"
+    else:
+        begin = model_of(str(recipe.base.path))
     begin = begin if recipe.rounds.train_from == "base" else last
     return {
         "1. sample": f"{which}{total}, by {who}; {told(sampling)}",

@@ -134,7 +134,10 @@ def _put_aside(recipe: Recipe) -> None:
 def _starts_from(recipe: Recipe) -> list[Path]:
     """Folders of the model, and of the critic, that ``recipe`` begins with."""
     value = recipe.arguments.get("value")
-    critic = value.get("model") if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        critic = value.get("model")
+    else:
+        critic = value
     return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
 
 
@@ -161,7 +164,10 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif measured or longer or gone:  # there is something left to do in a finished run
         without_model = any(not one.startswith(MEASURED) for one in gone)
-        trained = found.pop("trained", None) if longer or without_model else None
+        if longer or without_model:
+            trained = found.pop("trained", None)
+        else:
+            trained = None
         if longer and trained is not None and newest_whole(folder)[0] is None:
             raise ValueError(
                 f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot "
@@ -198,7 +204,10 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
             f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
             "read); choose another `--output_dir`, or give --overwrite"
         )
-    changed = [] if then is None else refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
+    if then is None:
+        changed = []
+    else:
+        changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     newest = newest_whole(folder)[0]
     check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))
     if found.get("finished") and not any(one.of("evaluation") for one in changed):

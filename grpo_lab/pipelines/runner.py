@@ -115,7 +115,8 @@ def _carry_out(entry: Entry, files: PipelineFiles, at: At) -> Facts | None:
         files.write()
         console.rule(f"stage {entry.number} of {len(files.entries)}: {entry.name}")
         console.print(record.why, style="dim", soft_wrap=True)
-        began, done_before = time.perf_counter(), record.seconds or 0.0
+        began = time.perf_counter()
+        done_before = record.seconds or 0.0
         try:
             with under_way(at.stop, getattr(entry.kind, "whole", False) and not entry.section.launch):
                 try:
@@ -156,7 +157,8 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
     """As one of the processes of a stage; the first keeps the results, for the pipeline that launched it."""
     _end_with_launcher(entry)
     first = int(os.environ.get("RANK", "0")) == 0
-    asked, here = processes_of(entry.section.launch, entry.name), int(os.environ.get("WORLD_SIZE", "1"))
+    asked = processes_of(entry.section.launch, entry.name)
+    here = int(os.environ.get("WORLD_SIZE", "1"))
     if here != asked:
         raise ValueError(
             f"`stages.{entry.name}.launch`: {entry.section.launch!r} says `num_processes` {asked}, and accelerate has "
@@ -209,7 +211,8 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
 
 def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
     """What follows `python` (or `accelerate launch`) to do one stage of what stands in the folder."""
-    file, folder = str(recipe.output_dir / RECIPE), str(recipe.output_dir)
+    file = str(recipe.output_dir / RECIPE)
+    folder = str(recipe.output_dir)
     return ["-m", "grpo_lab", "pipeline", "run", file, "--only", name, "--output_dir", folder]
 
 
@@ -245,7 +248,10 @@ def plan_of_pipeline(
                 if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
                     words = outlook.words(one.name, one.kind, one.section.launch)
                     plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
-                takes = "" if run else estimates.of(one.kind, one.section.launch, one.folder)
+                if run:
+                    takes = ""
+                else:
+                    takes = estimates.of(one.kind, one.section.launch, one.folder)
                 if f"{one.number}. {one.name}" in plan:
                     plan[f"{one.number}. {one.name}"] += takes
             except ValueError as error:
@@ -257,5 +263,8 @@ def plan_of_pipeline(
     plan |= {} if run else {"in all": estimates.in_all()}
     done = [name for name, one in stands.items() if one.state == NOTHING]
     left = [f"{name} ({one.why})" for name, one in stands.items() if one.state != NOTHING]
-    more = {"to do": ", ".join(left)} if any(one.state != NEW for one in stands.values()) and left else {}
+    if any(one.state != NEW for one in stands.values()) and left:
+        more = {"to do": ", ".join(left)}
+    else:
+        more = {}
     return {**plan, "done already": ", ".join(done) or "nothing", **more, "output folder": str(recipe.output_dir)}

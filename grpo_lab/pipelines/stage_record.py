@@ -29,7 +29,9 @@ Facts = dict[str, Any]
 
 PATHS = ("path", "model", "short_model", "teacher", "source", "rows", "samples", "tokenizer")
 """Settings that name a file or a folder without a slash in it, too."""
-NEW, AGAIN, GOES_ON = "new", "again", "goes on"
+NEW = "new"
+AGAIN = "again"
+GOES_ON = "goes on"
 """How the reason begins for which a stage is to be done."""
 _MOST_FILES = 2000
 """More files than these of one place are read anew each time."""
@@ -84,7 +86,9 @@ class StageRecord(PipelineStage):
             return f"{AGAIN}: {'; '.join(changed)}"
         if self.status != DONE:
             return GOES_ON
-        return f"{AGAIN}: its {gone[0]} is gone" if gone else ""
+        if gone:
+            return f"{AGAIN}: its {gone[0]} is gone"
+        return ""
 
     def due(self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]) -> str:
         """The same of the stage in ``folder``; nothing is written. ``left``: places of what it leaves."""
@@ -115,11 +119,14 @@ class StageRecord(PipelineStage):
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
                 folder.rename(next(place for place in beside if not place.exists()))
         folder.mkdir(parents=True, exist_ok=True)
-        self.status, self.why, self.error = RUNNING, why, ""
+        self.status = RUNNING
+        self.why = why
+        self.error = ""
         self.settings = dict(settings)
         self.digests = dict(digests)
         self.versions = versions()
-        self.results, self.left = {}, {}
+        self.results = {}
+        self.left = {}
         for one in self.inputs.values():
             one["digest"] = self.digests.get(one["from"], "")
         self.write(folder)
@@ -132,13 +139,19 @@ class StageRecord(PipelineStage):
 
     def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
         """Not done: why not."""
-        said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.status, self.error = status, visible(" ".join(said.split()))[:_LONGEST_ERROR]
+        if isinstance(error, str):
+            said = error
+        else:
+            said = f"{type(error).__name__}: {error}"
+        self.status = status
+        self.error = visible(" ".join(said.split()))[:_LONGEST_ERROR]
         self.write(folder)
 
 
 def _few(files: list[Path], folder: Path | None) -> Seen:
-    return seen(files, folder) if len(files) <= _MOST_FILES else {}
+    if len(files) <= _MOST_FILES:
+        return seen(files, folder)
+    return {}
 
 
 def named_in(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -126,7 +126,9 @@ def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, Stage
 def state_of(folder: Path, record: StageRecord) -> str:
     """How far a stage is: one that says it runs, and whose lock nobody holds, was broken off."""
     locked = record.status == RUNNING and is_locked(folder / LOCK_OF_STAGE.format(record.name))
-    return BROKEN_OFF if record.status == RUNNING and not locked else record.status
+    if record.status == RUNNING and not locked:
+        return BROKEN_OFF
+    return record.status
 
 
 def stages_now(folder: Path) -> list[PipelineStage]:
@@ -152,11 +154,17 @@ def stages_now(folder: Path) -> list[PipelineStage]:
         status = state_of(folder, record)
         why = record.why
         if stands.state in (AGAIN, GOES_ON, WAITS) and record.status == DONE:
-            status = f"{DONE}, {stands.why}" if stands.state == WAITS else TO_DO_AGAIN
+            if stands.state == WAITS:
+                status = f"{DONE}, {stands.why}"
+            else:
+                status = TO_DO_AGAIN
             why = stands.why
         elif stands.state == AGAIN:
             why = stands.why
-        edited = f"{', '.join(stands.edited)} edited since" if stands.edited else ""
+        if stands.edited:
+            edited = f"{', '.join(stands.edited)} edited since"
+        else:
+            edited = ""
         error = record.error if record.status == FAILED else edited
         shown.append(replace(record, status=status, why=why, error=error))
     return shown
@@ -208,5 +216,10 @@ def left_in(folder: Path, places: Sequence[str]) -> list[str]:
 
 def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
     """For the dry run of a command: what its finished run in ``folder`` misses."""
-    gone = [] if overwrite else gone_from(folder, read_marker(folder / RUN))
-    return {"to make again": ", ".join(gone)} if gone else {}
+    if overwrite:
+        gone = []
+    else:
+        gone = gone_from(folder, read_marker(folder / RUN))
+    if gone:
+        return {"to make again": ", ".join(gone)}
+    return {}

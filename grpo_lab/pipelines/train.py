@@ -92,11 +92,13 @@ def start_is_whole(folder: Path) -> bool:
 
 def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
     """The stages that are left, on every process; the main one evaluates and writes."""
-    main, folder = PartialState().is_main_process, job.folder
+    main = PartialState().is_main_process
+    folder = job.folder
     record = read_marker(folder / RUN) if resume else {}
     if record.get("finished"):  # left alone: no step more, no evaluation again
         console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
-        found, page = read_run(folder), folder / "report.html"
+        found = read_run(folder)
+        page = folder / "report.html"
         return TrainingOutcome(folder, page if page.is_file() else write_report(folder), found.before, found.after)
     if resume:
         heed_stop_file(job.config, folder)
@@ -104,7 +106,10 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
 
     def report(at: At, stage: str, took: float | None) -> None:
         if took is None:
-            of = f": {job.trainer.__name__}" if stage == REINFORCEMENT else ""
+            if stage == REINFORCEMENT:
+                of = f": {job.trainer.__name__}"
+            else:
+                of = ""
             console.rule(f"{stage.replace('_', ' ')}{of}")
         elif stage != REINFORCEMENT:  # which counts its own, over all resumes
             seconds[stage] = round(took, 1)
@@ -116,7 +121,8 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
         return TrainingOutcome(folder, None, None, None)
     left = left_in(folder, ["critic", PREFERENCE, "evaluation"])
     write_run(folder, {**read_marker(folder / RUN), "seconds": seconds, "left": left, "finished": True})
-    found, page = read_run(folder), write_report(folder)
+    found = read_run(folder)
+    page = write_report(folder)
     if found.after is None:
         console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
     else:
@@ -129,9 +135,14 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
 def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resume: bool) -> list[Stage]:
     """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run that ``record``
     is of. They leave no marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
-    folder, cold = job.folder, job.cold_start is not None
-    trained, place = record.get("trained"), folder / "cold_start"
-    checkpoint = going_on(folder, job.config.max_steps, record, console) if resume and not trained else None
+    folder = job.folder
+    cold = job.cold_start is not None
+    trained = record.get("trained")
+    place = folder / "cold_start"
+    if resume and not trained:
+        checkpoint = going_on(folder, job.config.max_steps, record, console)
+    else:
+        checkpoint = None
     made = cold or job.model.path is None or job.model.tokenizer is not None
     start = str(place if made else job.model.path)
     here: Any = {"remembered": False, "whole": True}
@@ -182,7 +193,10 @@ def shared_start(
         cold_start(loaded, tokenizer, rows, start, arguments, chat_template_kwargs=chat_template_kwargs)
         tokenizer.save_pretrained(start)
 
-    told = {"chat_template_kwargs": dict(chat_template_kwargs)} if chat_template_kwargs else {}
+    if chat_template_kwargs:
+        told = {"chat_template_kwargs": dict(chat_template_kwargs)}
+    else:
+        told = {}
     made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **told}, make)
     return start
 
@@ -215,7 +229,8 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
     folder = job.folder
-    began, given = time.perf_counter(), {name: one for name, one in job.arguments.items() if one is not None}
+    began = time.perf_counter()
+    given = {name: one for name, one in job.arguments.items() if one is not None}
     log = MetricsFile(folder / "metrics.jsonl")
     trainer: Any = job.trainer(
         model=start,
@@ -249,7 +264,9 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     main = trainer.accelerator.is_main_process
     if main:
         write_run(folder, record)
-    trainer.parts.stop.signals, trainer.parts.stop.returns = list(SIGNALS), True  # it answers both, and comes back here
+    # it answers both, and comes back here
+    trainer.parts.stop.signals = list(SIGNALS)
+    trainer.parts.stop.returns = True
     with tracked(trainer, folder):
         with _ended_as_asked(trainer, folder, record):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
@@ -306,7 +323,8 @@ def _is_measured(job: Job, resume: bool) -> bool:
 
 def _evaluate(job: Job, model: str, which: str) -> None:
     assert job.evaluation is not None
-    folder, config = job.folder / "evaluation" / which, job.config
+    folder = job.folder / "evaluation" / which
+    config = job.config
     evaluate_saved_model(model, job.evaluation, folder, use_cpu=config.use_cpu, seed=config.seed)
 
 
@@ -315,7 +333,8 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
         policy = PolicySampler(trainer, bool(section.log_probs))
-        self.every, self.folder = section.every, folder / "evaluation"
+        self.every = section.every
+        self.folder = folder / "evaluation"
         held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
         writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
         own, *_ = held_out.ways.values()
@@ -349,7 +368,10 @@ def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[Re
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
     """The first held-out problems with the model's own words, so that a reader sees whether they are solutions."""
-    earlier = {} if before is None else {outcome.problem: outcome for outcome in before.greedy}
+    if before is None:
+        earlier = {}
+    else:
+        earlier = {outcome.problem: outcome for outcome in before.greedy}
     console.rule("samples")
     for now in after.greedy[:count]:
         lines = [now.question.strip()]

@@ -106,7 +106,9 @@ def model_here(section: ModelSection, here_only: bool = True) -> tuple[Any, Any]
     """Tokenizer and configuration of a model; None where they are not known here: of an adapter, of one that no known
     model is made into, and in a dry run (``here_only``) of a hub name."""
     origin = made_from(section)
-    return None if origin is None else tokenizer_and_config(origin, here_only and outlook().here_only)
+    if origin is None:
+        return None
+    return tokenizer_and_config(origin, here_only and outlook().here_only)
 
 
 def known_model(

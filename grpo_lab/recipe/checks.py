@@ -104,7 +104,10 @@ def check_held_out(
     shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
     if shortest is not None and shortest + new > context:
         name = "`evaluation.max_new_tokens`"
-        setting = f"`max_completion_length` (no {name})" if own is None else name
+        if own is None:
+            setting = f"`max_completion_length` (no {name})"
+        else:
+            setting = name
         raise ValueError(f"`evaluation`: {too_long('shortest', shortest, new, context)} The setting is {setting}")
 
 
@@ -115,7 +118,10 @@ def shortest_prompt(
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
         tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
-        shortest = tokens if shortest is None else min(shortest, tokens)
+        if shortest is None:
+            shortest = tokens
+        else:
+            shortest = min(shortest, tokens)
         if tokens <= room:
             break
     return shortest
@@ -185,7 +191,10 @@ def _longest(
 
 
 def _bytes(prompt: Any) -> int:
-    texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    if isinstance(prompt, str):
+        texts = [prompt]
+    else:
+        texts = [str(message["content"]) for message in prompt]
     return sum(len(text.encode()) for text in texts)
 
 
@@ -228,7 +237,10 @@ def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any
     """ValueError for tools or an environment, which make completions in turns, beside what needs them in one, or with
     rows (``several``, by section) that are no conversations; the trainer says it, too, when it is built: after a cold
     start, and beside its engine."""
-    budget = None if rollout.thinking_budget is None else "thinking_budget"
+    if rollout.thinking_budget is None:
+        budget = None
+    else:
+        budget = "thinking_budget"
     setting = budget or rollout.earlier_policy
     turns = turns_of(recipe.tools, recipe.environment_factory)
     if setting is not None and turns is not None:
@@ -282,7 +294,8 @@ def cold_start_rows(
     settings = check_training("sft", section.arguments, "cold_start")
     check_trackers(settings.get("report_to"), "cold_start.report_to")
     if here_only:
-        count, data = section.data.arguments.get("n"), section.data
+        count = section.data.arguments.get("n")
+        data = section.data
         alike = model is None or cut_to_fit(section, context_of_config(model[1]))
         if alike and data.loader in MADE and isinstance(count, int) and count > FEW:
             data = replace(data, arguments={**data.arguments, "n": FEW})

@@ -36,7 +36,10 @@ def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
     found: Seen = {}
     for file in files:
         stat = file.stat()
-        name = os.path.abspath(file) if folder is None else file.relative_to(folder).as_posix()
+        if folder is None:
+            name = os.path.abspath(file)
+        else:
+            name = file.relative_to(folder).as_posix()
         found[name] = [stat.st_size, stat.st_mtime_ns, file_digest(file)]
     return found
 

@@ -89,16 +89,23 @@ class Job:
             parts.check_golds(rows, rewards)
             checks.check_columns(recipe, trainer, rows, rewards)
             checks.check_enough_rows(trainer, config, rows)
-        eval_rows = None if recipe.eval_dataset is None else load(recipe.eval_dataset, "eval_dataset")
+        if recipe.eval_dataset is None:
+            eval_rows = None
+        else:
+            eval_rows = load(recipe.eval_dataset, "eval_dataset")
         checks.check_turns(recipe, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
-        evaluation, held_out = recipe.evaluation, None
+        evaluation = recipe.evaluation
+        held_out = None
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
             checks.check_by(evaluation, held_out)
             parts.judges_of(evaluation)
         model = model_here(recipe.model, here_only)
         made = recipe.cold_start if cold_start else None
-        cold_rows = None if made is None else checks.cold_start_rows(made, model, here_only)
+        if made is None:
+            cold_rows = None
+        else:
+            cold_rows = checks.cold_start_rows(made, model, here_only)
         room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         if (policy := made_from(recipe.model)) is not None:
             check_policy(policy, config)
@@ -249,7 +256,9 @@ def check_model(
     known = known_model(model, where, here_only)
     if known is None:
         return None
-    words, context, limit = known[0], context_of_config(known[1]), sampling.max_completion_length
+    words = known[0]
+    context = context_of_config(known[1])
+    limit = sampling.max_completion_length
     told = sampling.chat_template_kwargs
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:

@@ -73,7 +73,10 @@ def model_files(model: str) -> dict[str, str]:
         folder = Path(config).parent  # the snapshot of one commit
     found = {file.relative_to(folder).as_posix(): _digest(file) for file in files_of_model(folder)}
     adapter = folder / "adapter_config.json"
-    base = _said_in(adapter).get("base_model_name_or_path") if adapter.is_file() else None
+    if adapter.is_file():
+        base = _said_in(adapter).get("base_model_name_or_path")
+    else:
+        base = None
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found
@@ -201,7 +204,10 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 
     check_place(model, "model")
     base = _base_of_adapter(model)
-    device = "cpu" if use_cpu or not torch.cuda.is_available() else "cuda"
+    if use_cpu or not torch.cuda.is_available():
+        device = "cpu"
+    else:
+        device = "cuda"
     if tokenizer is None and base is not None and Path(model).is_dir() and not holds_tokenizer(model):
         log.info("%s holds no tokenizer; taking that of its base, %s", model, base)
         tokenizer = base
@@ -214,7 +220,10 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
             raise ValueError(said) from error
     words = load_tokenizer(ModelSection(path=model, tokenizer=tokenizer))
     with loading(model), whole_on_each_rank():
-        kind: Any = model_class(model)[0] if base is None else AutoPeftModelForCausalLM
+        if base is None:
+            kind: Any = model_class(model)[0]
+        else:
+            kind = AutoPeftModelForCausalLM
         loaded = kind.from_pretrained(model)
     return loaded.to(device).eval(), words
 
@@ -226,7 +235,8 @@ def whole_on_each_rank() -> Iterator[None]:
     from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
 
-    sharded, deepspeed._hf_deepspeed_config_weak_ref = deepspeed._hf_deepspeed_config_weak_ref, None
+    sharded = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
     try:
         with patch_environment(fsdp_cpu_ram_efficient_loading="False"):
             yield

@@ -74,7 +74,9 @@ def build_reward(section: RewardSection, where: str = "rewards") -> Any:
         )
     if not isinstance(kind, type):
         refuse_unknown_arguments(kind, section.arguments, f"`{where}`: {section.name!r}", ("weight",))
-        return functools.partial(kind, **section.arguments) if section.arguments else kind
+        if section.arguments:
+            return functools.partial(kind, **section.arguments)
+        return kind
     return _built(kind, section, where)
 
 
@@ -163,7 +165,8 @@ def trainer_class(name: str) -> Any:
 
 def trainer_parts(recipe: Recipe) -> dict[str, Any]:
     """What the trainer is given beside model, rewards, rows and configuration, by the names of its arguments."""
-    environment, factory = recipe.environment_factory, None
+    environment = recipe.environment_factory
+    factory = None
     for tool in recipe.tools:
         if tool.arguments:
             raise ValueError(f"`tools`: {tool.name!r} is called by the model; it takes no arguments here")
@@ -171,7 +174,10 @@ def trainer_parts(recipe: Recipe) -> dict[str, Any]:
         factory = load_named(environment.name, "environment_factory")
         refuse_unknown_arguments(factory, environment.arguments, f"`environment_factory`: {environment.name!r}")
         given = typed(environment.arguments, factory, "environment_factory")
-        factory = functools.partial(factory, **given) if given else factory
+        if given:
+            factory = functools.partial(factory, **given)
+        else:
+            factory = factory
     return {
         "callbacks": [_callback(section) for section in recipe.callbacks],
         "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,

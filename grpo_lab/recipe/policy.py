@@ -32,7 +32,9 @@ def meta_model(section: ModelSection) -> Any:
     if not hasattr(model.config.get_text_config(), "num_attention_heads"):
         return f"{section.name!r} is no transformer"
     with torch.device("meta"):
-        return model if section.lora is None else get_peft_model(model.to("meta"), lora_config(section))
+        if section.lora is None:
+            return model
+        return get_peft_model(model.to("meta"), lora_config(section))
 
 
 def _of_path(path: str) -> Any:

@@ -33,7 +33,10 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
     takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    template = {"template": section.template} if takes else {}
+    if takes:
+        template = {"template": section.template}
+    else:
+        template = {}
     try:
         found = load(**typed(section.arguments, load, where), **template)
     except (ValueError, OSError) as error:
@@ -42,7 +45,10 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
         raise
     except Exception as error:  # a mistake in a team's loader, or in what it was given
         raise ValueError(f"{place}: {type(error).__name__}: {error} ({where_raised(error)})") from error
-    rows = found if section.loader in LOADERS else _with_prompts(found, section, takes, place)
+    if section.loader in LOADERS:
+        rows = found
+    else:
+        rows = _with_prompts(found, section, takes, place)
     if section.limit is not None:
         rows = rows.select(range(min(section.limit, len(rows))))
     return rows
@@ -125,7 +131,8 @@ def asking_the_hub_once() -> Iterator[None]:
     """Inside, rows are read once, and a hub that is out of reach (23 s of retries) is not asked again."""
     from datasets import config
 
-    offline, place = config.HF_HUB_OFFLINE, _ASKED_ONCE.set({})
+    offline = config.HF_HUB_OFFLINE
+    place = _ASKED_ONCE.set({})
     try:
         yield
     finally:

@@ -39,7 +39,9 @@ def _with_steps(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """``steps`` of the word problems is a pair, and YAML has lists."""
     if not isinstance(steps := arguments.get("steps", ()), list | tuple):
         raise PydanticCustomError("must_be", "its `steps` must be two numbers, [fewest, most]")
-    return {**arguments, "steps": tuple(steps)} if "steps" in arguments else arguments
+    if "steps" in arguments:
+        return {**arguments, "steps": tuple(steps)}
+    return arguments
 
 
 @settings()
@@ -190,7 +192,9 @@ class EvaluationSection:
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
         """This evaluation, its prompts rendered with ``kwargs``, the run's, where it says nothing."""
         said = self.chat_template_kwargs is not None
-        return self if said or not kwargs else replace(self, chat_template_kwargs=dict(kwargs))
+        if said or not kwargs:
+            return self
+        return replace(self, chat_template_kwargs=dict(kwargs))
 
     def __post_init__(self) -> None:
         refuse_engine_alone(self)

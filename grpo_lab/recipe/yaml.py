@@ -64,7 +64,10 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> Any:
         node = super().compose_scalar_node(anchor)
         if node.tag == _AMBIGUOUS:
-            two = "a number of base 60, or text" if ":" in node.value else "an octal number, or a decimal one"
+            if ":" in node.value:
+                two = "a number of base 60, or text"
+            else:
+                two = "an octal number, or a decimal one"
             said = f"write the decimal number, or {node.value!r} in quotes for text"
             raise _refused(f"`{node.value}` is {two}: {said}", node)
         if half := HALF.search(node.value):
@@ -101,11 +104,17 @@ def parsed(text: str, what: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark is not None and "\n" in text.strip() else ""
+        if mark is not None and "\n" in text.strip():
+            line = f", line {mark.line + 1}"
+        else:
+            line = ""
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise ValueError(f"{what}{line}: {'' if error.context is None else 'no YAML: '}{said}") from error
     except yaml.reader.ReaderError as error:
-        line = f", line {text.count(chr(10), 0, error.position) + 1}" if "\n" in text.strip() else ""
+        if "\n" in text.strip():
+            line = f", line {text.count(chr(10), 0, error.position) + 1}"
+        else:
+            line = ""
         raise ValueError(f"{what}{line}: no YAML: the character {chr(error.character)!a} is not allowed") from error
     except ValueError as error:  # a whole number of more digits than Python reads
         raise ValueError(f"{what}: {error}") from error
@@ -126,7 +135,10 @@ def read_yaml(
         raise ValueError(f"{where} is {str(path)!r}: no such file; recipes are YAML files, see recipes/")
     written = parsed(read_text(file), f"recipe {str(path)!r}")
     if not isinstance(written, dict):
-        seen = "is empty" if written is None else f"holds a {type(written).__name__}"
+        if written is None:
+            seen = "is empty"
+        else:
+            seen = f"holds a {type(written).__name__}"
         raise ValueError(f"recipe {str(path)!r} {seen}; it must be a mapping of settings")
     for key, value in (overrides or {}).items():
         set_at(written, key, value)
@@ -140,7 +152,10 @@ def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> 
     place: Any = written
     before = ""
     for step in path:
-        at: Any = _index(place, step, where + key) if isinstance(place, list) else step
+        if isinstance(place, list):
+            at: Any = _index(place, step, where + key)
+        else:
+            at = step
         if isinstance(place, dict) and place.get(at) is None:
             place[at] = {}
         if isinstance(place[at], str) and (step in NAMED if isinstance(place, dict) else before in LISTS_OF_NAMED):
@@ -148,7 +163,8 @@ def set_at(written: dict[str, Any], key: str, value: Any, where: str = "--") -> 
         if not isinstance(place[at], dict | list):
             seen = f"{step!r} is {place[at]!r} in the recipe"
             raise ValueError(f"`{where}{key}`: {seen}, and not a section that holds {last!r}")
-        place, before = place[at], step
+        place = place[at]
+        before = step
     place[_index(place, last, where + key) if isinstance(place, list) else last] = value
 
 

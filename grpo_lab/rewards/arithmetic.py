@@ -31,7 +31,10 @@ ABOUT = "≈"
 _NOT_READ = " § *"  # in the place of what is not read; ties what follows to it
 _SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 #: longest side of an equation that is read, in characters, and deepest nesting
-MAX_SIDE, MAX_DEPTH, MAX_EXPONENT, MAX_BITS = 400, 60, 64, 2048
+MAX_SIDE = 400
+MAX_DEPTH = 60
+MAX_EXPONENT = 64
+MAX_BITS = 2048
 
 #: GSM8K's calculator: ``3 * 4 = <<3*4=12>>12``
 _CALCULATOR = re.compile(r"<<([^<>]{1,200})>>")
@@ -88,10 +91,13 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
     if len(expression) > 4 * MAX_SIDE:
         raise NotArithmetic("too long")
     values: list[Fraction] = []
-    written, depth, place = "", 0, 0
+    written = ""
+    depth = 0
+    place = 0
     while match := _TOKEN.match(expression, place):
         place = match.end()
-        kind, token = str(match.lastgroup), match[str(match.lastgroup)]
+        kind = str(match.lastgroup)
+        token = match[str(match.lastgroup)]
         if kind == "sign":
             depth += (token in _OPEN) - (token in _CLOSE)
             implicit = token in _OPEN and written.endswith((")", "_"))
@@ -145,12 +151,17 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
     found: list[Equation] = []
     name: str | None = None
     for place, (before, after) in enumerate(itertools.pairwise(sides)):
-        about, after = after.lstrip().startswith(ABOUT), after.lstrip().removeprefix(ABOUT)
-        left, right = _piece(before, at_its_end=True), _piece(after, at_its_end=False)
+        about = after.lstrip().startswith(ABOUT)
+        after = after.lstrip().removeprefix(ABOUT)
+        left = _piece(before, at_its_end=True)
+        right = _piece(after, at_its_end=False)
         worded = any(kind == "word" for *_, kind in _tokens(before))
         starts = place == 0 or worded
         if starts:
-            name = left if left is not None and re.fullmatch(r"[A-Z]", left) else None
+            if left is not None and re.fullmatch(r"[A-Z]", left):
+                name = left
+            else:
+                name = None
         sets = starts and name is not None
         values = None if sets else _value(left, known), _value(right, known)
         # a lone number behind words set to another (`4 boxes with 6 = 24`): what was counted is not written
@@ -165,7 +176,9 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
 
 def _value(piece: str | None, known: dict[str, Fraction]) -> Fraction | None:
     try:
-        return None if piece is None else value_of(piece, known)
+        if piece is None:
+            return None
+        return value_of(piece, known)
     except NotArithmetic:
         return None
 
@@ -185,7 +198,10 @@ def _about(left: Fraction, right: Fraction, written: str) -> bool:
     if digits is None:
         return left == right
     whole, decimals, percent = digits.groups()
-    unit = Fraction(1, 10 ** len(decimals)) if decimals else Fraction(10 ** (len(whole) - len(whole.rstrip("0"))))
+    if decimals:
+        unit = Fraction(1, 10 ** len(decimals))
+    else:
+        unit = Fraction(10 ** (len(whole) - len(whole.rstrip("0"))))
     return abs(left - right) < unit / (100 if percent else 1)
 
 
@@ -253,28 +269,37 @@ def _balanced(piece: str, first: bool) -> str | None:
 
 
 def _vulgar(match: re.Match[str]) -> str:
-    whole, part = match[1], value_of_sign(match[2])
+    whole = match[1]
+    part = value_of_sign(match[2])
     return f"({whole}+{part})" if whole else f"({part})"
 
 
 def _mixed(match: re.Match[str]) -> str:
     whole, top, bottom = match.groups()
-    return f"({whole}+{top}/{bottom})" if int(top) < int(bottom) else match[0]
+    if int(top) < int(bottom):
+        return f"({whole}+{top}/{bottom})"
+    return match[0]
 
 
 def _root(match: re.Match[str]) -> str:
     root = math.isqrt(int(match[1]))
-    return f"({root})" if root * root == int(match[1]) else _NOT_READ
+    if root * root == int(match[1]):
+        return f"({root})"
+    return _NOT_READ
 
 
 def _factorial(match: re.Match[str]) -> str:
-    return f"({math.factorial(int(match[1]))})" if int(match[1]) <= 20 else _NOT_READ
+    if int(match[1]) <= 20:
+        return f"({math.factorial(int(match[1]))})"
+    return _NOT_READ
 
 
 def _remainder(match: re.Match[str]) -> str:
     """``17 / 5 = 3 remainder 2`` says 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not read."""
     number, divisor, quotient, rest = match.groups()
-    return f"{number} = {quotient}*{divisor}+{rest}" if int(rest) < int(divisor) else _NOT_READ
+    if int(rest) < int(divisor):
+        return f"{number} = {quotient}*{divisor}+{rest}"
+    return _NOT_READ
 
 
 _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [

@@ -23,7 +23,9 @@ from grpo_lab.rewards.completion import completion_text, program_text
 from grpo_lab.sandbox.client import CodeJudge, Tests, Trial
 from grpo_lab.sandbox.wire import pack, refuse
 
-_INPUT, _OUTPUT, _FUNCTION = ("input", "inputs"), ("output", "outputs"), ("fn_name", "func_name")
+_INPUT = ("input", "inputs")
+_OUTPUT = ("output", "outputs")
+_FUNCTION = ("fn_name", "func_name")
 _CALLED = ("functional", "function_call")
 _FORMS = "read are Python text with `assert`, and inputs with outputs (docs/algorithms/code_reward.md lists the forms)"
 _LOG = logging.getLogger("grpo_lab")
@@ -38,7 +40,10 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
         value = "\n".join(value)
     if isinstance(value, str) and value.strip():
         return Tests("assertions", value, entry_point)
-    cases = _columns(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        cases = _columns(value)
+    else:
+        cases = value
     if not isinstance(cases, list | tuple) or not cases:
         raise ValueError(f"no tests: {value!r:.60}; {_FORMS}")
     cases = [_case(one) for one in cases]
@@ -46,7 +51,8 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
     called = {bool(_function(case)) or _first(case, ("testtype", "type")) in _CALLED for case in cases}
     if len(named) > 1 or len(called) > 1:
         raise ValueError(f"cases of several functions, or of calls beside scripts: {sorted(named)}")
-    name, by_name = entry_point or named.pop() or cases[0].get("entry_point"), called.pop()
+    name = entry_point or named.pop() or cases[0].get("entry_point")
+    by_name = called.pop()
     if name:
         return Tests("calls", _calls(cases, by_name), str(name))
     if by_name:
@@ -69,7 +75,8 @@ def _from_text(value: Any) -> Any:
 
 def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, or one case alone."""
-    given, expected = _first(value, _INPUT), _first(value, _OUTPUT)
+    given = _first(value, _INPUT)
+    expected = _first(value, _OUTPUT)
     if not isinstance(given, list) or not isinstance(expected, list):
         return [value]
     rows = len(given)
@@ -212,7 +219,10 @@ class CodeReward:
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
     ) -> list[Trial]:
         """The same, with how many tests passed and how each trial ended. Equal programs of equal rows are run once."""
-        names = [None] * len(tests) if entry_point is None else list(entry_point)
+        if entry_point is None:
+            names = [None] * len(tests)
+        else:
+            names = list(entry_point)
         if not len(completions) == len(tests) == len(names):
             counts = f"{len(completions)} completions, {len(tests)} tests and {len(names)} entry points"
             raise ValueError(f"got {counts}; they must be one to one")

@@ -61,7 +61,9 @@ def completion_text(completion: Any) -> str:
         return completion
     if isinstance(completion, Sequence) and all(isinstance(message, dict) for message in completion):
         said = [message for message in completion if message.get("role", "assistant") == "assistant"]
-        return _content_text(said[-1].get("content")) if said else ""
+        if said:
+            return _content_text(said[-1].get("content"))
+        return ""
     raise ValueError(
         f"a completion must be a string or a list of message dicts; got {type(completion).__name__}: "
         f"{completion!r:.200}"
@@ -123,7 +125,9 @@ def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any
         decoded = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         if END_OF_THINK in decoded and (reasoning is not None or END_OF_THINK not in text):
             return decoded
-    return text if reasoning is None else f"{opening}{reasoning}{END_OF_THINK}{text}"
+    if reasoning is None:
+        return text
+    return f"{opening}{reasoning}{END_OF_THINK}{text}"
 
 
 def reasoning_in(completion: Any, untagged: bool = True) -> str:
@@ -133,7 +137,9 @@ def reasoning_in(completion: Any, untagged: bool = True) -> str:
     if reasoning is not None:
         return reasoning
     text = completion_text(completion)
-    return reasoning_of(text) if untagged or THINK in text or END_OF_THINK in text else ""
+    if untagged or THINK in text or END_OF_THINK in text:
+        return reasoning_of(text)
+    return ""
 
 
 _REFLECTION = re.compile(r"\b(?:wait|mistake|however|but|retry|error|verify|wrong|evaluate|check)\b", re.IGNORECASE)
@@ -189,7 +195,9 @@ class _Blocks:
         self.text_until = -1
 
     def read_line(self, place: int) -> None:
-        line, fence, opened = self.lines[place], self.fences[place], self.opened
+        line = self.lines[place]
+        fence = self.fences[place]
+        opened = self.opened
         if opened is None:
             if fence:
                 self._open(fence)
@@ -205,10 +213,15 @@ class _Blocks:
             width = len(opened[1])
             self.inside.append(line[:width].lstrip(" \t") + line[width:])
             for quote in _QUOTES.findall(line):
-                self.quote = "" if quote == self.quote else self.quote or quote
+                if quote == self.quote:
+                    self.quote = ""
+                else:
+                    self.quote = self.quote or quote
 
     def _open(self, fence: re.Match[str]) -> None:
-        self.opened, self.inside, self.quote = fence, [], ""
+        self.opened = fence
+        self.inside = []
+        self.quote = ""
 
     def _close(self, opened: re.Match[str]) -> None:
         self.found.append((opened[3].lower(), "\n".join(self.inside)))
@@ -296,17 +309,24 @@ class ThinkFormatReward(RowReward):
             raise ValueError(f"form must be one of {list(_LAYOUTS)}; got {form!r}")
         if think_opened not in ("completion", "prompt"):
             raise ValueError(f"think_opened must be 'completion' or 'prompt'; got {think_opened!r}")
-        self.form, self.think_opened = form, think_opened
+        self.form = form
+        self.think_opened = think_opened
 
     def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
         """As the model wrote them."""
-        ids = [None] * len(completions) if completion_ids is None else completion_ids
+        if completion_ids is None:
+            ids = [None] * len(completions)
+        else:
+            ids = completion_ids
         opening = "" if self.think_opened == "prompt" else THINK
         both = zip(completions, ids, strict=True)
         return [whole_text(completion, own, self.tokenizer, opening) for completion, own in both]
 
     def score(self, text: str, *row: Any) -> float:
-        text = THINK + text if self.think_opened == "prompt" else text
+        if self.think_opened == "prompt":
+            text = THINK + text
+        else:
+            text = text
         tags, filled = _LAYOUTS[self.form]
         return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] in filled)
 
@@ -319,7 +339,10 @@ def asks_to_think(prompt: Any) -> bool:
 
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """
-    turns = prompt if isinstance(prompt, str) else [turn for turn in prompt if turn.get("role") != "assistant"]
+    if isinstance(prompt, str):
+        turns = prompt
+    else:
+        turns = [turn for turn in prompt if turn.get("role") != "assistant"]
     flags: list[str] = ["", *_FLAG.findall(prompt_text(turns))]
     return flags[-1] == ""
 

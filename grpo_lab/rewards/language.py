@@ -71,7 +71,9 @@ class LanguageConsistencyReward:
             raise ValueError(f"`empty` is the reward of wordless reasoning and must be in [0, 1]; got {empty!r}")
         if prompt_column is not None and code != FROM_PROMPT:
             raise ValueError(f"`prompt_column={prompt_column!r}` has no effect with target={target!r}, only 'prompt'")
-        self.target, self.empty, self.prompt_column = code, float(empty), prompt_column
+        self.target = code
+        self.empty = float(empty)
+        self.prompt_column = prompt_column
 
     def __repr__(self) -> str:
         return f"LanguageConsistencyReward(target={self.target!r}, empty={self.empty})"
@@ -83,9 +85,15 @@ class LanguageConsistencyReward:
             raise ValueError("LanguageConsistencyReward needs completions=[…]; got none")
         targets: list[str | None] = [self.target] * len(completions)
         if self.target == FROM_PROMPT:
-            questions = prompts if self.prompt_column is None else columns.get(self.prompt_column)
+            if self.prompt_column is None:
+                questions = prompts
+            else:
+                questions = columns.get(self.prompt_column)
             if questions is None or len(questions) != len(completions):
-                where = "`prompts`" if self.prompt_column is None else f"the column {self.prompt_column!r}"
+                if self.prompt_column is None:
+                    where = "`prompts`"
+                else:
+                    where = f"the column {self.prompt_column!r}"
                 raise ValueError(
                     f"LanguageConsistencyReward(target='prompt') needs {where}, one for each of {len(completions)} "
                     "completions"
@@ -109,7 +117,9 @@ def _last_question(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message.get("role") == "user"]
-    return completion_text([{**asked[-1], "role": "assistant"}]) if asked else ""
+    if asked:
+        return completion_text([{**asked[-1], "role": "assistant"}])
+    return ""
 
 
 ITERATIONS = 100
@@ -153,7 +163,8 @@ def _maximise(likelihoods: Array, counts: Array, prior: Array, start: Array) -> 
         joint = likelihoods * weights
         explained = (counts / joint.sum(axis=1)) @ joint
         shares = explained / counts.sum()
-        previous, weights = weights, (explained + prior) / (counts.sum() + prior.sum())
+        previous = weights
+        weights = (explained + prior) / (counts.sum() + prior.sum())
         if np.abs(weights - previous).max() < TOLERANCE:
             break
     return shares
@@ -210,7 +221,10 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
         return {languages[0]: 1.0}
     counted = Counter(words)
     counts = np.array([count * _words_in(word) for word, count in counted.items()], dtype=np.float64)
-    place = languages.index(expected) if expected in languages else None
+    if expected in languages:
+        place = languages.index(expected)
+    else:
+        place = None
     shares = mixture_shares(word_likelihoods(list(counted), group), counts, place)
     return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
 
@@ -219,7 +233,10 @@ def _words_in(word: Word) -> int:
     """1, except for a run of an unspaced script: its characters over the characters per word, at least 1."""
     if word.group not in ("cjk", "thai"):
         return 1
-    language = "th" if word.group == "thai" else "ja" if has_kana(word.text) else "zh"
+    if word.group == "thai":
+        language = "th"
+    else:
+        language = "ja" if has_kana(word.text) else "zh"
     return max(1, round(len(word.text) / UNSPACED[language]))
 
 

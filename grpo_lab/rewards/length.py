@@ -38,7 +38,8 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths are token counts ≥ 0, got {min(lengths)}")
     taking_part = [length for length, verdict in zip(lengths, correct) if verdict is not None]
-    shortest, longest = min(taking_part, default=0), max(taking_part, default=0)
+    shortest = min(taking_part, default=0)
+    longest = max(taking_part, default=0)
     if shortest == longest:
         return [0.0] * len(lengths)
     by_length = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
@@ -80,10 +81,16 @@ class KimiLengthReward(GroupReward):
             inner = inner.func  # TRL names it so, too
         if not isinstance(correctness, str) and not callable(correctness):
             raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
-        name = inner if isinstance(inner, str) else str(getattr(inner, "__name__", type(inner).__name__))
+        if isinstance(inner, str):
+            name = inner
+        else:
+            name = str(getattr(inner, "__name__", type(inner).__name__))
         if truncated not in get_args(Truncated):
             raise ValueError(f"`truncated` must be one of {get_args(Truncated)}, got {truncated!r}")
-        sources = None if isinstance(correctness, str) else {name: correctness}
+        if isinstance(correctness, str):
+            sources = None
+        else:
+            sources = {name: correctness}
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires = (name,)
         self.schedule = schedule_from(weight)
@@ -94,7 +101,8 @@ class KimiLengthReward(GroupReward):
                     f"weight={self.schedule!r} say it in the schedule and leave `warmup_steps` at 0"
                 )
             self.schedule = Warmup(start=warmup_steps, value=self.schedule.value)
-        self.correct_from, self.truncated = correct_from, truncated
+        self.correct_from = correct_from
+        self.truncated = truncated
 
     def weight_at(self, step: int) -> float:
         """The weight in force at optimizer step ``step`` (what a trainer logs)."""

@@ -43,7 +43,8 @@ class _Noisy:
                 f"{type(self).__name__} takes a reward of completions; {reward!r} is of a {scope_of(reward)}"
             )
         refuse_waiting(reward, f"`reward` of {type(self).__name__}")
-        self.reward, self.seed = reward, seed
+        self.reward = reward
+        self.seed = seed
         self.columns = getattr(reward, "columns", ())
         self.__name__ = f"{kind}_{getattr(reward, '__name__', type(reward).__name__)}"
 
@@ -85,7 +86,9 @@ class FlippedReward(_Noisy):
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: Any = None, **columns: Any
     ) -> list[float | None]:
         scores = self._scores(prompts, completions, {**columns, "trainer_state": trainer_state})
-        step, seen, found = int(getattr(trainer_state, "global_step", 0)), Counter[str](), list[float | None]()
+        step = int(getattr(trainer_state, "global_step", 0))
+        seen = Counter[str]()
+        found = list[float | None]()
         for prompt, completion, score in zip(prompts, completions, scores, strict=True):
             key = json.dumps([prompt, completion], sort_keys=True, default=str)
             seen[key] += 1
@@ -144,9 +147,14 @@ class WrongLabelReward(_Noisy):
             )
         last = numbers[-1]
         slip = 1 + int(draw(self.seed, "slip", prompt) * 2 * _LARGEST_SLIP)
-        off = slip if slip <= _LARGEST_SLIP else _LARGEST_SLIP - slip
+        if slip <= _LARGEST_SLIP:
+            off = slip
+        else:
+            off = _LARGEST_SLIP - slip
         text = f"{written[: last.start()]}{Decimal(last[0].replace(',', '')) + off}{written[last.end() :]}"
-        return text if isinstance(solution, str) else type(solution)(text)
+        if isinstance(solution, str):
+            return text
+        return type(solution)(text)
 
 
 def _share(value: float, name: str) -> float:

@@ -66,7 +66,8 @@ class PreferenceReward:
         if min(self.steps, self.batch_size) < 1:
             raise ValueError(f"`steps` is {self.steps} and `batch_size` {self.batch_size}: at least 1 each")
         self.model = str(self.model)
-        config, self.tokenizer = saved_config(self.model, HEAD), saved_tokenizer(self.model)
+        config = saved_config(self.model, HEAD)
+        self.tokenizer = saved_tokenizer(self.model)
         if config.num_labels != 1:
             raise ValueError(f"`model` {self.model!r} has {config.num_labels} labels; a reward is one number")
         limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
@@ -96,7 +97,8 @@ class PreferenceReward:
     def ids(self, prompt: Any, completion: Any) -> list[int]:
         """Prompt and completion as TRL's RewardTrainer reads them."""
         if isinstance(prompt, str):
-            end, text = self.tokenizer.eos_token, prompt + completion
+            end = self.tokenizer.eos_token
+            text = prompt + completion
             return list(self.tokenizer(text if text.endswith(end) else text + end)["input_ids"])
         whole = self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
         return list(whole["input_ids"])
@@ -124,7 +126,8 @@ class PreferenceReward:
         """One training on ``pairs``, drawn by seed and step. The global random state is left as it was."""
         import torch
 
-        draw, model = random.Random(f"{self.seed}/{step}"), self.classifier
+        draw = random.Random(f"{self.seed}/{step}")
+        model = self.classifier
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.0)
         both = [[self.ids(pair["prompt"], pair[side]) for side in ("chosen", "rejected")] for pair in pairs]
         both = [ids for ids in both if max(map(len, ids)) <= self.context]

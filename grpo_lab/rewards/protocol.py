@@ -37,7 +37,8 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
     it, in a single process, all runs must be equally long and longer than 1: no other reading is safe.
     """
     runs = [len(list(equal)) for _, equal in groupby(prompts)]
-    lengths, processes = sorted(set(runs)), int(os.environ.get("WORLD_SIZE", "1"))
+    lengths = sorted(set(runs))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     wrong = None
     if num_generations is not None and any(size % num_generations for size in lengths):
         wrong = (
@@ -276,7 +277,8 @@ class _FunctionReward(GroupReward):
                 "`@group_reward(requires=('accuracy_reward',))`. An object with settings derives from GroupReward"
             )
         super().__init__(num_generations=num_generations, sources=sources)
-        self.requires, self.reads_environments = requires, reads_environments
+        self.requires = requires
+        self.reads_environments = reads_environments
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(score, name))
         self._score = score

@@ -61,7 +61,10 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     sign = -1 if right.startswith("-") else 1  # a target below 0
     try:
         value, used = value_and_numbers(left)
-        stated = sign * value_and_numbers(right.removeprefix("-"))[0] if equals else target
+        if equals:
+            stated = sign * value_and_numbers(right.removeprefix("-"))[0]
+        else:
+            stated = target
     except NotArithmetic:
         return False
     return value == stated == target and Counter(used) == Counter(numbers)
@@ -75,7 +78,8 @@ def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
     expression = expression.strip().translate(_SIGNS)
     if len(expression) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(expression):
         raise NotArithmetic(f"not whole numbers, + - * / and brackets in {MOST_CHARACTERS} characters")
-    tokens, depth = re.findall(r"[0-9]+|\S", expression), 0
+    tokens = re.findall(r"[0-9]+|\S", expression)
+    depth = 0
     for before, token in pairwise(["(", *tokens]):
         depth += (token == "(") - (token == ")")
         if depth > MOST_DEPTH or (token.isdigit() or token == "(") == (before.isdigit() or before == ")"):
@@ -128,11 +132,17 @@ class SortingReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         try:
-            wanted = [] if row[0] is None else [int(one) for one in row[0]]
+            if row[0] is None:
+                wanted = []
+            else:
+                wanted = [int(one) for one in row[0]]
         except (TypeError, ValueError):
             wanted = None
         if wanted is None or isinstance(row[0], str | bytes | dict):
-            kind = "text" if isinstance(row[0], str) else type(row[0]).__name__
+            if isinstance(row[0], str):
+                kind = "text"
+            else:
+                kind = type(row[0]).__name__
             raise ValueError(f"`numbers` holds the {kind} {row[0]!r:.200}; it must be a list of integers")
         if not wanted:
             return None
@@ -143,7 +153,8 @@ class SortingReward(RowReward):
         return float(KINDS[self.kind](wanted, answer))
 
 
-_FIRST, _NUMBERED = re.compile(r"^\s*1[.):]"), re.compile(r"^\s*[0-9]{1,4}[.):]")
+_FIRST = re.compile(r"^\s*1[.):]")
+_NUMBERED = re.compile(r"^\s*[0-9]{1,4}[.):]")
 _TURNSTILE = re.compile(r"\|-|⊢")
 
 
@@ -209,7 +220,8 @@ class CoinReward:
             raise ValueError(f"p must be a probability, from 0 to 1; got {p!r}")
         if type(seed) is not int or seed < 0:
             raise ValueError(f"seed must be a whole number of at least 0; got {seed!r}")
-        self.p, self.seed = float(p), seed
+        self.p = float(p)
+        self.seed = seed
         self._last = (-1, 0)  # step, calls in it
 
     def __repr__(self) -> str:
@@ -227,7 +239,10 @@ class CoinReward:
         if completions is None:
             raise ValueError("CoinReward needs completions=[...]; got none")
         step = int(getattr(trainer_state, "global_step", 0))
-        call = self._last[1] + 1 if self._last[0] == step else 0
+        if self._last[0] == step:
+            call = self._last[1] + 1
+        else:
+            call = 0
         self._last = (step, call)
         throws = np.random.default_rng([self.seed, int(os.environ.get("RANK", "0")), step, call])
         return [float(heads) for heads in throws.random(len(completions)) < self.p]

@@ -86,7 +86,10 @@ class Warmup(Schedule):
         return 0.0 if step < self.start else self.value
 
     def in_words(self, factor: float = 1.0) -> str:
-        before = f" from step {self.start} on, 0 before" if self.start else ""
+        if self.start:
+            before = f" from step {self.start} on, 0 before"
+        else:
+            before = ""
         return f"{factor * self.value:g}{before}"
 
 
@@ -175,4 +178,6 @@ def weight_in_words(reward: Any, factor: float) -> str:
     if isinstance(own, Schedule):
         return own.in_words(factor)
     weight_at = getattr(reward, "weight_at", None)
-    return f"{factor:g}" if weight_at is None else f"{factor * weight_at(0):g} at step 0, then as its `weight_at` says"
+    if weight_at is None:
+        return f"{factor:g}"
+    return f"{factor * weight_at(0):g} at step 0, then as its `weight_at` says"

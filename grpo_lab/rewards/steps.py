@@ -124,7 +124,10 @@ class _FunctionStepReward(StepReward):
         named: Any = score
         while isinstance(named, functools.partial):
             named = named.func
-        named = named if hasattr(named, "__qualname__") else type(named)
+        if hasattr(named, "__qualname__"):
+            named = named
+        else:
+            named = type(named)
         self._by_address = named is score  # a partial or an object has none of its own
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(named, name))
@@ -136,7 +139,9 @@ class _FunctionStepReward(StepReward):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         # as functions are: by address, which holds this object after the decorator
-        return str(self.__qualname__) if self._by_address else (step_reward, (self._score,))
+        if self._by_address:
+            return str(self.__qualname__)
+        return (step_reward, (self._score,))
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:
@@ -157,7 +162,8 @@ def by_paragraph(text: str) -> list[int]:
 
 
 def _ends(text: str, between: str) -> list[int]:
-    ends, start = [], 0
+    ends = []
+    start = 0
     for block in re.split(between, text):
         if block.strip():
             ends.append(start + len(block.rstrip()))
@@ -187,7 +193,9 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
     for wanted in character_ends[:-1] if to_the_end else character_ends:
         low += bisect_left(range(low, len(ids)), wanted, key=characters)
         found.append(low - 1)
-    return [*found, len(ids) - 1] if to_the_end else found
+    if to_the_end:
+        return [*found, len(ids) - 1]
+    return found
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
@@ -226,7 +234,8 @@ class SplitStepReward(StepReward):
             if split not in _SPLITTERS:
                 raise ValueError(f"`split` is {split!r}; it must be one of {sorted(_SPLITTERS)} or a function")
             split = _SPLITTERS[split]
-        self.split, self.tokenizer = split, tokenizer
+        self.split = split
+        self.tokenizer = tokenizer
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:

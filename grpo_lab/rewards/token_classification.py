@@ -60,13 +60,21 @@ class TokenClassificationSteps(SplitStepReward):
         named = isinstance(model, str | Path)
         self.source = str(model) if named else type(model).__name__
         self.columns = () if column is None else (column,)  # the trainer looks for them among the rows
-        self.column, self.batch_size, self.device = column, batch_size, device
+        self.column = column
+        self.batch_size = batch_size
+        self.device = device
         self._model: Any = None if named else model
         if model_tokenizer is None and not named:
             raise ValueError("`model` is a loaded model: give its tokenizer, too (`model_tokenizer`)")
         instead = ". One of another kind can be given loaded, with `model_tokenizer`"
-        config = saved_config(self.source, "TokenClassification", instead) if named else model.config
-        self.model_tokenizer = saved_tokenizer(self.source) if model_tokenizer is None else model_tokenizer
+        if named:
+            config = saved_config(self.source, "TokenClassification", instead)
+        else:
+            config = model.config
+        if model_tokenizer is None:
+            self.model_tokenizer = saved_tokenizer(self.source)
+        else:
+            self.model_tokenizer = model_tokenizer
         self.good = _label(good, config, self.source)
         own = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
         self.max_length: int | None = max_length or (own if own > 0 else None)  # XLNet's is -1: none
@@ -84,7 +92,10 @@ class TokenClassificationSteps(SplitStepReward):
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
             raise ValueError(f"{self.name} reads the column {self.column!r} (`column`); rows have {sorted(columns)}")
-        heads = prompts if self.column is None else columns[self.column]
+        if self.column is None:
+            heads = prompts
+        else:
+            heads = columns[self.column]
         begun: dict[str, list[int]] = {}  # the completions of a group have one prompt
         read = []
         for head, texts in zip(heads, steps, strict=True):
@@ -97,14 +108,16 @@ class TokenClassificationSteps(SplitStepReward):
             batch = worth[first : first + self.batch_size]
             for row, good in zip(batch, self._good([read[row][0] for row in batch]), strict=True):
                 scores[row][: len(read[row][1])] = [good[place] for place in read[row][1]]
-        asked, scored = sum(map(len, steps)), sum(len(places) for _, places in read)
+        asked = sum(map(len, steps))
+        scored = sum(len(places) for _, places in read)
         if columns.get("log_metric") is not None and asked:
             columns["log_metric"](f"{self.name}/beyond_share", (asked - scored) / asked)
         return scores
 
     def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
         """One completion as the reward model reads it: ids, and the places of the steps that are not beyond its end."""
-        ids, places = list(prompt), []
+        ids = list(prompt)
+        places = []
         for step in steps:
             more = [*self._ids(step.strip()), *self._separator_ids]
             if self.max_length is not None and len(ids) + len(more) > self.max_length:
@@ -214,7 +227,10 @@ def saved_tokenizer(source: str) -> Any:
 
 def _label(good: int | str, config: Any, source: str) -> int:
     names = {str(name): int(index) for index, name in (getattr(config, "id2label", None) or {}).items()}
-    index = names.get(good, -1) if isinstance(good, str) and not good.isdecimal() else int(good)
+    if isinstance(good, str) and not good.isdecimal():
+        index = names.get(good, -1)
+    else:
+        index = int(good)
     if not 0 <= index < config.num_labels or config.num_labels < 2:
         raise ValueError(
             f"`good` is {good!r}; {source} has {config.num_labels} labels: {names}. Two or more are needed, and "

@@ -134,7 +134,8 @@ def _prose(text: str) -> str:
     pieces = _FENCE.split(text)
     text = "".join(piece if at % 2 == 0 else _blank(piece) for at, piece in enumerate(pieces))
     for opener, closer in _PAIRS:  # an opener that is never closed is left as it is
-        kept, at = [], 0
+        kept = []
+        at = 0
         while (start := text.find(opener, at)) >= 0 and (end := text.find(closer, start + len(opener))) >= 0:
             kept += [text[at:start], _blank(text[start + len(opener) : end])]
             at = end + len(closer)
@@ -147,7 +148,10 @@ def _prose(text: str) -> str:
 
 def _blank(span: str) -> str:
     prose = " ".join(_PROSE_IN_FORMULA.findall(span))
-    rest = _LATIN_OR_GREEK.sub(" ", _PROSE_IN_FORMULA.sub(" ", span)) if not span.isascii() else ""
+    if not span.isascii():
+        rest = _LATIN_OR_GREEK.sub(" ", _PROSE_IN_FORMULA.sub(" ", span))
+    else:
+        rest = ""
     return f" {prose} {rest} "
 
 
@@ -167,7 +171,9 @@ def _piece_words(piece: str, group: str) -> list[Word]:
     folded = piece.casefold().replace("’", "'").strip("'")
     # a single consonant a–z or a single Greek letter is a symbol
     symbol = len(folded) == 1 and folded not in LETTER_WORDS and (folded.isascii() or group == "greek")
-    return [] if not folded or folded in _NEUTRAL_WORDS or symbol else [Word(folded, group, piece[0].isupper())]
+    if not folded or folded in _NEUTRAL_WORDS or symbol:
+        return []
+    return [Word(folded, group, piece[0].isupper())]
 
 
 def _script_runs(token: str) -> list[tuple[str | None, str]]:

@@ -38,7 +38,10 @@ def told(settings: Any) -> str:
         return "not applied"
     if isinstance(settings, DataSection):
         rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
-        limit = "" if settings.limit is None else f", the first {settings.limit:,}"
+        if settings.limit is None:
+            limit = ""
+        else:
+            limit = f", the first {settings.limit:,}"
         return f"{settings.loader} ({rest}, template {settings.template}{limit})"
     if isinstance(settings, RewardSection):
         return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
@@ -65,7 +68,9 @@ def count_of(rows: Any, section: DataSection) -> str:
 
 def model_of(path: str) -> str:
     """A saved model, and when one that is not here will be."""
-    return path if is_local(path) else f"{path} (a hub name: loaded when sampling starts)"
+    if is_local(path):
+        return path
+    return f"{path} (a hub name: loaded when sampling starts)"
 
 
 def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:

@@ -84,7 +84,8 @@ def refuse_other_settings(
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Every setting that is not the same in two mappings of plain values."""
-    before, after = dict(flat(then)), dict(flat(now))
+    before = dict(flat(then))
+    after = dict(flat(now))
     every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
     return [one for one in every if one.old != one.new]
 
@@ -103,7 +104,13 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    text = "not set" if value is None else repr(value) if isinstance(value, str) else str(value)
+    if value is None:
+        text = "not set"
+    else:
+        if isinstance(value, str):
+            text = repr(value)
+        else:
+            text = str(value)
     return text if len(text) <= 120 else f"{text[:117]}…"
 
 
@@ -157,7 +164,8 @@ def _versions() -> dict[str, str]:
 
 def other_releases(record: Mapping[str, Any]) -> list[str]:
     """Old → new, of what ``run.json`` says the run was computed with; empty where it says nothing yet."""
-    then, now = record.get("versions") or {}, versions()
+    then = record.get("versions") or {}
+    now = versions()
     names = sorted({*then, *now}) if then else []
     changed = [name for name in names if then.get(name) != now.get(name)]
     return [f"{name} {then.get(name, 'not installed')} → {now.get(name, 'not installed')}" for name in changed]

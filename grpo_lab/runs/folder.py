@@ -22,7 +22,9 @@ from grpo_lab.reading import Fields, read_record
 
 log = logging.getLogger(__name__)
 
-LOCK, RUN, STAGE = "run.lock", "run.json", "stage.json"
+LOCK = "run.lock"
+RUN = "run.json"
+STAGE = "stage.json"
 RESCUE = (
     "it says what this folder holds; put a copy back, or choose another `--output_dir` (its checkpoints can be read by "
     "trainer.train(resume_from_checkpoint=…))"
@@ -90,7 +92,13 @@ def _locked(opened: int, file: Path) -> bool:
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
     """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    why = "" if there.is_dir() else "that is no folder" if there.exists() else "that is a link which leads nowhere"
+    if there.is_dir():
+        why = ""
+    else:
+        if there.exists():
+            why = "that is no folder"
+        else:
+            why = "that is a link which leads nowhere"
     try:
         if not why:
             tempfile.TemporaryFile(dir=there).close()
@@ -136,12 +144,16 @@ def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
 def read_marker(file: Path, advice: str = RESCUE, needs: Fields | None = None) -> dict[str, Any]:
     """What marks a folder as ours; empty where there is no such file. ValueError with ``advice``: it is damaged, or
     lacks a field that it ``needs``."""
-    return read_record(file, needs, advice) if file.is_file() else {}
+    if file.is_file():
+        return read_record(file, needs, advice)
+    return {}
 
 
 def problems_in(file: Path) -> int:
     """How many problems a file of samples holds: its whole lines after the header."""
-    return max(0, file.read_bytes().count(b"\n") - 1) if file.is_file() else 0
+    if file.is_file():
+        return max(0, file.read_bytes().count(b"\n") - 1)
+    return 0
 
 
 def kept(recipe: Any) -> str:
@@ -149,14 +161,19 @@ def kept(recipe: Any) -> str:
     pipeline also what the stage under way has."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
-    found = list(seconds) if isinstance(seconds, Mapping) else []
+    if isinstance(seconds, Mapping):
+        found = list(seconds)
+    else:
+        found = []
     names = [str(one.name) for one in getattr(recipe, "stages", ())]
     done = [name for name in names if read_marker(folder / name / STAGE).get("status") == "done"]
     found += [*done, *_half_done(folder)]
     for name in names:
         if name not in done:
             found += [f"{name}: {one}" for one in _half_done(folder / name)]
-    return f"{'; '.join(found)} in {folder} (the same command goes on)" if found else "nothing"
+    if found:
+        return f"{'; '.join(found)} in {folder} (the same command goes on)"
+    return "nothing"
 
 
 def _half_done(folder: Path) -> list[str]:

@@ -77,7 +77,10 @@ def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage
         if missing := [name for name in stage.inputs if name not in at.facts]:
             raise ValueError(f"stage {stage.name!r} reads {missing}, and before it come {list(at.facts)}")
         marker = at.folder / f"{stage.name}.json"
-        found = read_facts(marker) if stage.remembered else None
+        if stage.remembered:
+            found = read_facts(marker)
+        else:
+            found = None
         if found is None:
             began = time.perf_counter()
             report(at, stage.name, None)
@@ -140,7 +143,10 @@ class StagedRun:
 
     def report(self, at: At, stage: str, seconds: float | None) -> None:
         """A rule on the terminal before each stage; its seconds afterwards."""
-        place = "" if at.folder == self.folder else f"{at.folder.name.replace('-', ' ')}, "
+        if at.folder == self.folder:
+            place = ""
+        else:
+            place = f"{at.folder.name.replace('-', ' ')}, "
         if seconds is None:
             console.rule(f"{place}{stage}")
         else:
@@ -160,7 +166,10 @@ def staged_run(
             if place.is_file():
                 place.unlink()
         seconds = found.get("seconds")
-        known = dict(seconds) if isinstance(seconds, Mapping) else {}  # long2short's was once a single number
+        if isinstance(seconds, Mapping):  # long2short's was once a single number
+            known = dict(seconds)
+        else:
+            known = {}
         run = StagedRun(recipe.output_dir, stop, {"name": recipe.name, **about, "versions": versions()})
         run.write(seconds=known, finished=bool(found.get("finished")))
         yield run
@@ -168,4 +177,6 @@ def staged_run(
 
 def read_facts(marker: Path) -> Facts | None:
     """What a finished stage found; None where it is not finished. ValueError for a damaged marker."""
-    return read_marker(marker, "remove it, and the part is done again") if marker.is_file() else None
+    if marker.is_file():
+        return read_marker(marker, "remove it, and the part is done again")
+    return None

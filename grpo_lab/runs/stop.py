@@ -51,7 +51,10 @@ class Interrupted(Exception):
     """The run was asked to end, and has what it needs to go on."""
 
     def __init__(self, name: str, step: int | None, folder: Path) -> None:
-        place = "outside of the training" if step is None else f"at step {step}, with a checkpoint"
+        if step is None:
+            place = "outside of the training"
+        else:
+            place = f"at step {step}, with a checkpoint"
         super().__init__(f"{name}: stopped {place}; {folder} can be gone on with by the same command")
 
 
@@ -67,13 +70,18 @@ class StopRequests:
     """``with StopRequests(folder, …) as stop:`` around a command; without ``with`` it hears no signal."""
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
-        self.folder, self.max_hours = folder, max_hours
-        self.file = folder / "STOP" if stop_file is None else Path(stop_file)
+        self.folder = folder
+        self.max_hours = max_hours
+        if stop_file is None:
+            self.file = folder / "STOP"
+        else:
+            self.file = Path(stop_file)
         self.name: str | None = None
         self._seen: str | None = None  # by the look beside the work
         self._held = 0
         self._before: Handlers = {}
-        self._over, self._asks = threading.Event(), threading.Lock()
+        self._over = threading.Event()
+        self._asks = threading.Lock()
 
     def __enter__(self) -> StopRequests:
         self._before = handle(self._heard, *SIGNALS)
@@ -101,10 +109,14 @@ class StopRequests:
             remove(self.file)
 
     def _heard(self, number: int, frame: Any) -> None:
-        name = self._seen if number == signal.SIGUSR1 and self._seen else signal.Signals(number).name
+        if number == signal.SIGUSR1 and self._seen:
+            name = self._seen
+        else:
+            name = signal.Signals(number).name
         if name == CTRL_C and self.name is not None:
             raise KeyboardInterrupt  # the second one
-        first, self.name = self.name is None, self.name or name
+        first = self.name is None
+        self.name = self.name or name
         if not self._held:
             self._leave()
         elif first:
@@ -121,7 +133,9 @@ class StopRequests:
 
     def _standing(self) -> str | None:
         late = self.max_hours is not None and hours_of_this_process() >= self.max_hours
-        return STOP_FILE if self.file.is_file() else MAX_HOURS if late else None
+        if self.file.is_file():
+            return STOP_FILE
+        return MAX_HOURS if late else None
 
     def asked(self) -> str | None:
         """Who has asked so far."""
@@ -135,7 +149,10 @@ class StopRequests:
 
     def _leave(self, step: int | None = None) -> None:
         if self.name == CTRL_C:
-            where = "" if step is None else f" (step {step} of the training under way)"
+            if step is None:
+                where = ""
+            else:
+                where = f" (step {step} of the training under way)"
             raise StoppedByUser(f"what is done{where}, in {self.folder} (the same command goes on)")
         if self.name == STOP_FILE:
             remove(self.file)
@@ -151,7 +168,10 @@ class StopRequests:
     @contextlib.contextmanager
     def patient(self, *more: int) -> Iterator[None]:
         """The signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask and break nothing off."""
-        before = handle(self._heard, *more) if self._before else {}
+        if self._before:
+            before = handle(self._heard, *more)
+        else:
+            before = {}
         self._held += 1
         try:
             yield
@@ -178,7 +198,8 @@ def identity_of(rows: Any, made_from: Any) -> str:
 def heed_stop_file(config: Any, folder: Path) -> None:
     """``Interrupted``, on every process, for a stop file that stands there when a run is to be gone on with: it is
     meant (a job that waits in a queue). The file is gone, so the same command goes on next time."""
-    file, main = stop_file(config), PartialState().is_main_process
+    file = stop_file(config)
+    main = PartialState().is_main_process
     if any(gather_object([main and file.exists()])):
         if main:
             remove(file)
@@ -213,7 +234,10 @@ def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
         raise Interrupted(signal.Signals(number).name, None, folder)
 
     strategy = getattr(config.save_strategy, "value", config.save_strategy)
-    before = handle(leave, *SIGNALS) if str(strategy) != "no" or config.enable_jit_checkpoint else {}
+    if str(strategy) != "no" or config.enable_jit_checkpoint:
+        before = handle(leave, *SIGNALS)
+    else:
+        before = {}
     try:
         yield
     finally:

@@ -101,7 +101,10 @@ class CodeJudge:
         for what, enough in _AT_LEAST.items():
             if not enough & set(given):
                 by_name = f"or name the walls that are enough for you: `walls: {given}`"
-                otherwise = "or as another user than root" if _is_root() and enough is _BEFORE_FILES else by_name
+                if _is_root() and enough is _BEFORE_FILES:
+                    otherwise = "or as another user than root"
+                else:
+                    otherwise = by_name
                 raise ValueError(
                     f"nothing here keeps a model-written program from {what}: one of {sorted(enough)} is needed, and "
                     f"this machine gives {given} ({self.missing}). Run it elsewhere, {otherwise}"

@@ -131,7 +131,10 @@ class ForkServer:
     def __init__(
         self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
     ) -> None:
-        self._control, self._handler, self._bug, self._limits = control, handler, bug, limits
+        self._control = control
+        self._handler = handler
+        self._bug = bug
+        self._limits = limits
         self._workers: dict[int, tuple[int, socket.socket]] = {}
         self._descriptors: deque[int] = deque()  # that came along with requests, in order
         self._buffer = bytearray()
@@ -214,7 +217,9 @@ def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: flo
     """Entry point: import the handler, then fork workers on request until the trainer is gone."""
     for deadly in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(deadly, signal.SIG_DFL)
-    control, handler, bug = socket.socket(fileno=fd), None, ""
+    control = socket.socket(fileno=fd)
+    handler = None
+    bug = ""
     try:
         name, function = handler_name.split(":")
         module = importlib.import_module(name)

@@ -41,7 +41,8 @@ class Jailed:
     what all of it used; ``stopped``: by us. ``fault``: why its walls could not be put up: its task never began."""
 
     def __init__(self, watcher: int, fault: int) -> None:
-        self._watcher, self._fault_pipe = watcher, fault
+        self._watcher = watcher
+        self._fault_pipe = fault
         self._handle = os.pidfd_open(watcher)
         self.status: int | None = None
         self.usage: resource.struct_rusage | None = None

@@ -58,7 +58,10 @@ def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[byt
             process.kill()
             return bytes(said), False
         wait = min(0.25, max(0.0, deadline - time.monotonic()))
-        watched: list[Any] = [process, pipe] if len(said) <= most else [process]
+        if len(said) <= most:
+            watched: list[Any] = [process, pipe]
+        else:
+            watched = [process]
         select.select(watched, [], [], wait)
         _drain(pipe, said, most)
     _drain(pipe, said, most)
@@ -80,7 +83,8 @@ def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
-    begun, used = time.monotonic(), _processor_seconds()
+    begun = time.monotonic()
+    used = _processor_seconds()
     verdict = _judged(job)
     if verdict["end"] != "limit":
         return verdict
@@ -101,9 +105,13 @@ def _judged(job: dict[str, Any]) -> dict[str, Any]:
     deadline = time.monotonic() + job["wall_seconds"]
     if len(job["program"]) > 1 << 20:  # judged all the same: unusable tests are so for any program
         job = {**job, "program": "raise SystemExit('too long')"}
-    tests, text = job["tests"], job["kind"] == "assertions"
+    tests = job["tests"]
+    text = job["kind"] == "assertions"
     try:
-        total = tester.compiled(tests, job["entry_point"])[1] if text else len(tests)
+        if text:
+            total = tester.compiled(tests, job["entry_point"])[1]
+        else:
+            total = len(tests)
     except tester.NoTests as error:
         return _verdict("unusable", why=str(error))
     if job["kind"] != "pairs":
@@ -149,7 +157,8 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
         raise RuntimeError(_NO_WALLS + fault)
     if b"?" in signs:
         return _verdict("unusable", 0, total, signs.partition(b"?")[2].decode())
-    passed, failed = signs.count(b"1"), signs.count(b"0")
+    passed = signs.count(b"1")
+    failed = signs.count(b"0")
     whole = signs.endswith(b".") and not failed and passed >= total
     total = max(total, passed + failed)
     if not whole:
@@ -191,7 +200,10 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
     """``KilledFromOutside``: its end says nothing of the program. Where a program may end itself so, it is its own."""
     if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
-        peak = 0 if process.usage is None else peak_bytes(process.usage)
+        if process.usage is None:
+            peak = 0
+        else:
+            peak = peak_bytes(process.usage)
         unbounded = "seccomp" not in cell.walls  # memory in files of its own is no part of the peak
         greedy = unbounded or took_much(peak, cell.memory_bytes)
         raise KilledFromOutside(f"{who} was ended by SIGKILL", greedy)

@@ -19,18 +19,43 @@ from typing import Any
 
 from grpo_lab.sandbox.system_calls import ARCHES
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 _MNT_DETACH = 2
-_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
 _SYS_MOUNT_SETATTR = 442  # as all syscalls above 423, the same on every machine
 _SYS_PIVOT_ROOT, _SYS_CAPSET = (155, 126) if platform.machine() == "x86_64" else (41, 91)
-_LIBC: Any = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_CREATE, _ADD, _RESTRICT = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
-_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+if sys.platform == "linux":
+    _LIBC: Any = ctypes.CDLL(None, use_errno=True)
+else:
+    _LIBC = None
+_CREATE = 444
+_ADD = 445
+_RESTRICT = 446
+_EXECUTE = 1 << 0
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_DIR = 1 << 3
+_TRUNCATE = 1 << 14
+_IOCTL = 1 << 15
+_MAKE_CHAR = 1 << 6
+_MAKE_SOCK = 1 << 9
+_MAKE_BLOCK = 1 << 11
 _FILE_ONLY = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 
@@ -122,9 +147,13 @@ def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
     """From now on only these paths: read and execute, or all but devices and sockets. After ``give_up_rights``."""
     known = landlock_version()
     handled = _HANDLED[min(known, 5)]
-    tcp, signals_and_sockets = 3 if known >= 4 else 0, 3 if known >= 6 else 0
+    tcp = 3 if known >= 4 else 0
+    signals_and_sockets = 3 if known >= 6 else 0
     attributes = struct.pack("QQQ", handled, tcp, signals_and_sockets)
-    size = 8 if known < 4 else 16 if known < 6 else 24
+    if known < 4:
+        size = 8
+    else:
+        size = 16 if known < 6 else 24
     ruleset = syscall(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
     for path in readable:
         _allow(ruleset, path, handled & (_EXECUTE | _READ_FILE | _READ_DIR))

@@ -93,7 +93,9 @@ class WorkerPool:
 
     @property
     def fork_server_pid(self) -> int | None:
-        return self._servers[0].process.pid if self._servers else None
+        if self._servers:
+            return self._servers[0].process.pid
+        return None
 
     def warm_up(self) -> None:
         """Starts the imports in a process beside this one and returns at once: the first job then finds them done."""
@@ -231,7 +233,10 @@ class _Round:
     def _lose(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         """Somebody killed the fork server, or a worker that was not ready: another worker does its job. An end of the
         imports' own doing is a bug, and so is one that comes again and again."""
-        how = worker.server.ended() if "lost" in message else message.get("crash", "")
+        if "lost" in message:
+            how = worker.server.ended()
+        else:
+            how = message.get("crash", "")
         self.lost += 1
         if not (how and not self.pool.pids) and self.lost <= _MOST_LOST:
             if worker in self.job_of:

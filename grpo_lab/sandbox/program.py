@@ -71,13 +71,18 @@ class ProgramServer:
         if "load" in request:
             return self._load(request["load"])
         if "leave" in request:
-            thing, error = self.objects[request["leave"]], request["error"]
+            thing = self.objects[request["leave"]]
+            error = request["error"]
             theirs = None if error is None else _as_error(error)
             left = type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None)
             return {"value": bool(left), "args": None}
         if "get" in request:  # a name of the program; else a method of its class `Solution`, as judges of contests ask
-            names, name = vars(self.module), request["get"]
-            found = names[name] if name in names else getattr(names["Solution"](), name)
+            names = vars(self.module)
+            name = request["get"]
+            if name in names:
+                found = names[name]
+            else:
+                found = getattr(names["Solution"](), name)
             return {"value": self._pack(found), "args": None}
         given = [self._unpack(one) for one in request["args"]]
         if "ask" in request:
@@ -100,7 +105,9 @@ class ProgramServer:
 
             return self._pack(self.loop.run_until_complete(wait()))
         if what == "plain":  # what an object that is a kind of list, text, number holds; None for any other
-            return None if _is_exception(thing) else self._pack(thing)
+            if _is_exception(thing):
+                return None
+            return self._pack(thing)
         value = _QUESTIONS[what](thing, *given)
         if what in ("math", "rmath") and given and type(value).__module__ == "solution":
             return self._keep(value)
@@ -124,7 +131,10 @@ class ProgramServer:
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
-        about = [[str(kind.__module__), kind.__name__] for kind in value.__mro__] if _is_exception(value) else None
+        if _is_exception(value):
+            about = [[str(kind.__module__), kind.__name__] for kind in value.__mro__]
+        else:
+            about = None
         return {"object": [number, about, type(value).__name__]}
 
     def _unpack(self, data: Any) -> Any:

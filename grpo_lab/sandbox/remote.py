@@ -147,10 +147,14 @@ class Program:
             return ProgramGone(self.gone)
         if said["again"] is not None:
             return self._own_errors[int(said["again"])]
-        kind, text = self.exception(kinds), str(said["text"])
+        kind = self.exception(kinds)
+        text = str(said["text"])
         own = kind.__module__ == "builtins"
         try:
-            error = kind(*args) if own else kind.__new__(kind, *args)
+            if own:
+                error = kind(*args)
+            else:
+                error = kind.__new__(kind, *args)
         except TypeError:
             error = ValueError(text)
         error.__dict__["_text"] = text

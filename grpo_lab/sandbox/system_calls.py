@@ -56,9 +56,19 @@ _IN_A_VIEW = (  # of files by name, which Landlock does not look at (`truncate` 
 _NEW_SINCE = 424
 """The first of the numbers that are the same on every machine: pidfd_send_signal, of Linux 5.1."""
 _ANY = 0xFFFFFFFF
-_ALLOW, _KILL, _ERRNO, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
-_LOAD, _AND, _JEQ, _JGE, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-_NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_EPERM = 1
+_ENOSYS = 38
+_LOAD = 0x20
+_AND = 0x54
+_JEQ = 0x15
+_JGE = 0x35
+_RETURN = 0x06
+_NUMBER_AT = 0
+_ARCH_AT = 4
+_ARGUMENTS_AT = 16
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,10 @@ _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409
 """TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE."""
 _PR_NAME = (15, 16)
 _ARCH_SET_FS = 0x1002
-_AF_UNIX, _SOCK_STREAM, _SOCK_FLAGS = 1, 1, 0x80800  # SOCK_CLOEXEC | SOCK_NONBLOCK
+# SOCK_CLOEXEC | SOCK_NONBLOCK
+_AF_UNIX = 1
+_SOCK_STREAM = 1
+_SOCK_FLAGS = 0x80800
 _MSG_OOB = 1  # a byte out of band: of no use to a program, and a way into kernels (CVE-2025-38236)
 _FUTEX = (0, 1, 3, 4, 5, 9, 10)  # WAIT, WAKE, REQUEUE, CMP_REQUEUE, WAKE_OP, WAIT_BITSET, WAKE_BITSET: none of PI's
 _FUTEX_OPERATION = 0x7F

@@ -85,7 +85,10 @@ class Run:
         try:
             self.program.load(source)
             owner, dot, name = entry_point.partition("().")
-            function = getattr(self.program.get(owner)(), name) if dot else self.program.get(entry_point)
+            if dot:
+                function = getattr(self.program.get(owner)(), name)
+            else:
+                function = self.program.get(entry_point)
             for given, *accepted in pairs:
                 with self.unit():
                     found = function(*unpack(given, refuse_tag))
@@ -105,7 +108,9 @@ def _as_json(value: Any) -> Any:
         numbers = (int, float, bool)
         made = {json.dumps(key) if type(key) in numbers else key: _as_json(one) for key, one in value.items()}
         return made if len(made) == len(value) else value  # `1` beside `"1"` is more than JSON has
-    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return value
 
 
 class Names(dict[str, Any]):

@@ -28,7 +28,9 @@ from grpo_lab.sandbox.system_calls import seccomp_filter
 WALLS = ("namespaces", "user", "seccomp", "landlock", "limits")
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 _NOBODY = 65534
-_OPEN_FILES, _PROCESSES, _THREADS = 64, 64, 256
+_OPEN_FILES = 64
+_PROCESSES = 64
+_THREADS = 256
 _SYSTEM = "/usr /lib /lib32 /lib64 /bin /nix/store /etc/ld.so.cache /etc/localtime /etc/alternatives"
 _DEVICES = "/dev/null /dev/zero /dev/full /dev/random /dev/urandom"
 INSIDE = "/tmp"
@@ -56,7 +58,8 @@ def enter_namespaces() -> None:
         with contextlib.suppress(OSError):  # no CAP_SYS_ADMIN, as in a container: a user namespace may be allowed
             kernel.unshare(_NAMESPACES)
             return
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {user} 1"), ("gid_map", f"1000 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -84,7 +87,8 @@ def _set_ids(number: int) -> None:
 def put_up(cell: Cell, job: int) -> None:
     """In the jailed process, as the last thing before what it is for; it dies with its parent from here on.
     ``OSError``: a wall that cannot be put up."""
-    walls, folder = cell.walls, cell.folder
+    walls = cell.walls
+    folder = cell.folder
     if "namespaces" in walls:
         kernel.unshare(kernel.CLONE_NEWNS)  # not before: a new root is one for every process of the namespace
         _enter_view(cell.folder_bytes)
@@ -120,7 +124,10 @@ def _limit(cell: Cell, processes: int | None) -> None:
         wanted[resource.RLIMIT_NPROC] = processes
     for which, most in wanted.items():
         hard = resource.getrlimit(which)[1]
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        if hard == resource.RLIM_INFINITY:
+            allowed = most
+        else:
+            allowed = min(most, hard)
         resource.setrlimit(which, (allowed, allowed))
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_seconds, hard), hard))  # SIGXCPU at its limit, then SIGKILL

@@ -99,9 +99,13 @@ class Channel:
 def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
     """``value`` as JSON data; ``opaque(value)`` stands for anything that is no plain data."""
     if value is None or isinstance(value, bool | str):
-        return value if type(value) in (bool, type(None)) else str.__str__(value)
+        if type(value) in (bool, type(None)):
+            return value
+        return str.__str__(value)
     if isinstance(value, int):
-        return int(value) if -_SAFE_INT < value < _SAFE_INT else {"int": hex(value)}
+        if -_SAFE_INT < value < _SAFE_INT:
+            return int(value)
+        return {"int": hex(value)}
     if isinstance(value, float):
         return float(value)
     if depth >= MOST_DEPTH:
@@ -120,10 +124,14 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
             return {tag: _pack_dict(beneath(value), opaque, depth + 1)}
     if isinstance(value, type):
         name = _name_of(value)
-        return opaque(value) if name is None else {"type": name}
+        if name is None:
+            return opaque(value)
+        return {"type": name}
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
-        return {"slice": list(parts)} if all(one is None or type(one) is int for one in parts) else opaque(value)
+        if all(one is None or type(one) is int for one in parts):
+            return {"slice": list(parts)}
+        return opaque(value)
     for tag, (module, write, _) in _WRITTEN.items():
         if _is_a(value, module, tag):
             return {tag: getattr(value, write)()}
@@ -131,7 +139,9 @@ def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
         if _is_a(value, module, tag):
             held = [getattr(value, name) for name in names.split()]
             return {tag: [hex(one) if isinstance(one, int) else one for one in held]}
-    return {"Decimal": str(value)} if _is_a(value, "decimal", "Decimal") else opaque(value)
+    if _is_a(value, "decimal", "Decimal"):
+        return {"Decimal": str(value)}
+    return opaque(value)
 
 
 def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
@@ -166,7 +176,8 @@ def _name_of(kind: Any) -> str | None:
 
 def pack_name(value: Any) -> Any:
     """A function or class of the standard library by its name; None for another. For the tester alone."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__name__", None)
     owner = getattr(value, "__objclass__", None)
     kind = owner.__name__ if isinstance(owner, type) else ""
     if kind and vars(builtins).get(kind) is owner and isinstance(name, str):
@@ -231,7 +242,10 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
         text = str(error)[:1000]
     except BaseException:
         text = ""
-    given = vars(error) if type(vars(error)) is dict else {}
+    if type(vars(error)) is dict:
+        given = vars(error)
+    else:
+        given = {}
     names = [one for one in list(given)[:50] if isinstance(one, str) and not one.startswith("_")]
     held = {name: plain for name in names if (plain := _plain(given[name])) is not None}
     args = _plain(error.args)

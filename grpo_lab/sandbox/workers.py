@@ -58,7 +58,9 @@ class Limits:
 
 
 def _how(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 class ForkServerProcess:
@@ -67,7 +69,8 @@ class ForkServerProcess:
     def __init__(self, handler: str, limits: Limits) -> None:
         self._limits = limits
         self._control, theirs = socket.socketpair()
-        self._count, self._buffer = 0, bytearray()
+        self._count = 0
+        self._buffer = bytearray()
         with theirs:
             longest = 2.0 * limits.wall_seconds + 10.0
             args = [theirs.fileno(), os.getpid(), handler, limits.memory_bytes, limits.cpu_seconds, longest]
@@ -126,7 +129,9 @@ class WorkerProcess:
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self.server = server
-        self._number, self._channel, self._limits = number, channel, limits
+        self._number = number
+        self._channel = channel
+        self._limits = limits
         self._buffer = bytearray()
         self.since = time.monotonic()
         self.share = 1.0

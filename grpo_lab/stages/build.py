@@ -59,7 +59,9 @@ class Source:
         if self.data is None:
             place = str(self.file)
             check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})
-            return None if to_come(place) else lines_in(Path(place))
+            if to_come(place):
+                return None
+            return lines_in(Path(place))
         loaded = rows_here(self.data, f"rows.{name}.data")
         if loaded is not None and GOLD not in loaded.column_names:
             raise ValueError(f"`rows.{name}`: {told(self.data)} has no column {GOLD!r}; it has {loaded.column_names}")
@@ -67,7 +69,10 @@ class Source:
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """One after the other: a file's are never in memory together."""
-        found = self._read(name) if self.data is None else self._loaded(self.data, name)
+        if self.data is None:
+            found = self._read(name)
+        else:
+            found = self._loaded(self.data, name)
         return ({**row, "source": name} for row in found)
 
     def _read(self, name: str) -> Iterator[dict[str, Any]]:
@@ -181,7 +186,9 @@ class Fusion:
         return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
 
     def run(self, at: At) -> Facts:
-        lines, thinking, unclosed = read_lines(Path(self.samples), OF_A_LINE), [], 0
+        lines = read_lines(Path(self.samples), OF_A_LINE)
+        thinking = []
+        unclosed = 0
         for line in lines:
             pairs = zip(line["completions"], line["scores"], strict=True)
             right = [text_of(one) for one, score in pairs if score is not None and score >= CORRECT_FROM]
@@ -217,7 +224,10 @@ def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
     the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's block."""
     for number, row in enumerate(rows, start=1):
         asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
-        block = ("" if row["flag"] == "cut" else "<think>") if row["mode"] == "think" else EMPTY_BLOCK
+        if row["mode"] == "think":
+            block = "" if row["flag"] == "cut" else "<think>"
+        else:
+            block = EMPTY_BLOCK
         if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:
             said = whole.text[max(len(asked.text) - 20, 0) : len(asked.text) + len(block)]
             raise ValueError(

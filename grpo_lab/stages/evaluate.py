@@ -108,7 +108,9 @@ class Evaluate:
         """What each row has in ``effort_by``."""
         if self.effort_by is not None and self.effort_by not in rows.column_names:
             raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
-        return [] if self.effort_by is None else list(rows[self.effort_by])
+        if self.effort_by is None:
+            return []
+        return list(rows[self.effort_by])
 
     def _measured(self, target: Path) -> list[Measured]:
         how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
@@ -117,7 +119,8 @@ class Evaluate:
 
 def flat_facts(result: EvaluationResult) -> Facts:
     """A result as numbers, under the names that stages share; what was not measured is left out."""
-    accuracy, sampled = result.accuracy, result.sampled_accuracy
+    accuracy = result.accuracy
+    sampled = result.sampled_accuracy
     facts = {
         "accuracy": accuracy.value if accuracy else None,
         "accuracy_low": accuracy.low if accuracy else None,
@@ -159,7 +162,8 @@ def refuse_itself(model: str, against: str | None) -> None:
 def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
     """Name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing: asked
     once."""
-    templates, modes = section.templates or (section.data.template,), section.thinking or (None,)
+    templates = section.templates or (section.data.template,)
+    modes = section.thinking or (None,)
     budgets = sorted({*section.thinking_budget} or {None}, key=lambda one: math.inf if one is None else one)
     found = {}
     for template, mode, budget in product(templates, modes, reversed(budgets)):
@@ -176,7 +180,10 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
 
 def told_template(section: EvaluationSection, way: Condition) -> dict[str, Any]:
     """What the chat template is told in a condition."""
-    mode = {} if way.thinking is None else {"enable_thinking": way.thinking}
+    if way.thinking is None:
+        mode = {}
+    else:
+        mode = {"enable_thinking": way.thinking}
     return {**(section.chat_template_kwargs or {}), **mode}
 
 
@@ -193,7 +200,8 @@ class HeldOutRows:
         where: str = "evaluation.data",
     ) -> None:
         """``load``: what loads the rows, which messages call ``where``. ValueError: what cannot be loaded or built."""
-        self.section, self.ways = section, conditions_in(section)
+        self.section = section
+        self.ways = conditions_in(section)
         templates = dict.fromkeys(way.template for way in self.ways.values())
         self.rows = {name: load(replace(section.data, template=name), where) for name in templates}
         for rows in self.rows.values():
@@ -210,7 +218,8 @@ class HeldOutRows:
     ) -> Callable[..., EvaluationResult]:
         """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
         not know, a budget without room."""
-        sampler, told = writer.sampler, told_template(self.section, way)
+        sampler = writer.sampler
+        told = told_template(self.section, way)
         limits = self._limits(way, writer.tokenizer, writer.stops)
         if limits is not None:
             sampler = BudgetedSampler(sampler, limits, in_step)
@@ -244,7 +253,8 @@ class HeldOutRows:
         known = known_model(ModelSection(path=model), where, here_only)
         if known is None:
             return
-        tokenizer, context = known[0], context_of_config(known[1])
+        tokenizer = known[0]
+        context = context_of_config(known[1])
         for way in self.ways.values():
             self._limits(way, tokenizer)
             if context is not None and self.rows[way.template] is not None:
@@ -270,11 +280,13 @@ def measure_conditions(
     Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
     ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
     refuse_itself(model, against)
-    found, main = list[Measured](), rank_and_ranks()[0] == 0
+    found = list[Measured]()
+    main = rank_and_ranks()[0] == 0
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
         own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": bool(section.log_probs)}
-        writer, identity = load_writer(one, section, **own), [model_files(one), tokenizer, asdict(section)]
+        writer = load_writer(one, section, **own)
+        identity = [model_files(one), tokenizer, asdict(section)]
         asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."

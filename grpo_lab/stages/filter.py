@@ -158,7 +158,8 @@ class BandFilter:
             rule = f"{low:g} < p < {high:g}, {n}"
         else:
             wrong = [[score is not None and score < CORRECT_FROM for score in rate.scores] for rate in found.values()]
-            inside, rule = [all(one[:first]) for one in wrong], f"never right in the first {first} of {n}"
+            inside = [all(one[:first]) for one in wrong]
+            rule = f"never right in the first {first} of {n}"
         at.keep(
             "pass rate",
             dict(zip(found, inside, strict=True)),
@@ -176,7 +177,8 @@ class GuessFilter:
     max_new_tokens: Positive = 32
 
     def apply(self, at: Filtering) -> None:
-        sampler, limit = at.sampler, self.max_new_tokens
+        sampler = at.sampler
+        limit = self.max_new_tokens
 
         def briefly(prompts: Sequence[Any], n: int) -> Any:
             at.stop.check()
@@ -199,7 +201,10 @@ class GuessFilter:
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """What rows to imitate have in common where they are about one problem: equal problems are sampled once."""
-    of_answer = ("completion", "source", "length") if "completion" in row else ()
+    if "completion" in row:
+        of_answer = ("completion", "source", "length")
+    else:
+        of_answer = ()
     return {name: value for name, value in row.items() if name not in of_answer}
 
 
@@ -227,7 +232,10 @@ class BalanceFilter:
                 "were left out."
             )
         chosen = balance(list(rows.values()), self.by, self.per_domain, seed=at.sampling.seed)
-        share = "as many as the smallest" if self.per_domain is None else f"at most {self.per_domain}"
+        if self.per_domain is None:
+            share = "as many as the smallest"
+        else:
+            share = f"at most {self.per_domain}"
         reasons = {i: f"no {self.by}" if i in missing else f"{self.by} {row[self.by]}" for i, row in rows.items()}
         at.keep("balance", dict(zip(rows, chosen, strict=True)), f"{share} of every {self.by}", reasons)
 
@@ -246,7 +254,8 @@ class HardestFilter:
         chosen = set(sorted(measured, key=rates.__getitem__)[: self.n])
         if len(chosen) < self.n:
             at.notes.append(f"Only {len(chosen):,} problems with a pass rate are left of the {self.n:,} asked for.")
-        rule, reasons = f"the {self.n:,} of the lowest pass rate", {i: f"p = {rates[i]}" for i in at.left}
+        rule = f"the {self.n:,} of the lowest pass rate"
+        reasons = {i: f"p = {rates[i]}" for i in at.left}
         at.keep("hardest", {i: i in chosen for i in at.left}, rule, reasons)
 
 
@@ -266,7 +275,9 @@ class Filters:
     @classmethod
     def _switched(cls, written: Any) -> Any:
         """`true` is a filter as it is by default, `false` leaves it out."""
-        return {True: {}, False: None}[written] if isinstance(written, bool) else written
+        if isinstance(written, bool):
+            return {True: {}, False: None}[written]
+        return written
 
 
 def leave_room(at: Filtering, model: str) -> None:
@@ -290,8 +301,10 @@ def measure_pass_rates(at: Filtering, filters: Filters) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
     if not to_be_measured(at.rows[0] if at.rows else (), filters):
         return
-    sampler, left = at.sampler, at.left
-    problems, said = [at.rows[i] for i in left], {"reward": at.judge}
+    sampler = at.sampler
+    left = at.left
+    problems = [at.rows[i] for i in left]
+    said = {"reward": at.judge}
     measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
     found = dict(zip(left, measured, strict=True))
     tokens = {i: [sampler.tokens(completion) for completion in rate.completions] for i, rate in found.items()}

@@ -66,7 +66,8 @@ class Sample:
     def run(self, at: At) -> Facts:
         asked = questions(self.data, self.reward)
         check_model(asked, ModelSection(path=self.model), self.sampling, where="model")
-        rows, said = {number: dict(row) for number, row in enumerate(asked.rows)}, {"reward": told(self.reward)}
+        rows = {number: dict(row) for number, row in enumerate(asked.rows)}
+        said = {"reward": told(self.reward)}
         lines = sample(at, rows, self.model, self.sampling, asked.reward, said, at.folder.name)
         write_json_lines(at.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines])
         return sample_facts(lines, len(rows))
@@ -116,10 +117,13 @@ class ModelSampler:
 
     def __init__(self, model: str, settings: SamplingSettings) -> None:
         check_place(model)
-        self.settings, self.name = settings, model
+        self.settings = settings
+        self.name = model
         self.made = 0
         loaded = load_writer(model, settings, use_cpu=settings.use_cpu, seed=settings.seed)
-        self.sampler, self.tokenizer, self.context = loaded.sampler, loaded.tokenizer, loaded.context
+        self.sampler = loaded.sampler
+        self.tokenizer = loaded.tokenizer
+        self.context = loaded.context
 
     def __call__(self, prompts: Sequence[Any], n: int, **how: Any) -> list[list[Any]]:
         return [[one.completion for one in group] for group in self.written(prompts, n, **how)]
@@ -136,8 +140,10 @@ class ModelSampler:
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
-        limit, seed = max_new_tokens or self.settings.max_completion_length, int.from_bytes(digest[:4], "big") >> 1
-        heat, decode = self.settings.temperature, self.tokenizer.decode
+        limit = max_new_tokens or self.settings.max_completion_length
+        seed = int.from_bytes(digest[:4], "big") >> 1
+        heat = self.settings.temperature
+        decode = self.tokenizer.decode
         groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
@@ -193,7 +199,8 @@ class ModelSampler:
 
 def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[int, Problem]:
     """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
-    context, completion = sampler.context, sampler.settings.max_completion_length
+    context = sampler.context
+    completion = sampler.settings.max_completion_length
     if context is None:
         return dict(problems)
     room = context - completion
@@ -219,7 +226,8 @@ def sample(
 ) -> list[dict[str, Any]]:
     """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
     lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelSampler.judged`."""
-    file, progress = at.folder / SAMPLES, at.folder / SAMPLING
+    file = at.folder / SAMPLES
+    progress = at.folder / SAMPLING
     if not file.is_file():
         sampler = ModelSampler(model, settings)
         fitting = with_room(problems, sampler)
@@ -295,10 +303,16 @@ def plan_of_samples(
 ) -> Words:
     """What will be sampled, and what an earlier run has left of it in ``file``."""
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
-    total = "" if rows is None else f", at most {settings.n_samples * len(rows):,} in all"
+    if rows is None:
+        total = ""
+    else:
+        total = f", at most {settings.n_samples * len(rows):,} in all"
     tokens = f"of at most {settings.max_completion_length} tokens each"
     there = problems_in(file)
-    forgotten = " (--overwrite makes them anew)" if overwrite and there else ""
+    if overwrite and there:
+        forgotten = " (--overwrite makes them anew)"
+    else:
+        forgotten = ""
     return {
         "reward": told(reward),
         "model": model_of(str(model)),
@@ -313,6 +327,9 @@ def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
     if not file.is_file():
         return
     _, first = next(json_lines(file), (1, ""))
-    there = n if isinstance(first, str) else first.get("n", n)  # torn or of somebody else: said where they are read
+    if isinstance(first, str):  # torn or of somebody else: said where they are read
+        there = n
+    else:
+        there = first.get("n", n)
     if there != n:
         raise ValueError(f"`{setting}` is {n} and {file} holds {there} samples a problem; {instead}")

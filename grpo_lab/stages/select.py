@@ -104,7 +104,8 @@ class Judged:
     per_problem: Positive | None = None
 
     def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        judge, built = Judge(self.temperature, self.longer, self.seed), list[dict[str, Any]]()
+        judge = Judge(self.temperature, self.longer, self.seed)
+        built = list[dict[str, Any]]()
         for one in samples:
             for two in judge.pairs(one.prompt, one.completions, one.scores, one.lengths, self.per_problem):
                 of: Any = {"": one.completions, "_length": one.lengths, "_quality": one.scores}

@@ -103,7 +103,8 @@ class Refine:
 
     def refined(self, trace: Trace) -> list[Trace]:
         """None of them where there is no answer to sum up, or no reasoning."""
-        text, answer = trace["text"], extract_answer(trace["text"])
+        text = trace["text"]
+        answer = extract_answer(trace["text"])
         if answer is None:
             return []
         tagged = THINK in text or END_OF_THINK in text
@@ -156,7 +157,8 @@ class FilterTraces:
         ]
         dropped = dict[str, int]()
         for name, kept in self._filtered(traces):
-            dropped[name], left = len(left) - len(kept), kept
+            dropped[name] = len(left) - len(kept)
+            left = kept
         if not left:
             raise ValueError(f"none of {len(traces):,} traces is left to learn from; what fell where: {dropped}")
         prompts = [trace["problem"]["prompt"] for trace in left]
@@ -184,7 +186,10 @@ class FilterTraces:
         if self.refine is not None:
             done = [one for trace in left for one in self.refine.refined(trace)]
             answers = [(one["problem"], one["text"]) for one in done]
-            scores = scores_of(answers, build_reward(self.reward, "reward")) if done else []
+            if done:
+                scores = scores_of(answers, build_reward(self.reward, "reward"))
+            else:
+                scores = []
             yield "refine", (left := [*compress(done, [(score or 0) >= CORRECT_FROM for score in scores])])
         if self.per_problem is not None:
             groups = groupby(left, key=itemgetter("row"))

@@ -62,7 +62,10 @@ class Train:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
         known by, besides its rows; default: all settings."""
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        more = {} if reference is None else {"ref_model": reference}
+        if reference is None:
+            more = {}
+        else:
+            more = {"ref_model": reference}
         return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
@@ -138,7 +141,10 @@ class ColdStart:
         words = known_model(self.model, whole=True)
         if self.data is not None:
             cold_start_rows(ColdStartSection(self.data, self.training), words, here_only=True, where="data")
-        rows = "" if self.data is None else f" on {told(self.data)}; {settings_in_words(self.training)}"
+        if self.data is None:
+            rows = ""
+        else:
+            rows = f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
     def run(self, at: At, rows: Any = None) -> Facts:
@@ -149,7 +155,10 @@ class ColdStart:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             return {"steps": 0, "loss": None}
-        rows = load_rows(self.data, "data") if rows is None else rows
+        if rows is None:
+            rows = load_rows(self.data, "data")
+        else:
+            rows = rows
         return learn(self, at, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
 
 
@@ -174,7 +183,9 @@ class Distill:
             self._check_words(student[0], teacher[0])
         rows_here(self.data, "data")
         words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
-        return words if self.tokens is None else f"{words}; to {self.tokens:,} generated tokens"
+        if self.tokens is None:
+            return words
+        return f"{words}; to {self.tokens:,} generated tokens"
 
     def run(self, at: At) -> Facts:
         from grpo_lab.trainer.supervised.distillation import TokenBudget
@@ -182,7 +193,8 @@ class Distill:
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         teacher, words = load_model(ModelSection(path=self.teacher), self.seed)
         self._check_words(tokenizer, words)
-        rows, budget = load_rows(self.data, "data").select_columns(["prompt"]).to_list(), TokenBudget(self.tokens)
+        rows = load_rows(self.data, "data").select_columns(["prompt"]).to_list()
+        budget = TokenBudget(self.tokens)
         parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
         facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
         return {**facts, "tokens": budget.generated}

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 ARCHITECTURES = ("qwen2", "qwen3")
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
 
 # The part between the generation marks is the assistant's own text: what TRL's assistant_only_loss trains on.
 CHAT_TEMPLATE = (
@@ -213,7 +215,10 @@ class ScriptedRollout:
         self.calls += 1
         prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
         prompt_ids = [list(ids) for ids in prompt_ids]
-        logps = None if self.sampler_logps is None else self.sampler_logps(prompt_ids, completions)
+        if self.sampler_logps is None:
+            logps = None
+        else:
+            logps = self.sampler_logps(prompt_ids, completions)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
 
     def completion(self, call: int, row: int) -> list[int]:

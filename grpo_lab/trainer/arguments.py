@@ -31,25 +31,40 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     differ.
     """
     if args is None:
-        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "") or type(model).__name__
+        if isinstance(model, str):
+            name = model
+        else:
+            name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         args = LabConfig(f"{str(name).rstrip('/').split('/')[-1]}-{cls.__name__.removesuffix('Trainer')}")
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
-    config = args if isinstance(args, LabConfig) else _promoted(args)
+    if isinstance(args, LabConfig):
+        config = args
+    else:
+        config = _promoted(args)
     config.agree()  # a setting may have been changed since
     parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
-    objective, advantage = _merged(cls, "objective", config.objective), _merged(cls, "advantage", config.advantage)
+    objective = _merged(cls, "objective", config.objective)
+    advantage = _merged(cls, "advantage", config.advantage)
     if parts:
-        objective = {"name": objective} if isinstance(objective, str) or objective is None else dict(objective)
+        if isinstance(objective, str) or objective is None:
+            objective = {"name": objective}
+        else:
+            objective = dict(objective)
         for name, part in parts.items():
             if objective.get(name) not in (None, part):
                 raise ValueError(f"`{cls.__name__}.{name}` and `objective.{name}` are set and differ; leave one out")
         objective |= parts
-    reset = cls.reset_optimizer if config.reset_optimizer is None else config.reset_optimizer
+    if config.reset_optimizer is None:
+        reset = cls.reset_optimizer
+    else:
+        reset = config.reset_optimizer
     if objective is config.objective and advantage is config.advantage and reset is config.reset_optimizer:
         return config
     config = copy.copy(config)
-    config.objective, config.advantage, config.reset_optimizer = objective, advantage, reset
+    config.objective = objective
+    config.advantage = advantage
+    config.reset_optimizer = reset
     config.agree()
     return config
 
@@ -67,18 +82,27 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
     declared = getattr(cls, name)
     if declared is None or configured is None:
         return configured if declared is None else declared
-    named = configured.get("name", declared) if isinstance(configured, dict) else configured
+    if isinstance(configured, dict):
+        named = configured.get("name", declared)
+    else:
+        named = configured
     if named != declared:
         raise ValueError(
             f"`{cls.__name__}` declares {name}={declared!r}, but the configuration says {name}={configured!r}: use "
             f"LabTrainer, or leave `{name}` out of the configuration"
         )
-    return {**configured, "name": declared} if isinstance(configured, dict) else configured
+    if isinstance(configured, dict):
+        return {**configured, "name": declared}
+    return configured
 
 
 def as_list(given: Any) -> list[Any]:
     """``reward_funcs`` as TRL takes them: none, one or several."""
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    return [given]
 
 
 def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
@@ -104,21 +128,28 @@ class FirstMade:
     """A factory whose first instance was made already: TRL looks at one as well, and environments are made once."""
 
     def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
-        self._factory, self._waiting = factory, [instance]
+        self._factory = factory
+        self._waiting = [instance]
 
     def __call__(self) -> Any:
-        return self._waiting.pop() if self._waiting else self._factory()
+        if self._waiting:
+            return self._waiting.pop()
+        return self._factory()
 
 
 def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
     """(the rewards that environments own, the factories to hand on); a factory that is no class is called once."""
-    factories = dict(factory) if isinstance(factory, dict) else {None: factory}
+    if isinstance(factory, dict):
+        factories = dict(factory)
+    else:
+        factories = {None: factory}
     kinds = []
     for name, make in factories.items():
         kind = make
         if not isinstance(make, type):
             instance = make()
-            kind, factories[name] = type(instance), FirstMade(make, instance)
+            kind = type(instance)
+            factories[name] = FirstMade(make, instance)
         if callable(getattr(kind, "get_reward", None)) and kind not in kinds:
             kinds.append(kind)
     marked = [EnvironmentReward(kind.__name__) for kind in kinds]

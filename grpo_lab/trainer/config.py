@@ -89,10 +89,16 @@ class LabConfig(GRPOConfig):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere one cannot."""
-        names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else list(kwargs)
+        if dataclasses.is_dataclass(cls):
+            names = [f.name for f in dataclasses.fields(cls) if f.init]
+        else:
+            names = list(kwargs)
         refuse_unknown(kwargs, names, f"`{cls.__name__}`", GONE)
         config = super().__new__(cls)
-        config._written = frozenset() if set(kwargs) >= set(names) else frozenset(kwargs)  # a parser writes them all
+        if set(kwargs) >= set(names):  # a parser writes them all
+            config._written = frozenset()
+        else:
+            config._written = frozenset(kwargs)
         return config
 
     def __post_init__(self) -> None:
@@ -120,7 +126,9 @@ class LabConfig(GRPOConfig):
             self.objective = "ppo"  # nothing else here has a critic
         given = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
         ours = with_registered(read(LabSettings, given))
-        self.reference_every, self.max_hours, self.stop_file = ours.reference_every, ours.max_hours, ours.stop_file
+        self.reference_every = ours.reference_every
+        self.max_hours = ours.max_hours
+        self.stop_file = ours.stop_file
         if ours.rollout.earlier_policy and not written(self, CORRECTION):
             setattr(self, CORRECTION, "token_truncate")
         refuse(AHEAD[ours.rollout.earlier_policy], Case(self, ours))
@@ -131,7 +139,10 @@ class LabConfig(GRPOConfig):
             self.beta = ours.kl.coefficient  # TRL builds the reference model by `beta`
         algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
         refuse(AFTER, Case(self, ours, algorithm))
-        kl = None if algorithm.objective is None else algorithm.objective.kl
+        if algorithm.objective is None:
+            kl = None
+        else:
+            kl = algorithm.objective.kl
         if kl is not None and kl.control is not None:
             kl.control.rate_of(self.generation_batch_size)
         if ours.objective is not None:
@@ -174,4 +185,6 @@ class LabConfig(GRPOConfig):
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return address(value, ":") if callable(value) else value
+    if callable(value):
+        return address(value, ":")
+    return value

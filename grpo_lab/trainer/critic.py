@@ -30,7 +30,9 @@ from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.settings.inputs import check_model
 from grpo_lab.trainer.settings.parse import ValueSettings
 
-FOLDER, MANIFEST, TENSORS = "critic", "critic.json", "critic.safetensors"
+FOLDER = "critic"
+MANIFEST = "critic.json"
+TENSORS = "critic.safetensors"
 FORMAT = 1
 
 
@@ -45,7 +47,8 @@ class ValueHead(nn.Linear):
         """``[…, H]`` → ``[…]`` in units of the reward."""
         with torch.autocast(states.device.type, enabled=False):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
-            weight, bias = self.weight.to(wide), self.bias.to(wide)
+            weight = self.weight.to(wide)
+            bias = self.bias.to(wide)
             return functional.linear(states.to(weight.device, wide), weight, bias).squeeze(-1)
 
 
@@ -129,7 +132,10 @@ def _copied_trunk(model: Any) -> nn.Module:
     ranks."""
     policy = trl_bridge.inside(model)
     if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
-        why = "are quantized" if getattr(policy, "is_quantized", False) else "lie on several ranks (DeepSpeed ZeRO-3)"
+        if getattr(policy, "is_quantized", False):
+            why = "are quantized"
+        else:
+            why = "lie on several ranks (DeepSpeed ZeRO-3)"
         raise ValueError(
             f"`value.model` is 'copy', and the policy's weights {why}, so that they cannot be copied: name a folder "
             "or hub name, or 'head'"
@@ -156,7 +162,10 @@ def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) 
             moved += len(critics)
             settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
             group["params"] = [p for p in group["params"] if id(p) not in own]
-            rate = group["lr"] if learning_rate is None else learning_rate
+            if learning_rate is None:
+                rate = group["lr"]
+            else:
+                rate = learning_rate
             ours.add_param_group({**settings, "params": critics, "lr": rate})
     ours.param_groups[:] = [group for group in ours.param_groups if group["params"]]
     if moved != len(own):
@@ -179,7 +188,8 @@ class CriticAlone(TrainerCallback):  # type: ignore[misc]
     make: AdamW's bias correction would divide its first real gradients by far too small a second moment."""
 
     def __init__(self, trainer: Any, value: ValueSettings) -> None:
-        self.trainer, self.steps = trainer, value.warmup_steps
+        self.trainer = trainer
+        self.steps = value.warmup_steps
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step < self.steps:
@@ -213,7 +223,8 @@ def load_critic(folder: str | Path) -> Critic:
         told = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
         if told["format"] != FORMAT:
             raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
-        tensors, trunk = load_file(place / TENSORS), None
+        tensors = load_file(place / TENSORS)
+        trunk = None
         if told["own_network"]:
             config = AutoConfig.from_pretrained(place)
             # `AutoModel.from_config` under ZeRO-3 gives a rank empty parameters, which take no tensors
@@ -230,7 +241,10 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
     nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
     the policy; ``None``: it is in memory."""
     if critic is not None and state != {} and trainer.args.should_save:
-        whole = trainer.model.state_dict() if state is None else state
+        if state is None:
+            whole = trainer.model.state_dict()
+        else:
+            whole = state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
 
 
@@ -251,5 +265,8 @@ def take_up(
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        why = mismatch(error) if isinstance(error, RuntimeError) else error
+        if isinstance(error, RuntimeError):
+            why = mismatch(error)
+        else:
+            why = error
         raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {why}") from error

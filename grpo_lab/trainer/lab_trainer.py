@@ -102,12 +102,17 @@ class LabTrainer(ResumableTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        data, rollout = (train_dataset, eval_dataset), (environment_factory, rollout_func)
+        data = (train_dataset, eval_dataset)
+        rollout = (environment_factory, rollout_func)
         named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         check_conversations(turns_of(tools, environment_factory), named)
         found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
-        self.lab_settings, self.algorithm = found.settings, found.algorithm
-        means = TrlBook if self.lab_settings.objective is None else MetricBook
+        self.lab_settings = found.settings
+        self.algorithm = found.algorithm
+        if self.lab_settings.objective is None:
+            means = TrlBook
+        else:
+            means = MetricBook
         self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
             super().__init__(
@@ -151,7 +156,9 @@ class LabTrainer(ResumableTrainer):
         rule: Any = self.algorithm.advantage
         if rule is None:
             return trl_advantages(table, self.scale_rewards, self.multi_objective_aggregation)
-        return rule(table) if level_of(rule) == "token" else rule(table.total, table.group_size)
+        if level_of(rule) == "token":
+            return rule(table)
+        return rule(table.total, table.group_size)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
         """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
@@ -177,7 +184,9 @@ class LabTrainer(ResumableTrainer):
     @seen
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         ours = self.parts.prompts.built(self.train_dataset if dataset is None else dataset)
-        return super()._get_train_sampler(dataset) if ours is None else ours
+        if ours is None:
+            return super()._get_train_sampler(dataset)
+        return ours
 
     @seen
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -293,8 +302,14 @@ class LabTrainer(ResumableTrainer):
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        saved = None if checkpoint is None else load_state(checkpoint)
-        named = set[str]() if saved is None else saved.without_moments
+        if checkpoint is None:
+            saved = None
+        else:
+            saved = load_state(checkpoint)
+        if saved is None:
+            named = set[str]()
+        else:
+            named = saved.without_moments
         with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, named):
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
@@ -327,7 +342,9 @@ class LabTrainer(ResumableTrainer):
         """Long ``[rows]``, of this rank's rows of the generation batch at hand: optimizer steps that the policy had
         taken which wrote it; of a completion of several policies (``rollout.cut_after``) the oldest."""
         of_rows = self.parts.partial.versions()
-        return torch.full((rows,), self.parts.overlap.version) if of_rows is None else torch.tensor(of_rows)
+        if of_rows is None:
+            return torch.full((rows,), self.parts.overlap.version)
+        return torch.tensor(of_rows)
 
     @property
     def correction(self) -> SamplerCorrection | None:

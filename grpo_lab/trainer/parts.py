@@ -43,10 +43,14 @@ class Parts:
 
     def __init__(self, trainer: Any, given: Given) -> None:
         check_requires(trainer)
-        algorithm, settings = given.algorithm, given.settings
+        algorithm = given.algorithm
+        settings = given.settings
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
-        kl = None if algorithm.objective is None else algorithm.objective.kl_in_reward
+        if algorithm.objective is None:
+            kl = None
+        else:
+            kl = algorithm.objective.kl_in_reward
         own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
         trainer.rollout_func = thinking_rollout(trainer, settings.rollout, given.environment_factory)
@@ -61,7 +65,10 @@ class Parts:
         self.resampler = Resampler(trainer)
         self.update = ExactUpdate(trainer)
         self.guard = NumbersGuard(trainer)
-        self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
+        if given.args.reset_optimizer:
+            self.optimizer_reset = OptimizerReset(trainer)
+        else:
+            self.optimizer_reset = None
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
@@ -70,7 +77,8 @@ class Parts:
         self.stop = StopOnRequest(trainer, self.due_evaluation)
         self._call_back(trainer)
         if trainer.use_vllm:
-            engine, served = trainer.vllm_generation, trainer.vllm_mode == "server"
+            engine = trainer.vllm_generation
+            served = trainer.vllm_mode == "server"
             engine.waiting = self.stop.wait
             engine.synced = lambda moved: trainer.recorder.book().add_alike(
                 "rollout/sync_bytes", torch.tensor([moved]), 1
@@ -114,7 +122,8 @@ class Parts:
     def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
         """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one
         of all."""
-        trainer, entries = self.guard.trainer, dict[str, Any]()
+        trainer = self.guard.trainer
+        entries = dict[str, Any]()
         asked: dict[str, Callable[[], Any]] = {
             "generated": lambda: self.generated,
             "sampler": self.prompts.state,
@@ -136,7 +145,10 @@ class Parts:
 
     def load(self, saved: SavedState | None) -> None:
         """What ``save`` wrote; called on every rank before a training begins."""
-        self.generated = 0 if saved is None else saved.entry("generated", int, "the tokens before it do not count") or 0
+        if saved is None:
+            self.generated = 0
+        else:
+            self.generated = saved.entry("generated", int, "the tokens before it do not count") or 0
         rows = (self.prompts, self.generation_buffer, self.partial, self.update.budget)
         for part in (*rows, self.reference, self.kl, self.guard, self.due_evaluation, self.preference):
             part.load(saved)

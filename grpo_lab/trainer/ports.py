@@ -91,7 +91,9 @@ class Faults:
 
     def forget(self) -> None:
         """A training begins."""
-        self.batch, self.bad, self._trained_on = 0, set[str](), True
+        self.batch = 0
+        self.bad = set[str]()
+        self._trained_on = True
         self.said: list[str] = []
         self.end_step()
         self.names: tuple[str, ...] = ()
@@ -126,7 +128,11 @@ class Faults:
     def generation(self) -> None:
         """What was said of an earlier batch goes; the rounds of one batch (``resample``) stay together."""
         if self._trained_on:
-            self.batch, self.bad, self._trained_on, self.said, self.rewards = self.batch + 1, set(), False, [], {}
+            self.batch = self.batch + 1
+            self.bad = set()
+            self._trained_on = False
+            self.said = []
+            self.rewards = {}
 
 
 def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
@@ -143,7 +149,8 @@ class Recorder:
 
     def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
         self.books = {name: book() for name in ("train", "eval")}
-        self.mode, self._speaks = mode, speaks
+        self.mode = mode
+        self._speaks = speaks
         self._said: set[str] = set()
 
     @property

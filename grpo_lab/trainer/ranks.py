@@ -80,7 +80,10 @@ def at(name: str) -> Iterator[None]:
             raise
         if _watches:
             raise RankLost(_watches[-1].describe(kind, str(error))) from error
-        what = "waited in vain for another rank" if kind == "late" else "lost the connection to another rank"
+        if kind == "late":
+            what = "waited in vain for another rank"
+        else:
+            what = "lost the connection to another rank"
         said = f"this rank {what} at «{place()}» (time limit: `ddp_timeout`). torch says: {error}"
         raise RankLost(said) from error
     finally:
@@ -150,7 +153,8 @@ class RankWatch:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.rank, self.ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        self.rank = trainer.accelerator.process_index
+        self.ranks = trainer.accelerator.num_processes
         self.limit = float(trainer.args.ddp_timeout)
         self.beat = min(10.0, max(0.5, self.limit / 8))
         self._end = threading.Event()
@@ -161,7 +165,8 @@ class RankWatch:
         if self.ranks == 1:
             return self
         self._thread_that_trains = threading.get_ident()
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        host = os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT")
         if host and port:
             try:  # a client of its own: torch's may be held by whoever waits in it
                 self._store = distributed.TCPStore(
@@ -183,7 +188,8 @@ class RankWatch:
 
     def describe(self, kind: str, said: str) -> str:
         """The message of an error that ended a collective of this rank."""
-        here, where = f"rank {self.rank} of {self.ranks}", f"at «{place()}», step {self._step()}"
+        here = f"rank {self.rank} of {self.ranks}"
+        where = f"at «{place()}», step {self._step()}"
         if kind == "late":
             what = f"{here} waited {self.limit:.0f} s {where}, and not all ranks came (`ddp_timeout`)"
             then = "Look at what the missing rank does (`py-spy dump --pid …`); is it only slow, raise `ddp_timeout`"
@@ -208,7 +214,8 @@ class RankWatch:
                 silent = "has said nothing: it has not begun to train, or not as grpo_lab.LabTrainer"
                 said.append(f"Rank {rank} {silent}")
                 continue
-            verb, quiet = "waits" if entry["waits"] else "is", time.time() - entry["written"]
+            verb = "waits" if entry["waits"] else "is"
+            quiet = time.time() - entry["written"]
             if quiet > SILENT * self.beat:
                 verb = f"was last heard of {quiet:.0f} s ago (ended, or stopped), then"
             said.append(f"Rank {rank} {verb} {entry['where']}")
@@ -238,11 +245,14 @@ class RankWatch:
             try:
                 self._store.set(key_of(self.rank), json.dumps(self._entry()))
             except (OSError, RuntimeError) as failure:  # the store's machine is gone: the others' entries, too
-                self._store, self._why_no_store = None, str(failure)
+                self._store = None
+                self._why_no_store = str(failure)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = key_of(rank)
-        return dict(json.loads(self._store.get(key))) if self._store.check([key]) else None
+        if self._store.check([key]):
+            return dict(json.loads(self._store.get(key)))
+        return None
 
     def _step(self) -> int:
         return int(self._trainer.state.global_step) + 1
@@ -311,7 +321,8 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
 def names_of_bad(trainer: Any) -> str | None:
     """Which tensors hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank, in
     words; None where none does. One number is read, and sent."""
-    model, device = trainer.model, trainer.accelerator.device
+    model = trainer.model
+    device = trainer.accelerator.device
     with at("whether the weights are finite"):
         flags = {name: is_bad(one) for name, one in model.named_parameters()}
         flags |= {name: is_bad(one, infinite=False) for name, one in model.named_buffers()}

@@ -33,7 +33,8 @@ EARLIER: dict[str, str] = {
     "position_offset": f"{OURS}position_offset",
 }
 #: the fields of ``Carried`` that rows are also picked by
-POSITION_OFFSET, POLICY_VERSION = f"{OURS}position_offset", f"{OURS}policy_version"
+POSITION_OFFSET = f"{OURS}position_offset"
+POLICY_VERSION = f"{OURS}policy_version"
 HOLED = -(2**63)
 """In the place of a prompt's number."""
 
@@ -101,7 +102,9 @@ class Carried:
 def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
     """bool ``[B, T]``: completion tokens that the policy itself made (no padding, no tool output)."""
     mask: Tensor = fields["completion_mask"].bool()
-    return mask & fields["tool_mask"].bool() if "tool_mask" in fields else mask
+    if "tool_mask" in fields:
+        return mask & fields["tool_mask"].bool()
+    return mask
 
 
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,8 @@ def reach(mask: Tensor) -> Tensor:
 
 def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
     """What has one entry a row: ``[B]`` or ``[B, …]``."""
-    rows, tensors = fields["prompt_ids"].size(0), {n: v for n, v in fields.items() if isinstance(v, Tensor)}
+    rows = fields["prompt_ids"].size(0)
+    tensors = {n: v for n, v in fields.items() if isinstance(v, Tensor)}
     return {name: value for name, value in tensors.items() if value.dim() >= 1 and value.size(0) == rows}
 
 
@@ -219,7 +223,8 @@ class RowTable:
         fields = {}
         for name, value in self.fields.items():
             if value.dim() > 1:
-                of_prompt, fill = is_of_prompt(name), FILL.get(name, 0)
+                of_prompt = is_of_prompt(name)
+                fill = FILL.get(name, 0)
                 value = accelerator.pad_across_processes(value, dim=1, pad_index=fill, pad_first=of_prompt)
             fields[name] = accelerator.gather(value.contiguous())
         widths = {name: value.size(1) for name, value in fields.items() if value.dim() > 1}
@@ -262,17 +267,24 @@ class RowTable:
             shared: the forward is to compute each prompt once.
             index: the rows on the table's device, where they are there already (``on_device``).
         """
-        index = on_device([rows], self.offset.device)[0] if index is None else index
+        if index is None:
+            index = on_device([rows], self.offset.device)[0]
+        else:
+            index = index
         prompt, completion = (lengths[index] for lengths in self.lengths)
         padding = start = self.fields["prompt_ids"].size(1) - prompt
-        length, width, holed = 2, 1, False
+        length = 2
+        width = 1
+        holed = False
         if rows:
             host = self.on_host
             length = int((host.prompts[rows] + host.completions[rows]).max())
             width = max(int(host.completions[rows].max()), 1)
             holed = bool(host.holes[rows].any())
         else:
-            start, prompt, completion = start + prompt - 1, torch.ones_like(prompt), torch.ones_like(completion)
+            start = start + prompt - 1
+            prompt = torch.ones_like(prompt)
+            completion = torch.ones_like(completion)
         steps = torch.arange(length, device=index.device)
         real = steps < (prompt + completion).unsqueeze(1)
 
@@ -280,11 +292,13 @@ class RowTable:
             both = torch.cat([self.fields[f"prompt_{of}"][index], self.fields[f"completion_{of}"][index]], dim=1)
             return both.gather(1, (start.unsqueeze(1) + steps).clamp(max=both.size(1) - 1))
 
-        input_ids, attended = contiguous("ids"), contiguous("mask").bool() & real
+        input_ids = contiguous("ids")
+        attended = contiguous("mask").bool() & real
         fields = {name: value[index] for name, value in self.fields.items()}
         fields = {name: value[:, :width] if name in self.per_token else value for name, value in fields.items()}
         del fields["prompt_ids"], fields["prompt_mask"]
-        loss_mask, behind = self.loss_mask[index, :width] & bool(rows), steps - prompt.unsqueeze(1)
+        loss_mask = self.loss_mask[index, :width] & bool(rows)
+        behind = steps - prompt.unsqueeze(1)
         own = loss_mask.gather(1, behind.clamp(0, width - 1)) & (behind >= 0) & real
         positions = (self.offset[index] + start - padding).unsqueeze(1) + steps
         if limit is not None:
@@ -325,8 +339,13 @@ def fitted(name: str, value: Tensor, width: int) -> Tensor:
     """``[rows, width, …]`` of a field: cut, or filled up, where its padding is."""
     missing = width - value.size(1)
     if missing <= 0:
-        return value[:, -missing:] if is_of_prompt(name) else value[:, :width]
-    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
+        if is_of_prompt(name):
+            return value[:, -missing:]
+        return value[:, :width]
+    if is_of_prompt(name):
+        edges = (missing, 0)
+    else:
+        edges = (0, missing)
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
 

@@ -49,7 +49,8 @@ def cheapest_cuts(lengths: Ints, budget: int, overhead: int) -> Ints:
         most = min(n - j, max(1, budget // int(lengths[j])))
         cost = np.arange(1, most + 1) * lengths[j] + best[j + 1 : j + most + 1]
         c = most - 1 - int(cost[::-1].argmin())
-        best[j], step[j] = cost[c] + overhead, c + 1
+        best[j] = cost[c] + overhead
+        step[j] = c + 1
     starts = []
     j = 0
     while j < n:
@@ -84,7 +85,8 @@ def even_cuts(negated: list[int], total: int, bins: int, budget: int) -> Ints | 
 
     if needed(budget) > bins:
         return None
-    low, high = min(budget, max(1, -(-total // bins))), budget
+    low = min(budget, max(1, -(-total // bins)))
+    high = budget
     while low < high:
         middle = (low + high) // 2
         if needed(middle) <= bins:
@@ -118,13 +120,17 @@ def choose_cuts(lengths: Ints, num_ranks: int, budget: int, overhead: int) -> In
     total = int(lengths.sum())
     fewest = -(-sum(count for _, _, count in greedy_runs(negated, budget)) // num_ranks)
     best: Ints | None = None
-    best_cost, misses, rounds = 0, 0, fewest
+    best_cost = 0
+    misses = 0
+    rounds = fewest
     while best is None or (misses < 4 and -(-total // num_ranks) + overhead * rounds < best_cost):
         starts = even_cuts(negated, total, rounds * num_ranks, budget)
         assert starts is not None  # `fewest` rounds suffice, and so do more
         cost = rounds_cost(footprints(lengths, starts), num_ranks, overhead)
         if best is None or cost < best_cost:
-            best, best_cost, misses = starts, cost, 0
+            best = starts
+            best_cost = cost
+            misses = 0
         else:
             misses += 1
         rounds += max(1, rounds // 16)

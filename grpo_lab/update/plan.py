@@ -78,7 +78,9 @@ class Plan:
     @property
     def padding_share(self) -> float:
         """Share of the computed tokens that is padding; 0 where nothing is computed."""
-        return 1.0 - self.tokens_live / self.tokens_computed if self.tokens_computed else 0.0
+        if self.tokens_computed:
+            return 1.0 - self.tokens_live / self.tokens_computed
+        return 0.0
 
 
 def default_max_tokens(micro_batch_size: int, longest_prompt: int, longest_completion: int) -> int:
@@ -112,7 +114,8 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
     completion = np.asarray(rows.completion_lengths)[table]
     total = np.asarray(rows.prompt_lengths)[table] + completion
     order = np.lexsort((table, -completion, -total))
-    table, lengths = table[order], total[order]
+    table = table[order]
+    lengths = total[order]
     if not table.size:
         return empty_plan(num_ranks)
     starts = choose_cuts(lengths, num_ranks, max_tokens, overhead_tokens)
@@ -148,7 +151,9 @@ def _lay_out(table: Ints, lengths: Ints, bin_of: Ints, rounds: Ints, ranks: Ints
 
 
 def _array(values: Numbers) -> NDArray[np.generic]:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
 
 
 def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:

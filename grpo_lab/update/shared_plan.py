@@ -55,7 +55,8 @@ def plan_shared(rows: Rows, prompts: Numbers, num_ranks: int, max_tokens: int) -
     bins: list[list[list[int]]] = [[[] for _ in range(int(rounds.max()) + 1)] for _ in range(num_ranks)]
     computed = np.zeros((num_ranks, int(rounds.max()) + 1), dtype=np.int64)
     for place, (start, end) in enumerate(zip(starts, [*starts[1:], len(parts)], strict=True)):
-        rank, k = int(ranks[place]), int(rounds[place])
+        rank = int(ranks[place])
+        k = int(rounds[place])
         bins[rank][k] = [row for part in parts[start:end] for row in part.rows]
         computed[rank, k] = sizes[place]
     load = tuple(loads_of(sizes, ranks, num_ranks).tolist())
@@ -74,19 +75,24 @@ def cheaper(
     tokens). ``dearer``, ``dearer_bin``: what a shared bin costs beyond its tokens, a share of them and tokens a bin."""
     rounds = len(shared.bins[0])
     dear = shared.step_tokens * (1 + dearer) + rounds * (overhead + dearer_bin)
-    return shared if dear < plain.step_tokens + overhead * len(plain.bins[0]) else plain
+    if dear < plain.step_tokens + overhead * len(plain.bins[0]):
+        return shared
+    return plain
 
 
 def _parts(rows: Rows, prompts: Ints, num_ranks: int, max_tokens: int) -> list[_PartOfGroup]:
     """Longest first. No part is larger than the budget or a rank's even share, unless it is a single row."""
-    prompt, completion = np.asarray(rows.prompt_lengths), np.asarray(rows.completion_lengths)
+    prompt = np.asarray(rows.prompt_lengths)
+    completion = np.asarray(rows.completion_lengths)
     table = np.flatnonzero(rows.live)
     table = table[np.lexsort((table, -completion[table], prompts[table]))]
     _, first = np.unique(prompts[table], return_index=True)
     share = -(-int(completion[table].sum() + prompt[table[first]].sum()) // num_ranks)
-    cap, parts = min(max_tokens, share), []
+    cap = min(max_tokens, share)
+    parts = []
     for group in np.split(table, first[1:]):
-        start, before = 0, int(prompt[group].max())
+        start = 0
+        before = int(prompt[group].max())
         while start < group.size:
             grown = before + np.cumsum(completion[group[start:]])
             size = max(1, int(np.searchsorted(grown, cap, side="right")))
@@ -110,7 +116,8 @@ def _cuts(tokens: Ints, num_ranks: int, max_tokens: int) -> Ints:
             starts.append(following)
 
     bins = -(-len(walk(max_tokens)) // num_ranks) * num_ranks
-    low, high = 1, max(max_tokens, int(tokens.max()))
+    low = 1
+    high = max(max_tokens, int(tokens.max()))
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(walk(middle)) <= bins else (middle + 1, high)

@@ -105,7 +105,10 @@ def _peel_once(text: str) -> str:
     text = text.strip()
     while text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1].rstrip()  # a lone backslash at the end, the rest of a cut command
-    text = text.rstrip(".,;:") if not text.endswith(("\\,", "\\;", "\\:")) else text[:-2]
+    if not text.endswith(("\\,", "\\;", "\\:")):
+        text = text.rstrip(".,;:")
+    else:
+        text = text[:-2]
     for left, right in _DELIMITERS + _WRAPPING:
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
             inside = text[len(left) : len(text) - len(right)]
@@ -126,7 +129,10 @@ def _peel_once(text: str) -> str:
 
 def _with_parentheses(function: re.Match[str]) -> str:
     name, braced_power, power, argument = function.groups()
-    exponent = f"^{{{braced_power or power}}}" if braced_power or power else ""
+    if braced_power or power:
+        exponent = f"^{{{braced_power or power}}}"
+    else:
+        exponent = ""
     return f"{name}{exponent}({argument.strip()})"
 
 
@@ -166,8 +172,14 @@ def canonical(text: str) -> str:
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace(r"\cfrac", r"\frac")
     text = _FUNCTION_OF.sub(_with_parentheses, without_upright(text))
     text = re.sub(r"(?<!\\)%", r"\\%", text)
-    text = _SIGNED_CURRENCY.sub(r"\1", text) if _SIGNED_CURRENCY.match(text) else text
-    text = text.rstrip(CURRENCY.replace("$", "")).rstrip() if text[-1:] in CURRENCY[1:] else text
+    if _SIGNED_CURRENCY.match(text):
+        text = _SIGNED_CURRENCY.sub(r"\1", text)
+    else:
+        text = text
+    if text[-1:] in CURRENCY[1:]:
+        text = text.rstrip(CURRENCY.replace("$", "")).rstrip()
+    else:
+        text = text
     text = re.sub(r"^([+-]?\d[\d,.]*)\s*\\?\$$", r"\1", text)
     text = re.sub(r"^\+\s?(?=[.\d])", "", text)
     text = _THOUSANDS_TIE.sub(" ", text)
@@ -184,7 +196,10 @@ def canonical(text: str) -> str:
 def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
     bare = SUPERSCRIPTS.sub(" ", _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text)))
-    names = [] if r"\begin" in text else _NAME_WITH_AND.findall(bare)
+    if r"\begin" in text:
+        names = []
+    else:
+        names = _NAME_WITH_AND.findall(bare)
     words = [word for word in _WORD.findall(bare) if word.lower() not in FUNCTIONS]
     return names + [word for word in words if len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()]
 

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
-_DIGITS, _EXACT, _NEARLY = 60, 40, 12
+_DIGITS = 60
+_EXACT = 40
+_NEARLY = 12
 """Digits that are computed; in which exact sides agree; in which sides with variables and decimals do."""
 _ZEROS_AT_MOST = 400
 _MOST_SYMBOLS = 3
@@ -61,7 +63,9 @@ def agree(gold: Any, answer: Any) -> bool:
 def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, Any]]:
     """Both as they are, and without their percent signs: beside 9, `9%` is 9."""
     bare = (without_percent(gold, gold), without_percent(answer, answer))
-    return [(gold, answer)] if bare == (gold, answer) else [(gold, answer), bare]
+    if bare == (gold, answer):
+        return [(gold, answer)]
+    return [(gold, answer), bare]
 
 
 def _exact(side: Any) -> Any:

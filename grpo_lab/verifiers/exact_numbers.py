@@ -45,7 +45,9 @@ def is_plain_number(text: str) -> bool:
 
 def without_thousands(text: str) -> str:
     """`1,234.5` -> `1234.5`; a comma that parts anything else stays: `3,5`, `(1,2)`."""
-    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
+    if _THOUSANDS.fullmatch(text):
+        return text.replace(",", "")
+    return text
 
 
 def decimals_compared(gold: str) -> int:
@@ -63,7 +65,9 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
         return True
     if a.denominator == b.denominator == 1 and "." not in gold + answer:
         return False
-    return False if abs(a - b) > Fraction(2, 10 ** decimals_compared(gold)) else None
+    if abs(a - b) > Fraction(2, 10 ** decimals_compared(gold)):
+        return False
+    return None
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
@@ -81,7 +85,9 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
         parts = answer.split(", ")
         if len(answer) > _LONGEST or not 1 < len(parts) <= _MOST_PARTS or _JOINED_AGAIN.search(answer):
             return None
-        return None if any((value := _value(part)) is None or not _far(wanted, value) for part in parts) else False
+        if any((value := _value(part)) is None or not _far(wanted, value) for part in parts):
+            return None
+        return False
     if "." not in gold + answer:
         return wanted == given
     return False if _far(wanted, given) else None

@@ -50,7 +50,8 @@ def read(text: str) -> Formula:
     """The formula that all of ``text`` is."""
     if len(text) > MOST_CHARACTERS_OF_A_FORMULA:
         raise NoFormula(f"longer than {MOST_CHARACTERS_OF_A_FORMULA} characters")
-    tokens, place = [], 0
+    tokens = []
+    place = 0
     text = text.strip()
     while place < len(text):
         found = _TOKEN.match(text, place)
@@ -102,7 +103,9 @@ def write(formula: Formula) -> str:
     if len(formula) == 1:
         return str(formula[0])
     parts = [f"({write(part)})" if len(part) == 3 else write(part) for part in formula[1:]]
-    return f"~{parts[0]}" if formula[0] == "~" else f" {formula[0]} ".join(parts)
+    if formula[0] == "~":
+        return f"~{parts[0]}"
+    return f" {formula[0]} ".join(parts)
 
 
 def atoms(formula: Formula) -> set[str]:
@@ -146,12 +149,17 @@ class _Proof:
         self.open = [_Part(0)]
 
     def add(self, number: int, line: str) -> None:
-        found = _LINE.match(line) if len(line) <= MOST_CHARACTERS else None
+        if len(line) <= MOST_CHARACTERS:
+            found = _LINE.match(line)
+        else:
+            found = None
         rule = found and _RULE.match(found[4].replace("→", "->").translate(_SPELLED).strip())
         if not found or not rule or int(found[1]) != number:
             raise NotAProof(f"not of the form `{number}. formula [rule lines]`")
-        depth, formula = found[2].count("|"), read(found[3])
-        opens, base = rule[1] == "assume", depth - (rule[1] == "assume")
+        depth = found[2].count("|")
+        formula = read(found[3])
+        opens = rule[1] == "assume"
+        base = depth - (rule[1] == "assume")
         if depth > len(self.open) - (not opens) or base < 0:
             raise NotAProof("a | without an assumption")
         while len(self.open) - 1 > base:

@@ -67,7 +67,9 @@ def kind_of_gold(gold: str) -> GoldKind:
     if not words:
         return GoldKind.MATH
     one_word = len(gold.split()) == 1 and re.fullmatch(r"[^\W\d_][^\W_'-]*(?:['-][^\W_]+)*", gold) is not None
-    return GoldKind.TEXT if one_word and not _NUMBER_WORDS.fullmatch(gold) else GoldKind.UNUSABLE
+    if one_word and not _NUMBER_WORDS.fullmatch(gold):
+        return GoldKind.TEXT
+    return GoldKind.UNUSABLE
 
 
 def names_choice(gold: str) -> bool:
@@ -93,12 +95,16 @@ def _choice_of(text: str) -> Choice | None:
     inside = inside_text_group(text)
     text = (text if inside is None else inside).strip()
     label = _CHOICE.fullmatch(text)
-    return Choice(label[1], "", wrapped=False) if label else read_choice(text)
+    if label:
+        return Choice(label[1], "", wrapped=False)
+    return read_choice(text)
 
 
 def _same_text(one: str, other: str) -> bool:
     value = exact_value(one)
-    return text_key(one) == text_key(other) if value is None else value == exact_value(other)
+    if value is None:
+        return text_key(one) == text_key(other)
+    return value == exact_value(other)
 
 
 def _other_number(one: str, other: str) -> bool:
@@ -150,7 +156,8 @@ class MathVerifier:
 
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
         """Both in canonical spelling, and a gold that is not text read together with its answer."""
-        gold, answer = self._spelled(gold), self._spelled(answer)
+        gold = self._spelled(gold)
+        answer = self._spelled(answer)
         if _FIGURES.fullmatch(gold) and _FIGURES.fullmatch(answer):
             return gold, answer  # what the rest would come to, at a twentieth of the time
         if max(len(gold), len(answer)) > MOST_CHARACTERS or inside_text_group(gold) is not None:
@@ -161,11 +168,16 @@ class MathVerifier:
         """Canonical, unless the text is so long that it is refused anyway (4: wrappers and spaces may go)."""
         if _FIGURES.fullmatch(text):
             return text
-        return canonical(text) if len(text) <= 4 * MOST_CHARACTERS else text
+        if len(text) <= 4 * MOST_CHARACTERS:
+            return canonical(text)
+        return text
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
         """The verdict where no worker is needed; None where one is."""
-        same = compare_plain_numbers(gold, answer) if self.fast_path else None
+        if self.fast_path:
+            same = compare_plain_numbers(gold, answer)
+        else:
+            same = None
         if same is not None:
             return _COMPARED[same]
         if len(gold) > MOST_CHARACTERS:
@@ -182,7 +194,10 @@ class MathVerifier:
             return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):
             return MathVerdict(Verdict.NOT_EQUAL, MANY)
-        same = compare_numbers(gold, answer) if self.fast_path else None
+        if self.fast_path:
+            same = compare_numbers(gold, answer)
+        else:
+            same = None
         if same is not None:
             return _COMPARED[same]
         return self._known.get((gold, answer))
@@ -218,7 +233,9 @@ def _named_alike(answer: Any, gold: list[Any]) -> Any:
 def _usable_gold(gold: str) -> list[Any]:
     """The parsed gold, empty unless it is accepted as an answer to itself (1/0, for one, is not)."""
     parsed = _parse(gold)
-    return parsed if parsed and _verify(parsed, parsed, decimals_compared(gold)) else []
+    if parsed and _verify(parsed, parsed, decimals_compared(gold)):
+        return parsed
+    return []
 
 
 def compare_in_worker(job: dict[str, str]) -> dict[str, str]:

@@ -43,7 +43,9 @@ def in_latex(text: str) -> str:
         text = _X_FOR_TIMES.sub(r"\\times ", _BARE_NEGATIVE_POWER.sub(r"^{\1}", text))
     if "\\" in text or "(" in text or "{" in text:
         text = _EMPTY_SET.sub(r"\\emptyset", _NATURAL_LOGARITHM.sub(r"\\ln ", _REPEATING.sub(_repeating, text)))
-    return text if _OPEN_TO_DOUBT.fullmatch(text) else _E.sub(_without_e, text)
+    if _OPEN_TO_DOUBT.fullmatch(text):
+        return text
+    return _E.sub(_without_e, text)
 
 
 def _repeating(number: re.Match[str]) -> str:
@@ -75,7 +77,9 @@ def ungrouped(text: str, commas: bool) -> str:
         return text.replace(" ", "").replace(",", ".")
     if _UNDERSCORES.fullmatch(text):
         return text.replace("_", "").replace("'", "")
-    return text.replace(",", "") if commas and _INDIAN.fullmatch(text) else text
+    if commas and _INDIAN.fullmatch(text):
+        return text.replace(",", "")
+    return text
 
 
 def as_scientific(text: str, other: str, value: Fraction | None) -> str:

@@ -84,14 +84,18 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
     """The quantity that begins at `start`, read as far as it goes; None where none begins there."""
     sign = _SIGN.match(text, start)
     money = _CURRENCY.match(text, sign.end() if sign else start)
-    begin = money.end() if money else sign.end() if sign else start
+    if money:
+        begin = money.end()
+    else:
+        begin = sign.end() if sign else start
     found = _from_figures(text, begin, money is not None)
     if found is None and _WORD.match(text, begin):
         found = _Reader(text, None, begin, False).read()
     if found is None or found.end == begin:
         return None
     percent = _PERCENT.match(text, found.end)
-    value, end = -found.value if sign else found.value, percent.end() if percent else found.end
+    value = -found.value if sign else found.value
+    end = percent.end() if percent else found.end
     plain = found.plain and percent is None and (sign is None or sign[1] is not None)
     return replace(found, value=value, end=end, plain=plain, percent=percent is not None)
 
@@ -109,23 +113,35 @@ def in_digits(value: Fraction) -> str:
         return str(value.numerator)
     scaled = value * 10**12
     if scaled.denominator == 1:
-        sign, digits = "-" if value < 0 else "", f"{abs(scaled.numerator):013d}"
+        sign = "-" if value < 0 else ""
+        digits = f"{abs(scaled.numerator):013d}"
         return f"{sign}{digits[:-12]}.{digits[-12:]}".rstrip("0")
     return rf"{'-' if value < 0 else ''}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
 
 
 def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
     if fraction := _LATEX_FRACTION.match(text, start) or _VULGAR.match(text, start):
-        value, end, plain = _fraction_of(fraction), fraction.end(), False
+        value = _fraction_of(fraction)
+        end = fraction.end()
+        plain = False
     elif figure := _FIGURE.match(text, start):
-        value, end, plain = Fraction(figure[0].replace(",", "")), figure.end(), True
+        value = Fraction(figure[0].replace(",", ""))
+        end = figure.end()
+        plain = True
         mixed = _MIXED.match(text, end) or _VULGAR.match(text, end)
         over = _OVER.match(text, end)
-        part = _fraction_of(mixed) if mixed and value.denominator == 1 else None
+        if mixed and value.denominator == 1:
+            part = _fraction_of(mixed)
+        else:
+            part = None
         if mixed and part is not None and part < 1:
-            value, end, plain = value + part, mixed.end(), False
+            value = value + part
+            end = mixed.end()
+            plain = False
         elif over and int(over[1]):
-            value, end, plain = value / int(over[1]), over.end(), False
+            value = value / int(over[1])
+            end = over.end()
+            plain = False
     else:
         return None
     if suffix := (_MONEY_SUFFIX if money else _SUFFIX).match(text, end):
@@ -137,23 +153,35 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
     if match.re is _VULGAR:
         return value_of_sign(match[1])
     above, below = (int(group) for group in match.groups() if group is not None)
-    return Fraction(above, below) if below else Fraction(0)
+    if below:
+        return Fraction(above, below)
+    return Fraction(0)
 
 
 class _Reader:
     """Number words from a place on; `current` is the group below the next scale word, `total` what lies above it."""
 
     def __init__(self, text: str, first: Fraction | None, end: int, plain: bool) -> None:
-        self.text, self.end, self.plain = text, end, plain
+        self.text = text
+        self.end = end
+        self.plain = plain
         self.figures = plain
-        self.total, self.current = Fraction(0), first
-        self.last, self.scale, self.part = "" if first is None else "figure", 10**18, False
+        self.total = Fraction(0)
+        self.current = first
+        self.last = "" if first is None else "figure"
+        self.scale = 10**18
+        self.part = False
 
     def read(self) -> Quantity | None:
         for _ in range(_MOST_WORDS):
-            group = _NEXT_GROUP.match(self.text, self.end) if self.last == "power" else None
+            if self.last == "power":
+                group = _NEXT_GROUP.match(self.text, self.end)
+            else:
+                group = None
             if group:  # `500` of `2 million 500 thousand`
-                self.current, self.last, self.end = Fraction(group[1].replace(",", "")), "figure", group.end()
+                self.current = Fraction(group[1].replace(",", ""))
+                self.last = "figure"
+                self.end = group.end()
             word = _WORD.match(self.text, self.end)
             at_start = self.current is None and not self.last
             if word is None or (at_start and word.start(1) != self.end):
@@ -174,9 +202,13 @@ class _Reader:
             return False
         part = _AND_A_PART.match(self.text, word.end())
         if part and self.current is not None:
-            count = 1 if part[1] else {"two": 2, "2": 2}.get(part[2].lower(), 3)
+            if part[1]:
+                count = 1
+            else:
+                count = {"two": 2, "2": 2}.get(part[2].lower(), 3)
             self.current += Fraction(count, _PARTS[part[3].lower().removesuffix("s")])
-            self.last, self.end = "half", part.end()
+            self.last = "half"
+            self.end = part.end()
             return True
         following = _WORD.match(self.text, word.end())
         name = following[1].lower() if following else ""
@@ -187,16 +219,21 @@ class _Reader:
     def _point(self, start: int) -> bool:
         digits = ""
         while (word := _WORD.match(self.text, start)) and _ONES.get(word[1].lower(), 10) < 10:
-            digits, start = digits + str(_ONES[word[1].lower()]), word.end()
+            digits = digits + str(_ONES[word[1].lower()])
+            start = word.end()
         if not digits or self.current is None:
             return False
         self.current += Fraction(int(digits), 10 ** len(digits))
-        self.last, self.end = "point", start
+        self.last = "point"
+        self.end = start
         return True
 
     def _takes(self, name: str, end: int) -> bool:
         """Takes one word into the number; False where it does not go on with it."""
-        single = name if name in _COUNTS else name.removesuffix("s")
+        if name in _COUNTS:
+            single = name
+        else:
+            single = name.removesuffix("s")
         taken = self._small(name) or self._larger(single) or self._part_of(name, end) or self._article(name, end)
         if taken:
             self.end = max(self.end, end)
@@ -207,10 +244,12 @@ class _Reader:
             follows_ten = self.last == "ten" and 0 < _ONES[name] < 10
             if not (follows_ten or self.last in ("", "hundred", "power")):
                 return False
-            self.current, self.last = (self.current or Fraction(0)) + _ONES[name], "one"
+            self.current = (self.current or Fraction(0)) + _ONES[name]
+            self.last = "one"
             return True
         if name in _TENS and self.last in ("", "hundred", "power"):
-            self.current, self.last = (self.current or Fraction(0)) + _TENS[name], "ten"
+            self.current = (self.current or Fraction(0)) + _TENS[name]
+            self.last = "ten"
             return True
         return False
 
@@ -218,12 +257,16 @@ class _Reader:
         if self.current is None:
             return False
         if name == "hundred" and self.last != "hundred":
-            self.current, self.last = self.current * 100, "hundred"
+            self.current = self.current * 100
+            self.last = "hundred"
         elif name in _COUNTS and self.last in ("figure", "one", "ten", "article", "half", "hundred"):
-            self.current, self.last = self.current * _COUNTS[name], "count"
+            self.current = self.current * _COUNTS[name]
+            self.last = "count"
         elif name in _POWERS and 10 ** _POWERS[name] < self.scale:
             self.scale = 10 ** _POWERS[name]
-            self.total, self.current, self.last = self.total + self.current * self.scale, None, "power"
+            self.total = self.total + self.current * self.scale
+            self.current = None
+            self.last = "power"
         else:
             return False
         return True
@@ -242,10 +285,15 @@ class _Reader:
             or (self.figures and one == "quarter" and not re.match(r"\s+of\b", self.text[end : end + 8]))
         ):
             return False
-        self.current, self.last, self.part = self.current / _PARTS[one], "half", True
+        self.current = self.current / _PARTS[one]
+        self.last = "half"
+        self.part = True
         self.end = end
         of_a = _OF_A.match(self.text, end)
-        following = _WORD.match(self.text, of_a.end()) if of_a else None
+        if of_a:
+            following = _WORD.match(self.text, of_a.end())
+        else:
+            following = None
         if of_a and following and (following[1].lower() in ("hundred", *_POWERS, *_COUNTS)):
             self.end = of_a.end()
         return True
@@ -257,5 +305,6 @@ class _Reader:
         next_one = following[1].lower() if following else ""
         if next_one not in ("hundred", *_POWERS, *_COUNTS, *_PARTS):
             return False
-        self.current, self.last = Fraction(1), "article"
+        self.current = Fraction(1)
+        self.last = "article"
         return True

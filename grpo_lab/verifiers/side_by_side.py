@@ -71,8 +71,12 @@ def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -
         return text
     number = flat[: found.end]
     if found.percent:
-        return text if text.endswith(r"\%") and _is_latex(number) else in_digits(found.value) + r"\%"
-    return text if _is_latex(number) else in_digits(found.value / unit)
+        if text.endswith(r"\%") and _is_latex(number):
+            return text
+        return in_digits(found.value) + r"\%"
+    if _is_latex(number):
+        return text
+    return in_digits(found.value / unit)
 
 
 def _flat(text: str) -> str:
@@ -94,10 +98,13 @@ def _share(flat: str) -> str | None:
     found = _SHARE.fullmatch(flat)
     if found is None:
         return None
-    some, whole = exact_value(found[1]), exact_value(found[3])
+    some = exact_value(found[1])
+    whole = exact_value(found[3])
     if some is None or not whole or (found[2].lower() in ("of", "in") and abs(some) > whole):
         return None
-    return None if any(is_value_word(word) for word in found[4].split()) else in_digits(some / whole)
+    if any(is_value_word(word) for word in found[4].split()):
+        return None
+    return in_digits(some / whole)
 
 
 def read_together(gold: str, answer: str) -> tuple[str, str]:
@@ -125,7 +132,8 @@ def read_together(gold: str, answer: str) -> tuple[str, str]:
 
 def _percents(gold: str, answer: str) -> tuple[str, str]:
     r"""`35\%` stands for 35 and for 0.35: beside a number it is read as the one that is nearer to it."""
-    of_gold, of_answer = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
+    of_gold = _PERCENT.fullmatch(gold)
+    of_answer = _PERCENT.fullmatch(answer)
     if of_gold and of_answer:
         return of_gold[1], of_answer[1]
     if of_answer:
@@ -141,7 +149,9 @@ def _nearer(percent: str, other: Fraction | None) -> str | None:
     value = exact_value(percent)
     if value is None or other is None:
         return None
-    return percent if abs(value - other) <= abs(value / 100 - other) else in_digits(value / 100)
+    if abs(value - other) <= abs(value / 100 - other):
+        return percent
+    return in_digits(value / 100)
 
 
 def _last_side(answer: str) -> str:
@@ -154,7 +164,10 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
     if found is None or not found.plain:
         return text
     flat = _flat(text[found.end :])
-    rest = flat if flat.startswith(("/", "*")) else f" {flat}"
+    if flat.startswith(("/", "*")):
+        rest = flat
+    else:
+        rest = f" {flat}"
     spaced = text[found.end : found.end + 1] in " \\~" or (letters and "/" in rest)
     if not flat or not spaced or not _UNITS_AFTER.fullmatch(rest):
         return text
@@ -162,14 +175,19 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
     names = [name for name in _UNIT_NAME.findall(rest.replace("\\cdot", " ")) if name != "per"]
     compound = "/" in rest or "per" in rest or "cdot" in rest or letters
     fits = all(name in known or name == r"\Omega" or (letters and is_unit_word(name)) for name in names)
-    return text[: found.end] if compound and fits else text
+    if compound and fits:
+        return text[: found.end]
+    return text
 
 
 def parts_of(answer: str) -> list[str]:
     r"""The answers in an answer: split at `and`, `;`, `\quad` and before a further equation, outside of brackets."""
     if r"\begin" in answer:
         return [answer]
-    parts, depth, last, inside_joint = [], 0, 0, 0
+    parts = []
+    depth = 0
+    last = 0
+    inside_joint = 0
     patterns = [(_JOINT, True), (_NEXT_EQUATION, True), (_BRACKET, False)]
     marks = sorted((m.start(), m.end(), joint) for pattern, joint in patterns for m in pattern.finditer(answer))
     for start, end, joint in marks:

@@ -96,7 +96,9 @@ def _read_upright(group: re.Match[str]) -> str:
     name = raw.strip()
     whole = group.end() - group.start() == len(group.string)
     if whole:
-        return name if group["maths"] and name in _NEVER_TEXT else group[0]
+        if group["maths"] and name in _NEVER_TEXT:
+            return name
+        return group[0]
     before = group.string[max(0, group.start() - _LOOKED_AT) : group.start()]
     after = group.string[group.end() : group.end() + _LOOKED_AT]
     if name in _COMMANDS_OF_FUNCTIONS:
@@ -109,7 +111,9 @@ def _read_upright(group: re.Match[str]) -> str:
         symbols = len(name) == 2 and bool(group["maths"]) and name not in UPRIGHT_UNITS | FUNCTIONS
     if not symbols:
         return group[0]
-    return f" {name}" if _COMMAND_AT_END.search(before) else name
+    if _COMMAND_AT_END.search(before):
+        return f" {name}"
+    return name
 
 
 def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
@@ -122,7 +126,10 @@ def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
         return False
     if _ends_in_unit(value):
         return True  # the second unit of `5\mathrm{m}/\mathrm{s}`
-    own = value if value.endswith((")", "]")) else _PART_OF_LIST.split(value)[-1]
+    if value.endswith((")", "]")):
+        own = value
+    else:
+        own = _PART_OF_LIST.split(value)[-1]
     if not _NUMBER_ENDS.search(own) or _LETTER.search(_COMMAND.sub("", own)):
         return False
     return gap or value.endswith(")") or not _SUM.search(own)
@@ -130,8 +137,14 @@ def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
 
 def _ends_in_unit(value: str) -> bool:
     last = max(value.rfind("\\math"), value.rfind("\\text"), value.rfind("\\mbox"))
-    found = _UPRIGHT.match(value, last) if last >= 0 else None
-    name = (found["inside"] or found["bare"]).strip() if found else ""
+    if last >= 0:
+        found = _UPRIGHT.match(value, last)
+    else:
+        found = None
+    if found:
+        name = (found["inside"] or found["bare"]).strip()
+    else:
+        name = ""
     return found is not None and name in UPRIGHT_UNITS and _BETWEEN_UNITS.fullmatch(value, found.end()) is not None
 
 
@@ -144,14 +157,19 @@ def without_unit_at_end(expression: str, letters: bool = False) -> str:
         return expression
     if text := _TEXT_AT_END.fullmatch(expression):
         value = _UNIT_BEFORE.sub("", text[1])
-        return without_unit_at_end(value) if value.endswith("}") else value
+        if value.endswith("}"):
+            return without_unit_at_end(value)
+        return value
     found = _WORDS_AT_END.fullmatch(expression)
     if found is None:
         return expression
     words = [word.rstrip(".") for word in found["words"].split()]
     if len(words) == 1 and (not found["gap"] or len(words[0]) == 1):
         word = words[0]
-        unit = word in _PLAIN_LETTERS and letters and found["gap"] if len(word) == 1 else word in UPRIGHT_UNITS
+        if len(word) == 1:
+            unit = word in _PLAIN_LETTERS and letters and found["gap"]
+        else:
+            unit = word in UPRIGHT_UNITS
         return found["value"] if unit else expression
     units = all(is_unit_word(word) and len(word) > 1 for word in words)
     return found["value"] if units else expression

@@ -58,7 +58,10 @@ def checked_scores(
     """What ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
     handed on. ``ValueError``: in one line who, what was seen and where, what is allowed."""
     try:
-        number = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
+        if isinstance(values, str | bytes | Mapping | Set):
+            number = None
+        else:
+            number = len(values)
     except TypeError:  # a number, a tensor without dimensions, a coroutine
         number = None
     form = f"it must return a list with one number or None per completion ({count})"
@@ -73,7 +76,9 @@ def _checked(value: Any, place: int, who: str, infinite: bool, nan: bool) -> flo
     try:
         found = as_number(value)
     except (TypeError, ValueError, RuntimeError):
-        found, infinite, nan = math.nan, False, False
+        found = math.nan
+        infinite = False
+        nan = False
     if found is None or math.isfinite(found) or (nan if math.isnan(found) else infinite):
         return found
     try:

@@ -42,7 +42,9 @@ def number_text(value: Any) -> str | None:
     """A finite number of Python, numpy or torch in digits, without an exponent where it was not written with one;
     None for anything else, truth values included."""
     if isinstance(value, WrittenFloat):
-        return value.text if math.isfinite(value) or value.text[-1:].isdigit() else None
+        if math.isfinite(value) or value.text[-1:].isdigit():
+            return value.text
+        return None
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -50,9 +52,13 @@ def number_text(value: Any) -> str | None:
             return str(value)
         return None
     if isinstance(value, float) and not hasattr(value, "dtype"):
-        return _in_digits(Decimal(repr(value))) if math.isfinite(value) else None
+        if math.isfinite(value):
+            return _in_digits(Decimal(repr(value)))
+        return None
     if isinstance(value, Decimal):
-        return _in_digits(value) if value.is_finite() else None
+        if value.is_finite():
+            return _in_digits(value)
+        return None
     if isinstance(value, Fraction):
         return str(value)
     return _of_array(value)
@@ -68,19 +74,27 @@ def _of_array(value: Any) -> str | None:
     if value.dtype.kind in "iu":
         return str(operator.index(value.item()))
     if value.dtype.kind == "f":
-        return _in_digits(Decimal(str(value[()]))) if math.isfinite(value) else None
+        if math.isfinite(value):
+            return _in_digits(Decimal(str(value[()])))
+        return None
     return None
 
 
 def _in_digits(number: Decimal) -> str:
     if number == number.to_integral_value():
-        return str(int(number)) if number.adjusted() < _LONGEST else str(number)
-    return f"{number:f}" if number.adjusted() > -_LONGEST else str(number)
+        if number.adjusted() < _LONGEST:
+            return str(int(number))
+        return str(number)
+    if number.adjusted() > -_LONGEST:
+        return f"{number:f}"
+    return str(number)
 
 
 def written(value: Any) -> str:
     """Any value as its file writes it: text as it is, numbers in their digits, what else there is as JSON."""
-    return value if isinstance(value, str) else _json(value)
+    if isinstance(value, str):
+        return value
+    return _json(value)
 
 
 def _json(value: Any) -> str:
@@ -89,4 +103,6 @@ def _json(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_json, value)) + "]"
     text = number_text(value)
-    return json.dumps(value, ensure_ascii=False, default=str) if text is None else text
+    if text is None:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return text

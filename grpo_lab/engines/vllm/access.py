@@ -192,9 +192,15 @@ class Guard:
     ) -> None:
         self.app = app
         self._token = plain(os.environ.get(VARIABLE, "") if token is None else token, VARIABLE).encode("ascii")
-        named = os.environ.get(HOSTS_VARIABLE, "").split(",") if hosts is None else hosts
+        if hosts is None:
+            named = os.environ.get(HOSTS_VARIABLE, "").split(",")
+        else:
+            named = hosts
         self.hosts = {host.lower() for host in (*LOCAL_NAMES, platform.node(), *named) if host}
-        self.max_bytes = int(os.environ.get(LIMIT_VARIABLE, MAX_BYTES)) if max_bytes is None else max_bytes
+        if max_bytes is None:
+            self.max_bytes = int(os.environ.get(LIMIT_VARIABLE, MAX_BYTES))
+        else:
+            self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -237,7 +243,10 @@ class Guard:
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode("latin-1"), self._token):
             needed = f"a token is needed: {VARIABLE}, or the token file that `grpo-lab serve` named"
             raise HTTPException(401, needed, {"www-authenticate": "Bearer"})
-        method = ROUTES.get(scope["path"]) if not scope.get("root_path") else None
+        if not scope.get("root_path"):
+            method = ROUTES.get(scope["path"])
+        else:
+            method = None
         if method is None:
             raise HTTPException(404, "this route is closed")
         if scope["method"] != method:
@@ -246,7 +255,8 @@ class Guard:
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> bytes:
         """The whole body, checked; what goes on to vLLM is what was checked."""
         long = HTTPException(413, f"the body is longer than {self.max_bytes} bytes (--max-request-mib)")
-        length, kind = only(headers, "content-length"), only(headers, "content-type").split(";")[0].strip().lower()
+        length = only(headers, "content-length")
+        kind = only(headers, "content-type").split(";")[0].strip().lower()
         if length and "transfer-encoding" in headers:
             raise HTTPException(400, "a body has a length or comes in chunks, not both: readers may see different ends")
         if length and not (length.isdigit() and int(length) <= self.max_bytes):
@@ -294,13 +304,17 @@ def host_of(header: str) -> str:
         _ = url.port
     except ValueError:
         return ""
-    return url.hostname or "" if url.netloc == header and "@" not in header else ""
+    if url.netloc == header and "@" not in header:
+        return url.hostname or ""
+    return ""
 
 
 def most_waiting() -> int:
     """Half of the descriptors that this process may have, `MOST_WAITING` at most."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST_WAITING if soft == resource.RLIM_INFINITY else min(MOST_WAITING, max(1, soft // 2))
+    if soft == resource.RLIM_INFINITY:
+        return MOST_WAITING
+    return min(MOST_WAITING, max(1, soft // 2))
 
 
 class Reader(H11Protocol):

@@ -76,8 +76,14 @@ class EngineOptions:
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """What `LLM` is started with, beside what TRL gives it."""
         of_trainer = self.dtype == "auto" and on_cpu and trainer_dtype is not None
-        kv_cache_gib = 1.0 if self.kv_cache_gib is None and on_cpu else self.kv_cache_gib
-        block_size = CPU_PAGE_TOKENS if self.block_size is None and on_cpu else self.block_size
+        if self.kv_cache_gib is None and on_cpu:
+            kv_cache_gib = 1.0
+        else:
+            kv_cache_gib = self.kv_cache_gib
+        if self.block_size is None and on_cpu:
+            block_size = CPU_PAGE_TOKENS
+        else:
+            block_size = self.block_size
         if on_cpu and block_size is not None and block_size % CPU_PAGE_TOKENS:
             raise ValueError(f"engine block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}")
         arguments = {
@@ -155,7 +161,9 @@ def runs_on_cpu() -> bool:
 
 def lora_arguments(max_rank: int | None) -> dict[str, Any]:
     """What `LLM` or a server is started with so that it takes adapters up to a rank."""
-    return {} if max_rank is None else {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}
+    if max_rank is None:
+        return {}
+    return {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}
 
 
 def engine_factory(

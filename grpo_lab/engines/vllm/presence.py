@@ -33,7 +33,10 @@ def why_not(kernels: bool = True) -> str | None:
     try:
         from vllm.platforms import current_platform
 
-        found = _without_kernels(current_platform) if kernels else None
+        if kernels:
+            found = _without_kernels(current_platform)
+        else:
+            found = None
     except Exception as error:  # whatever half an installation raises
         note_broken(described(error))
         return f"vLLM is broken here ({_broken})"
@@ -86,4 +89,6 @@ def _without_kernels(platform: object) -> str | None:
         logger.removeHandler(heard)
     if any(name.startswith(("_C::", "_C_")) for name in torch._C._dispatch_get_all_op_names()):
         return None
-    return heard.said[-1] if heard.said else "its compiled kernels, vllm/_C*.so, are not loaded"
+    if heard.said:
+        return heard.said[-1]
+    return "its compiled kernels, vllm/_C*.so, are not loaded"

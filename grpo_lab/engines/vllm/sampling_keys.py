@@ -101,7 +101,10 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
     for key, value in extra.items():
         if key not in KEYS[engine]:
             others = [WHERE[other] for other in WHERE if key in KEYS[other]]
-            hint = f"; it is one of {others[0]}" if others else ""
+            if others:
+                hint = f"; it is one of {others[0]}"
+            else:
+                hint = ""
             raise ValueError(
                 f"`generation_kwargs.{key}` is no key of {WHERE[engine]} that a training takes: it would be ignored, or"
                 f" change what is read from the answer{hint}{did_you_mean(key, KEYS[engine])}"
@@ -117,11 +120,10 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
     for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
-            meaning = (
-                "the engine would sample at the one, and the trainer compute its log-probs at the other"
-                if setting == "temperature"
-                else "the engine would stop at the one, and losses, rewards and metrics count with the other"
-            )
+            if setting == "temperature":
+                meaning = "the engine would sample at the one, and the trainer compute its log-probs at the other"
+            else:
+                meaning = "the engine would stop at the one, and losses, rewards and metrics count with the other"
             raise ValueError(
                 f"`generation_kwargs.{key}` is {extra[key]!r} and `{setting}` is {ours!r}: {meaning}; set `{setting}` "
                 "alone"

@@ -118,7 +118,9 @@ class ServerOptions:
 
     @property
     def base_url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        if ":" in self.host:
+            return f"http://[{self.host}]:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
 
 def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
@@ -336,7 +338,10 @@ def refuse_no_model(model: str) -> None:
     try:
         cached_file(model, "config.json")
     except OSError as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if str(error):
+            why = str(error).splitlines()[0]
+        else:
+            why = type(error).__name__
         raise ValueError(f"--model {model}: no such folder, and no config.json of it on the hub ({why})") from error
 
 
@@ -354,7 +359,10 @@ def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | N
         with Server(options, log=log, start_timeout=start_timeout) as server:
             assert server.token is not None
             token = server.token.file  # where it is, never what
-            where = f"the environment ({tokens.VARIABLE})" if token is None else str(token)
+            if token is None:
+                where = f"the environment ({tokens.VARIABLE})"
+            else:
+                where = str(token)
             found = token in (None, tokens.default_file(options.base_url))
             print(
                 f"grpo-lab: the server is up at {options.base_url}; its token is in {where}. Train with\n"

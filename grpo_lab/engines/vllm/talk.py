@@ -48,7 +48,8 @@ class TokenRefused(ValueError):
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:
     """Status and text of a GET, (None, b"") where the whole is not there in time. The token follows no redirection."""
-    request, end = urllib.request.Request(url), time.monotonic() + timeout
+    request = urllib.request.Request(url)
+    end = time.monotonic() + timeout
     if token is not None:
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     page = bytearray()
@@ -95,7 +96,10 @@ def wait_until_ready(
 
 
 def refusal(base_url: str, had_token: bool) -> str:
-    what = "another token than this process has" if had_token else "a token, and this process has none"
+    if had_token:
+        what = "another token than this process has"
+    else:
+        what = "a token, and this process has none"
     return (
         f"the server at {base_url} asks for {what} (or is asked by a name that it does not know, see `grpo-lab serve "
         f"--allow-host`): set {VARIABLE} as for the server, or name its token file, which must be there, in "
@@ -104,7 +108,10 @@ def refusal(base_url: str, had_token: bool) -> str:
 
 
 def tail(log: Path | None) -> str:
-    said = "" if log is None or not log.is_file() else log.read_text(encoding="utf-8", errors="replace")
+    if log is None or not log.is_file():
+        said = ""
+    else:
+        said = log.read_text(encoding="utf-8", errors="replace")
     return "\n".join(["", *said.splitlines()[-15:]])
 
 
@@ -153,11 +160,15 @@ def answer_of(
     Raises ServerGone, EngineFault for a log-prob that is NaN or infinite, RequestRefused."""
     import requests
 
-    token, start = token_of(session), time.monotonic()
+    token = token_of(session)
+    start = time.monotonic()
     try:
         response = ask()
     except requests.RequestException as error:
-        state = "answers" if got(f"{base_url}/health", token)[0] == 200 else "does not answer"
+        if got(f"{base_url}/health", token)[0] == 200:
+            state = "answers"
+        else:
+            state = "does not answer"
         limits = " (limit: `rollout.server.request_timeout`, and `silence_timeout` for all but generations)"
         raise ServerGone(
             f"the vLLM server at {base_url} failed a request for good after {time.monotonic() - start:.0f} s with all "
@@ -196,13 +207,22 @@ NAN_ADVICE = (
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
     """`ServerGone` where an answer does not hold the completions that a body asked for, each whole and scored."""
     sampling = asked.get("sampling_params", asked)
-    prompts = asked["prompt"] if isinstance(asked.get("prompt"), list) else [None]  # images, chat: one a request
-    choices, group = answer["choices"], sampling.get("n", 1)
+    if isinstance(asked.get("prompt"), list):  # images, chat: one a request
+        prompts = asked["prompt"]
+    else:
+        prompts = [None]
+    choices = answer["choices"]
+    group = sampling.get("n", 1)
     asked_for = group * len(prompts)
-    wrong = [] if len(choices) == asked_for else [f"{len(choices)} completions for {asked_for}"]
+    if len(choices) == asked_for:
+        wrong = []
+    else:
+        wrong = [f"{len(choices)} completions for {asked_for}"]
     most = sampling.get("max_tokens") or math.inf
     for row, choice in enumerate(choices if not wrong else ()):
-        ids, prompt, logprobs = choice["token_ids"], prompts[row // group], choice.get("logprobs") or {}
+        ids = choice["token_ids"]
+        prompt = prompts[row // group]
+        logprobs = choice.get("logprobs") or {}
         scored = logprobs.get("tokens") or [entry["token"] for entry in logprobs.get("content", [])]
         if choice["finish_reason"] == "abort":
             why = f"was broken off after {len(ids)} tokens (is it asleep or paused while others use it?)"

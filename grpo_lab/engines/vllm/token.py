@@ -79,7 +79,10 @@ def default_file(base_url: str) -> Path:
     """The file of the server at an address; addresses of this machine alone count as one, and belong to its name."""
     url = urlparse(base_url)
     host = url.hostname or ""
-    name = f"local-{platform.node()}" if host in LOCAL_NAMES else host.replace(":", "-")
+    if host in LOCAL_NAMES:
+        name = f"local-{platform.node()}"
+    else:
+        name = host.replace(":", "-")
     return tokens_folder() / f"{name}-{url.port or 80}.token"
 
 
@@ -112,7 +115,10 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
     Raises ValueError where its file can be read by others."""
     if named is None and (found := os.environ.get(VARIABLE)):
         return plain(found, VARIABLE)
-    file = default_file(base_url) if named is None else Path(named).expanduser()
+    if named is None:
+        file = default_file(base_url)
+    else:
+        file = Path(named).expanduser()
     return read(file) if file.is_file() else None
 
 

@@ -78,7 +78,8 @@ def lora_of(model: nn.Module) -> tuple[str, int]:
         raise ValueError(f"`rollout.sync: adapter` serves LoRA, and the adapter is a {type(config).__name__}: {MERGED}")
     usual = LoraConfig()
     for name in (one.name for one in dataclasses.fields(config) if one.name not in _SERVED):
-        value, default = getattr(config, name), getattr(usual, name, None)
+        value = getattr(config, name)
+        default = getattr(usual, name, None)
         if value != default and (value or default):
             raise ValueError(
                 f"`rollout.sync: adapter`: engines know no `{name}` of LoRA ({value!r}); leave it out, {MERGED}"
@@ -152,7 +153,10 @@ def adapter_tensors(named_params: NamedTensors, adapter: str) -> dict[str, torch
         if "lora_" in name and f".{adapter}." in name:
             if hasattr(parameter, "ds_id"):
                 raise WeightSyncError(f"`rollout.sync: adapter` does not gather ZeRO-3's shards: use ZeRO-2, {MERGED}")
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            if hasattr(parameter, "full_tensor"):
+                whole = parameter.full_tensor()
+            else:
+                whole = parameter
             found[name.replace("_checkpoint_wrapped_module.", "")] = whole.detach().to("cpu", copy=True)
     if not found:
         raise WeightSyncError(
@@ -170,7 +174,8 @@ class AdapterFiles:
     def __init__(self, model: nn.Module) -> None:
         self.adapter, rank = lora_of(model)
         self.max_rank = max_rank(rank)
-        self.name, self.number = f"grpo-lab-{uuid.uuid4().hex}", 0
+        self.name = f"grpo-lab-{uuid.uuid4().hex}"
+        self.number = 0
         held = ExitStack()
         self.folder = held.enter_context(own_folder(FOLDER_PREFIX, SHARED_MEMORY))
         weakref.finalize(self, held.close)

@@ -86,7 +86,9 @@ def tolerance_for(*dtypes: torch.dtype, on_gpu: bool = False) -> float:
 def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequence[float]]) -> SyncGap:
     """Mean absolute difference of two ragged [completion][token] lists of log-probs, in nats per token. Raises
     EngineFault where one is missing, NaN or infinite (these tokens were drawn), ValueError for other shapes."""
-    total, largest, count = 0.0, 0.0, 0
+    total = 0.0
+    largest = 0.0
+    count = 0
     for row, both in enumerate(zip(engine, trainer, strict=True)):
         for position, (a, b) in enumerate(zip(*both, strict=True)):
             if a is None or not math.isfinite(a) or not math.isfinite(b):
@@ -94,7 +96,9 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
                     f"log-prob of completion {row}, position {position}: engine {a}, trainer {b}; "
                     "weights, KV cache or activations hold NaN or infinity"
                 )
-            total, largest, count = total + abs(a - b), max(largest, abs(a - b)), count + 1
+            total = total + abs(a - b)
+            largest = max(largest, abs(a - b))
+            count = count + 1
     if count == 0:
         raise ValueError("the probe holds no token; the sync cannot be proven on it")
     return SyncGap(mean=total / count, largest=largest, tokens=count)
@@ -120,7 +124,10 @@ def draw_probe(
     """
     from vllm import SamplingParams
 
-    more = {} if lora_request is None else {"lora_request": lora_request}
+    if lora_request is None:
+        more = {}
+    else:
+        more = {"lora_request": lora_request}
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
     requests = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]
     outputs = llm.generate(requests, sampling_params=sampling, use_tqdm=False, **more)
@@ -224,7 +231,10 @@ def prove_sync(
 def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
     """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
     if gap.mean > tolerance or found:
-        verdict = "does not sample from the trainer's policy" if gap.mean > tolerance else "holds other weights"
+        if gap.mean > tolerance:
+            verdict = "does not sample from the trainer's policy"
+        else:
+            verdict = "holds other weights"
         none = (
             "No tensor that can be read differs: look at dtype, rope scaling, attention, cached prompts or a model "
             "class that vLLM implements in another way."

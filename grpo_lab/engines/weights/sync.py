@@ -78,7 +78,10 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in listed and parameter.numel():
             owner = model.get_submodule(name.rpartition(".")[0])
-            rows = int(getattr(owner, "org_vocab_size", parameter.shape[0])) if parameter.ndim else 0
+            if parameter.ndim:
+                rows = int(getattr(owner, "org_vocab_size", parameter.shape[0]))
+            else:
+                rows = 0
             yield name, parameter.detach()[:rows] if parameter.ndim else parameter.detach()
 
 
@@ -104,7 +107,10 @@ def _unfit(tensor: torch.Tensor, engine: torch.dtype | None) -> str | None:
     if not tensor.numel() or tensor.element_size() < 2:  # of a quantized model: torch compares no eight bits
         return None
     smallest, largest = torch.aminmax(tensor.detach())
-    furthest = max(float(largest), -float(smallest)) if bool(smallest <= largest) else math.nan
+    if bool(smallest <= largest):
+        furthest = max(float(largest), -float(smallest))
+    else:
+        furthest = math.nan
     if not math.isfinite(furthest):
         return "holds NaN or infinity"
     if engine is not None and furthest > torch.finfo(engine).max:
@@ -151,7 +157,10 @@ def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
         put_back(model, runner)
         if isinstance(error, WeightSyncError) or not isinstance(error, (AssertionError, RuntimeError)):
             raise
-        last = " of shape ".join(list(brought.items())[-1]) if brought else "anything"
+        if brought:
+            last = " of shape ".join(list(brought.items())[-1])
+        else:
+            last = "anything"
         raise WeightSyncError(  # vLLM's own checks of shapes say little or nothing
             f"the engine could not load {last}: {type(error).__name__} {error}".rstrip()
         ) from error
@@ -187,7 +196,9 @@ def put_back(model: nn.Module, runner: Any) -> None:
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
-            info.load_numel, info.loaded_weights = 0, []  # a layer that got a part of its tensors keeps the old ones
+            # a layer that got a part of its tensors keeps the old ones
+            info.load_numel = 0
+            info.loaded_weights = []
     finalize_layerwise_reload(model, runner.model_config)
 
 

@@ -83,7 +83,9 @@ class GoldReport:
 
     @property
     def share_unusable(self) -> float:
-        return len(self.unusable) / self.total if self.total else 0.0
+        if self.total:
+            return len(self.unusable) / self.total
+        return 0.0
 
     def __str__(self) -> str:
         head = f"{len(self.unusable)} of {self.total} golds ({self.share_unusable:.1%}) cannot be scored"
@@ -168,7 +170,10 @@ class AccuracyReward:
         self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
     ) -> list[Judgement]:
         """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
-        questions = [""] * len(completions) if prompts is None else [prompt_text(prompt) for prompt in prompts]
+        if prompts is None:
+            questions = [""] * len(completions)
+        else:
+            questions = [prompt_text(prompt) for prompt in prompts]
         if not len(completions) == len(solutions) == len(questions):
             counts = f"{len(completions)} completions, {len(solutions)} solutions and {len(questions)} prompts"
             raise ValueError(f"got {counts}; they must be one to one")
@@ -220,7 +225,9 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
 
 def _beside(gold: str, answer: Answer) -> str:
     """What of the answer is compared: with its letter beside a choice, `(A) 5 apples`; else what stands behind it."""
-    return answer.labelled if answer.labelled and names_choice(gold) else answer.text
+    if answer.labelled and names_choice(gold):
+        return answer.labelled
+    return answer.text
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
@@ -264,7 +271,10 @@ class HashesReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
-        gold = row[0] if isinstance(row[0], str) else number_text(row[0])
+        if isinstance(row[0], str):
+            gold = row[0]
+        else:
+            gold = number_text(row[0])
         expected = without_thousands((gold or "").strip())
         if not expected:
             return None

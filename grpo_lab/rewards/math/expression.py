@@ -100,7 +100,9 @@ _MARKDOWN = " \t\r\n*_`>"
 def asked_unit(question: str) -> Fraction | None:
     """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands, …?`."""
     found = _ASKED.search(question)
-    return None if found is None else exact_value(f"one {found[1] or found[2]}".lower())
+    if found is None:
+        return None
+    return exact_value(f"one {found[1] or found[2]}".lower())
 
 
 def whole_number(text: str, start: int, end: int) -> int:
@@ -117,7 +119,9 @@ def whole_number(text: str, start: int, end: int) -> int:
         return end
     read = read_quantity(text, following.end())
     second = read.end if read else following.end()
-    return second if of is None or of[1] or _ENDS.match(text, second) else end
+    if of is None or of[1] or _ENDS.match(text, second):
+        return second
+    return end
 
 
 def number_in_words(text: str) -> str | None:
@@ -126,7 +130,9 @@ def number_in_words(text: str) -> str | None:
     if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
         return None
     read = read_quantity(text)
-    return text if read and re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", text[read.end :]) else None
+    if read and re.fullmatch(r"(?:\s[^\W\d_]{2,20}){0,6}\.?", text[read.end :]):
+        return text
+    return None
 
 
 def stated_in_words(content: str) -> str | None:
@@ -158,7 +164,10 @@ def math_spans(text: str) -> list[Span]:
                 spans.append(Span(opened[1], token.end(), inside))
                 opened = None
                 continue
-        opened = (mark, token.start(), token.end()) if mark in _CLOSING else None
+        if mark in _CLOSING:
+            opened = (mark, token.start(), token.end())
+        else:
+            opened = None
     return spans
 
 
@@ -184,7 +193,9 @@ def stated_expression(content: str) -> str | None:
     if stated:
         return stated
     found = expressions_in(content)
-    return found[0][1] if len(found) == 1 and not _COUNTED_IN_WORDS.search(content) else None
+    if len(found) == 1 and not _COUNTED_IN_WORDS.search(content):
+        return found[0][1]
+    return None
 
 
 def _whole_or_leading(content: str) -> str | None:
@@ -199,7 +210,9 @@ def _whole_or_leading(content: str) -> str | None:
         if not _LIST_GLUE.fullmatch(content, taken[-1].end, span.start):
             break
         taken.append(span)
-    return _with_what_follows(content, taken[0]) if len(taken) == 1 else joined([span.inside for span in taken])
+    if len(taken) == 1:
+        return _with_what_follows(content, taken[0])
+    return joined([span.inside for span in taken])
 
 
 def _leading_number(content: str) -> str | None:
@@ -208,7 +221,10 @@ def _leading_number(content: str) -> str | None:
     if leading:
         return content[: whole_number(content, 0, leading.end())]
     sign = _SIGN_IN_WORDS.match(content)
-    rest = _leading_number(content[sign.end() :]) if sign else None
+    if sign:
+        rest = _leading_number(content[sign.end() :])
+    else:
+        rest = None
     return f"-{rest}" if rest else None
 
 
@@ -228,7 +244,10 @@ def _after_last_verb(content: str) -> str | None:
     heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
     if not heads:
         return None
-    between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start()) if len(heads) > 1 else None
+    if len(heads) > 1:
+        between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
+    else:
+        between = None
     if between and not _SUMMARY.search(between[1]):
         return None  # `x is 3 and y is 5`, `Anna: 3, Tomas: 5`: one of two, not what the text comes to
     return _whole_or_leading(content[heads[-1].end() :])
@@ -240,7 +259,8 @@ def expressions_in(text: str) -> list[tuple[int, str]]:
     found = [
         (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
     ]
-    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    starts = [span.start for span in spans]
+    ends = [span.end for span in spans]
     for start, stop in zip([0, *ends], [*starts, len(text)], strict=True):
         found += _numbers(text, start, stop)
     return sorted(found)
@@ -254,7 +274,10 @@ def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
         if match.start() < done:
             continue
         read = read_quantity(text, match.start())
-        end = match.end() if read is None or read.plain else max(match.end(), read.end)
+        if read is None or read.plain:
+            end = match.end()
+        else:
+            end = max(match.end(), read.end)
         between = text[max(0, match.start() - 9) : match.start()].rstrip("$\\ ").lower().endswith("between")
         share = (_BETWEEN_TWO if between else _SHARE_AFTER).match(text, end)
         end = share.end() if share else end

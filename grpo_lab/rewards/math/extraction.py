@@ -118,7 +118,10 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
     pending: re.Match[str] | None = None
     for token in _BOX_TOKEN.finditer(text, first):
         mark = token[0]
-        head = pending if pending is not None and pending.end() == token.start() else None
+        if pending is not None and pending.end() == token.start():
+            head = pending
+        else:
+            head = None
         pending = None
         if mark.startswith((r"\boxed", r"\fbox")):
             pending = token
@@ -156,7 +159,9 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
     text = text[: next_turn_start(text)]
     found = _markers(text)
     if not found:
-        return _last_resort(text) if mode == "lenient" else None
+        if mode == "lenient":
+            return _last_resort(text)
+        return None
     own_end = run_on_start(text, min(found, key=lambda answer: answer.end).end)
     return _final([answer for answer in found if answer.start < own_end], text)
 
@@ -232,11 +237,16 @@ def _last_resort(text: str) -> Answer | None:
     if one_piece and len(stripped) <= _WINDOW and is_expression(stripped.replace("$", "")):
         return Answer(stripped, "whole", 0, len(text))
     first_digit = re.search(r"\d", text)
-    own = text[: run_on_start(text, first_digit.end())] if first_digit else text
+    if first_digit:
+        own = text[: run_on_start(text, first_digit.end())]
+    else:
+        own = text
     if found := expressions_in(own):
         return Answer(found[-1][1], "last_expression", 0, len(own))
     letters = _LAST_LETTER.findall(own)
-    return Answer(letters[-1], "last_letter", 0, len(own)) if letters else None
+    if letters:
+        return Answer(letters[-1], "last_letter", 0, len(own))
+    return None
 
 
 def _answer_tags(text: str) -> list[Answer]:
@@ -250,12 +260,24 @@ def _answer_tags(text: str) -> list[Answer]:
         content = text[inner_start:stop]
         inner = _untagged_markers(content)
         final = _final(inner, content) if inner else None
-        stated = _read(content) if final is None else final.text
-        labelled = _labelled(content) if final is None else final.labelled
+        if final is None:
+            stated = _read(content)
+        else:
+            stated = final.text
+        if final is None:
+            labelled = _labelled(content)
+        else:
+            labelled = final.labelled
         if stated:
-            after = len(text) if end == -1 else end + len("</answer>")
+            if end == -1:
+                after = len(text)
+            else:
+                after = end + len("</answer>")
             found.append(Answer(stated, "answer_tag", start, after, labelled=labelled))
-        start = -1 if end == -1 else text.find("<answer>", end)
+        if end == -1:
+            start = -1
+        else:
+            start = text.find("<answer>", end)
     return found
 
 
@@ -270,12 +292,19 @@ def _read(content: str) -> str:
 def _labelled(content: str) -> str | None:
     """The content, where a choice's letter stands before something: `(A) 5 apples`."""
     content = content.strip()
-    return content if len(content) <= _WINDOW and _behind_label(content) != content else None
+    if len(content) <= _WINDOW and _behind_label(content) != content:
+        return content
+    return None
 
 
 def _behind_label(content: str) -> str:
-    choice = read_choice(content.strip()) if len(content) <= _WINDOW else None
-    return choice.behind if choice is not None and choice.behind else content
+    if len(content) <= _WINDOW:
+        choice = read_choice(content.strip())
+    else:
+        choice = None
+    if choice is not None and choice.behind:
+        return choice.behind
+    return content
 
 
 def boxed_answers(text: str) -> list[Answer]:
@@ -299,7 +328,10 @@ def _hashes(text: str) -> list[Answer]:
 
 def _phrases(text: str) -> list[Answer]:
     found = []
-    begin = text.lower().find("ans") if text.isascii() else 0
+    if text.isascii():
+        begin = text.lower().find("ans")
+    else:
+        begin = 0
     for head in _first_and_last(list(_PHRASE.finditer(text, begin)) if begin >= 0 else []):
         start = head.end()
         for _ in range(3):
@@ -319,7 +351,8 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
         words = stated_in_words(words) or words
     if answer is None and number_in_words(words) is None and not 0 < len(words.split()) <= 3:
         return []
-    end, labelled = content_start + len(content), _labelled(content)
+    end = content_start + len(content)
+    labelled = _labelled(content)
     return [Answer(answer or words, marker, start, end, weak=answer is None, labelled=labelled)]
 
 
@@ -332,7 +365,9 @@ def _line(text: str, start: int) -> str:
 
 def _first_and_last(places: list[T]) -> list[T]:
     """Only the first answers (run-on) and the last ones (the final answer) matter: bounds the work on hostile text."""
-    return places if len(places) <= 2 * _KEPT else places[:_KEPT] + places[-_KEPT:]
+    if len(places) <= 2 * _KEPT:
+        return places
+    return places[:_KEPT] + places[-_KEPT:]
 
 
 def _sentence(window: str) -> str:
@@ -340,9 +375,13 @@ def _sentence(window: str) -> str:
     display = _DISPLAY.match(window)
     if display:
         end = window.find(_DISPLAY_END[display[0]], display.end())
-        return window[: end + 2] if end != -1 and display[0] != "\\begin{" else window
+        if end != -1 and display[0] != "\\begin{":
+            return window[: end + 2]
+        return window
     end_match = _SENTENCE_END.search(window)
-    return window[: end_match.start()] if end_match else window
+    if end_match:
+        return window[: end_match.start()]
+    return window
 
 
 def next_turn_start(text: str) -> int:
@@ -366,7 +405,10 @@ def _opens_new_task(line: str) -> bool:
 
 def _asks_a_question(line: str) -> bool:
     line = line.strip().rstrip("*_\"' ")
-    first = re.search(r"[A-Za-z']+", line[:_LOOK_AHEAD]) if len(line) >= 24 and line.endswith("?") else None
+    if len(line) >= 24 and line.endswith("?"):
+        first = re.search(r"[A-Za-z']+", line[:_LOOK_AHEAD])
+    else:
+        first = None
     return first is not None and first[0].lower() not in _SELF_TALK
 
 
@@ -378,7 +420,8 @@ def run_on_start(text: str, answer_end: int) -> int:
         return answer_end
     line_end = text.find("\n", answer_end, limit)
     while line_end != -1:
-        line_start, line_end = line_end + 1, text.find("\n", line_end + 1, limit)
+        line_start = line_end + 1
+        line_end = text.find("\n", line_end + 1, limit)
         line = text[line_start : limit if line_end == -1 else line_end]
         if _opens_new_task(line) or _asks_a_question(line):
             return line_start

@@ -31,12 +31,15 @@ from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.rows import RowTable
 
 #: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
-PROMPTS, COMPLETIONS = (3, 8), (4, 8)
+PROMPTS = (3, 8)
+COMPLETIONS = (4, 8)
 #: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a
 #: log-prob of −15 is a difference of logits that bfloat16 rounds by up to 0.03 each
 FLOOR, COARSE_FLOOR = 5e-5, 0.1
 #: further a multiple of what the model's own rounding makes, as far as that can be rounding
-TIMES, MOST, MOST_COARSE = 10.0, 1e-3, 0.25
+TIMES = 10.0
+MOST = 1e-3
+MOST_COARSE = 0.25
 #: copies of one row that dropout's masks are counted for
 FEW, MANY = 2, 4
 #: the strictest rank's answer is everybody's
@@ -74,7 +77,9 @@ class BinProbe(_Question):
     """Whether a row has the same log-probs in a bin as in TRL's batch."""
 
     def _answer(self) -> str | None:
-        trainer, kind, skipped = self._trainer, self._weights_spread_by(), None
+        trainer = self._trainer
+        kind = self._weights_spread_by()
+        skipped = None
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         if kind is not None:
             skipped = f"weights are spread over ranks ({kind})"
@@ -101,7 +106,8 @@ class BinProbe(_Question):
     @torch.no_grad()
     def _measured(self) -> tuple[float, float]:
         """Mean |difference| between a bin and TRL's batch, and what rounding may make of it."""
-        trainer, rows = self._trainer, two_rows(self._trainer)
+        trainer = self._trainer
+        rows = two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
         single = [{name: values[i : i + 1] for name, values in rows.items()} for i in range(mask.size(0))]
         with _looked_at(trainer):
@@ -116,7 +122,8 @@ class BinProbe(_Question):
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
     """Two rows of ordinary tokens as TRL pads them."""
-    tokenizer, device = trainer._tokenizer, trainer.accelerator.device
+    tokenizer = trainer._tokenizer
+    device = trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
     special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
     ordinary = [i for i in range(min(len(tokenizer), size)) if i not in special] or list(range(size))
@@ -126,7 +133,10 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
         ids = torch.full((2, max(lengths)), tokenizer.pad_token_id)
         mask = torch.zeros_like(ids)
         for row, length in enumerate(lengths):
-            place = slice(max(lengths) - length, None) if left else slice(length)
+            if left:
+                place = slice(max(lengths) - length, None)
+            else:
+                place = slice(length)
             ids[row, place] = torch.tensor([next(tokens) for _ in range(length)])
             mask[row, place] = 1
         return ids.to(device), mask.to(device)
@@ -174,7 +184,8 @@ class MaskProbe(_Question):
     """Whether dropout is all that a forward draws, and every row has masks of its own."""
 
     def _answer(self) -> str | None:
-        trainer, kind = self._trainer, self._weights_spread_by()
+        trainer = self._trainer
+        kind = self._weights_spread_by()
         if trl_bridge.is_compiled(trainer, trainer.model):
             return (
                 "dropout is active and the model is compiled, where it cannot be seen whether anything else draws "
@@ -186,17 +197,24 @@ class MaskProbe(_Question):
                 "known kinds of shared masks are looked at by structure, and other random numbers in the first step"
             )
             return None
-        few, many = self._sizes(FEW), self._sizes(MANY)
-        code = 1 if few is None or many is None else 0 if [size * MANY // FEW for size in few] == many else 2
+        few = self._sizes(FEW)
+        many = self._sizes(MANY)
+        if few is None or many is None:
+            code = 1
+        else:
+            code = 0 if [size * MANY // FEW for size in few] == many else 2
         flag = torch.tensor([code], device=trainer.accelerator.device)
         return _REASONS[int(trainer.accelerator.gather(flag).max())]
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
         """How many values each call of dropout in a training forward had a draw for; ``None``: anything else drew."""
-        trainer, rows = self._trainer, RowTable.of([two_rows(self._trainer)])
+        trainer = self._trainer
+        rows = RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
-        part, device, sizes = rows.bin([1] * copies, limit), trainer.accelerator.device, []
+        part = rows.bin([1] * copies, limit)
+        device = trainer.accelerator.device
+        sizes = []
 
         def passed_through(size: int, _draw: Callable[[], Tensor], without: Callable[[], Tensor]) -> Tensor:
             sizes.append(size)
@@ -244,7 +262,8 @@ class _DropoutCalls(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             named = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)), **kwargs}
             if named.get("dropout_p", 0.0) > 0:
-                query, key = named["query"], named["key"]
+                query = named["query"]
+                key = named["key"]
                 pairs = query.numel() // query.size(-1) * key.size(-2)
                 return self._instead(pairs, lambda: func(*args, **kwargs), lambda: func(**{**named, "dropout_p": 0.0}))
         return func(*args, **kwargs)

@@ -70,7 +70,8 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
     """Compare the loss in force with the written-out formula; returns a sentence for the log. Parts that a team brought
     (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so. ``RuntimeError``: the values
     differ. ``ValueError``: the loss is not finite, has no gradient, or another shape than it may have."""
-    batch, named = toy_batch(objective), f"objective {objective.name!r}"
+    batch = toy_batch(objective)
+    named = f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
     average = objective.aggregate
     found = checked_scalar(average(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(average)}")
@@ -81,7 +82,10 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
         raise ValueError(f"the loss of {named} is not finite on the toy batch: {found.item()}")
     if gradient.abs().sum() == 0:
         raise ValueError(f"the loss of {named} has no gradient on the toy batch: nothing would train")
-    expected = None if own_hook else literal_loss(objective, batch)
+    if own_hook:
+        expected = None
+    else:
+        expected = literal_loss(objective, batch)
     if expected is None:
         return f"{named} has parts of its own: finite and with a gradient, not compared to a formula"
     if not math.isclose(found.item(), expected, rel_tol=1e-12, abs_tol=1e-12):
@@ -100,8 +104,12 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
         wide_toy_batch(objective, (0.0,) * 6),
         wide_toy_batch(objective, (2.0, 0.0, 0.3, 0.0, -1.0, 0.0)),
     ):
-        loss, silent = token_loss(batch), (batch.advantages == 0).all(1)
-        gradient = torch.autograd.grad(loss.sum(), batch.logps)[0] if loss.requires_grad else torch.zeros_like(loss)
+        loss = token_loss(batch)
+        silent = (batch.advantages == 0).all(1)
+        if loss.requires_grad:
+            gradient = torch.autograd.grad(loss.sum(), batch.logps)[0]
+        else:
+            gradient = torch.zeros_like(loss)
         if not (loss[silent] == 0).all() or not (gradient[silent] == 0).all():
             return False
     return True
@@ -118,7 +126,8 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
         return objective.aggregate(loss, mask, replace(_DENOMINATORS, **changes))
 
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
-        mask, lengths = batch.mask, batch.mask.sum(1).tolist()
+        mask = batch.mask
+        lengths = batch.mask.sum(1).tolist()
         for loss in (batch.logps.detach().square(), torch.sin(7 * batch.old_logps) * 3):
             loss = loss.masked_fill(~mask, 0.0)
             together = float(average(loss, mask))
@@ -140,7 +149,8 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
     """The formula over single floats, by loops; ``None`` where surrogate or aggregation has not written it out."""
-    push, average = _literal_of(objective.surrogate), _literal_of(objective.aggregate)
+    push = _literal_of(objective.surrogate)
+    average = _literal_of(objective.aggregate)
     if push is None or average is None:
         return None
     losses = []
@@ -162,7 +172,9 @@ def has_formula(objective: Objective) -> bool:
 def _literal_of(part: Any) -> Any:
     """The formula of this very class or function: a subclass that changes the tensors has not written it out."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
-    return part.literal if ours is None and "literal" in vars(type(part)) else ours
+    if ours is None and "literal" in vars(type(part)):
+        return part.literal
+    return ours
 
 
 def _literal_kl(objective: Objective, row: LiteralRow, x: float, t: int) -> float:

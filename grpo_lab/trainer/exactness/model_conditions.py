@@ -86,7 +86,9 @@ def moves_positions(model: nn.Module) -> str:
 
 def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
 
 
 def position_limit(model: nn.Module) -> int | None:
@@ -120,7 +122,10 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
     for module in model.modules():
         for name, value in vars(module).items():
             if kind.search(name) and not any(other.search(name) for other in others):
-                rates = value.values() if isinstance(value, dict) else (value,)  # adapters: {adapter name: rate}
+                if isinstance(value, dict):  # adapters: {adapter name: rate}
+                    rates = value.values()
+                else:
+                    rates = (value,)
                 found += [float(r) for r in rates if isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0]
     return max(found)
 

@@ -32,7 +32,9 @@ from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
 
 #: state larger than this is a table, not a memory; not looked at
-MOST_ITEMS, MOST_NUMBERS, DEPTH = 64, 4096, 3
+MOST_ITEMS = 64
+MOST_NUMBERS = 4096
+DEPTH = 3
 #: what a trainer remembers by itself when a hook logs or says something
 OURS = ("_said", "_metrics", "_logs", "_pending_metrics", "_pending_extra_logs")
 #: objects of these packages are not looked into
@@ -125,7 +127,10 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
     if isinstance(value, numpy.ndarray):
         return value.size <= MOST_NUMBERS
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
+        if isinstance(value, dict):
+            inner = [*value, *value.values()]
+        else:
+            inner = list(value)
         return depth > 0 and len(value) <= MOST_ITEMS and all(_is_plain(item, depth - 1) for item in inner)
     return isinstance(value, (bool, int, float, complex, str, bytes, type(None), random.Random))
 
@@ -136,7 +141,9 @@ def _detached(value: Any) -> Any:
         return value.detach()
     if isinstance(value, dict):
         return {key: _detached(item) for key, item in value.items()}
-    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_detached, value))
+    return value
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -175,7 +182,10 @@ def _put_back(value: Any, before: Any) -> Any:
 
 
 def _random_states() -> list[Any]:
-    gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    if torch.cuda.is_initialized():
+        gpu = torch.cuda.get_rng_state_all()
+    else:
+        gpu = []
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
@@ -197,13 +207,24 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     """What the parts in force answer now; the same on every rank."""
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
-    names, per_token = " and ".join(parts), " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
-    hook, stock = [trainer.token_loss] if trainer.team_overrides_token_loss else [], None
+    names = " and ".join(parts)
+    per_token = " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
+    if trainer.team_overrides_token_loss:
+        hook = [trainer.token_loss]
+    else:
+        hook = []
+    stock = None
     with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
-            stock = _why_not_row_by_row(trainer.token_loss, objective) if of_token else None
+            if of_token:
+                stock = _why_not_row_by_row(trainer.token_loss, objective)
+            else:
+                stock = None
             silent = loss_proof.vanishes_without_advantage
-            pull = "" if objective.kl_in_loss is not None or silent(trainer.token_loss, objective) else per_token
+            if objective.kl_in_loss is not None or silent(trainer.token_loss, objective):
+                pull = ""
+            else:
+                pull = per_token
             several = trainer.args.gradient_accumulation_steps > trainer.args.steps_per_generation
             if stock is not None:
                 stock = f"{per_token}: {stock}"
@@ -213,7 +234,8 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
         except Exception as error:
             if not parts:
                 raise
-            stock, pull = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})", per_token
+            stock = f"{names} cannot be asked on a toy batch ({type(error).__name__}: {error})"
+            pull = per_token
     if not parts:
         return Answers(stock, pull)
     if watch.touched:
@@ -227,7 +249,10 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
     """In words: what of a team's makes the loss of a token, and what averages it."""
-    found = [f"`{teams(trainer, 'token_loss')}`"] if trainer.team_overrides_token_loss else []
+    if trainer.team_overrides_token_loss:
+        found = [f"`{teams(trainer, 'token_loss')}`"]
+    else:
+        found = []
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
     return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]
@@ -238,7 +263,8 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
         loss, gradient = _asked(token_loss, whole)
         if not all(torch.equal(*pair) for pair in zip((loss, gradient), _asked(token_loss, whole), strict=True)):
             return "asked twice, it gives two answers"
-        rows, width = tuple(range(whole.mask.size(0))), whole.mask.size(1)
+        rows = tuple(range(whole.mask.size(0)))
+        width = whole.mask.size(1)
         padded = _asked(token_loss, cut(whole, rows, width + 3))
         if not _alike((loss, gradient), (padded[0][:, :width], padded[1][:, :width])):
             return "its value depends on how wide a batch is padded"
@@ -260,7 +286,10 @@ def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     moved = logps - batch.logps.detach()  # 0, with the gradient of logps
     per_token = batch.log_ratio.shape == batch.mask.shape
     lengths = batch.mask.sum(1, keepdim=True).clamp(min=1)
-    steps = moved * batch.mask if per_token else (moved * batch.mask).sum(1, keepdim=True) / lengths
+    if per_token:
+        steps = moved * batch.mask
+    else:
+        steps = (moved * batch.mask).sum(1, keepdim=True) / lengths
     loss = token_loss(replace(batch, logps=logps, log_ratio=batch.log_ratio.detach() + steps))
     loss = loss.expand(batch.mask.shape).masked_fill(~batch.mask, 0.0)
     if not loss.requires_grad:
@@ -288,7 +317,10 @@ def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
 def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:
     """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
     for one, other in zip(expected, found, strict=True):
-        size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
+        if one.numel():
+            size = max(1.0, float(one.abs().max()))
+        else:
+            size = 1.0
         if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():
             return False
     return True

@@ -45,9 +45,13 @@ class SharedPrompts:
     """
 
     def __init__(self, trainer: StepPort) -> None:
-        self._trainer, self._checked = trainer, False
+        self._trainer = trainer
+        self._checked = False
         self.asked = trainer.lab_settings.update.share_prompts
-        self.because = "`update.share_prompts` is off" if self.asked == "off" else self._why_not()
+        if self.asked == "off":
+            self.because = "`update.share_prompts` is off"
+        else:
+            self.because = self._why_not()
         if self.asked == "on":
             refuse_unshared(self.because)
         if self.because and self.asked == "auto":
@@ -65,7 +69,9 @@ class SharedPrompts:
 
     def described(self) -> dict[str, str]:
         """For ``run.json``: nothing where nothing was asked for."""
-        return {} if self.asked == "off" else {"share_prompts": f"no: {self.because}" if self.because else self.asked}
+        if self.asked == "off":
+            return {}
+        return {"share_prompts": f"no: {self.because}" if self.because else self.asked}
 
     def planned(
         self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int, overhead: int
@@ -205,13 +211,17 @@ def why_unshared(model: nn.Module, attention: str | None = None) -> str:
     if moves_positions(model):
         return moves_positions(model)
     rate = dropout_rate(model)
-    return f"a dropout of {rate:g} is active, which draws other masks for other rows" if rate > 0 else ""
+    if rate > 0:
+        return f"a dropout of {rate:g} is active, which draws other masks for other rows"
+    return ""
 
 
 def attention_of(model: nn.Module) -> str | None:
     """The name under which transformers knows the model's attention; None for a model of another library."""
     inner = _inner(model)
-    return inner.config.get_text_config()._attn_implementation if isinstance(inner, PreTrainedModel) else None
+    if isinstance(inner, PreTrainedModel):
+        return inner.config.get_text_config()._attn_implementation
+    return None
 
 
 def _of_run(trainer: StepPort) -> str:
@@ -222,14 +232,17 @@ def _of_run(trainer: StepPort) -> str:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trl_bridge.form_of(attention_of(model)) == "flex" and trainer.accelerator.device.type == "cpu":
         return "FlexAttention has no backward on a CPU (`attn_implementation: sdpa`)"
-    kind, sharded = trainer.accelerator.distributed_type.value, getattr(trainer.accelerator, "is_fsdp2", False)
+    kind = trainer.accelerator.distributed_type.value
+    sharded = getattr(trainer.accelerator, "is_fsdp2", False)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not sharded:
         return f"it was not tested with weights in parts by {kind} (DDP and FSDP2 are)"
     if trainer.args.torch_compile or trl_bridge.is_compiled(trainer, trainer.model):
         return "every bin has another form, which `torch.compile` would compile anew"
     if trainer.args.use_transformers_continuous_batching:
         return "`use_transformers_continuous_batching` puts an attention of its own in place of the model's"
-    return "the rows may bring images" if trl_bridge.may_bring_images(trainer) else ""
+    if trl_bridge.may_bring_images(trainer):
+        return "the rows may bring images"
+    return ""
 
 
 def _apart(found: Tensor, expected: Tensor) -> Tensor:

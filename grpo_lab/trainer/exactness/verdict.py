@@ -62,7 +62,8 @@ class StandingVerdict:
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        self.probe, self.masks = BinProbe(trainer), MaskProbe(trainer)
+        self.probe = BinProbe(trainer)
+        self.masks = MaskProbe(trainer)
         self.saw_randomness = False
         self._watch: seen.RandomnessWatch | None = seen.RandomnessWatch(trainer.accelerator.device)
         self._found: UpdateVerdict | None = None
@@ -72,7 +73,8 @@ class StandingVerdict:
         """A collective where it has to be asked anew; called on every rank alike."""
         at = self._trainer.phase.start, self._trainer.state.global_step if has_team_parts(self._trainer) else None
         if self._found is None or at != self._asked_at:
-            self._found, self._asked_at = self._asked(ask_model=True), at
+            self._found = self._asked(ask_model=True)
+            self._asked_at = at
         return self._found
 
     def so_far(self) -> UpdateVerdict:
@@ -142,7 +144,8 @@ class StandingVerdict:
             multimodal=may_bring_images(trainer),
             **random,
         )
-        stock, all_rows = why_stock_batches(conditions), why_all_rows(conditions)
+        stock = why_stock_batches(conditions)
+        all_rows = why_all_rows(conditions)
         if stock is not None and trainer.lab_settings.update.randomness == "same_draws":
             chosen = why_stock_batches(replace(conditions, same_draws=False)) is None
             return UpdateVerdict(stock, all_rows, chosen)

@@ -31,7 +31,9 @@ class Background:
     def __init__(self) -> None:
         self._answer: Future[Any] | None = None
         self._prompts: list[list[int]] = []
-        self.version, self.takes, self.waited = 0, False, 0.0
+        self.version = 0
+        self.takes = False
+        self.waited = 0.0
         self.taken: int | None = None
 
     def begin(self, ask: Callable[[], Any], prompts: list[list[int]]) -> None:
@@ -39,7 +41,8 @@ class Background:
         if self._answer is not None:
             raise RuntimeError("a generation was begun while another's completions were not yet taken")
         answer: Future[Any] = Future()
-        self._answer, self._prompts = answer, prompts
+        self._answer = answer
+        self._prompts = prompts
 
         def run() -> None:
             try:
@@ -61,7 +64,8 @@ class Background:
     def take(self, prompts: list[list[int]]) -> Any | None:
         """The answer to what was begun, or its error; None where nothing was. Call ``settle`` before. RuntimeError: it
         is of other prompts, which can only come of code that reads the data loader by itself."""
-        answer, self._answer = self._answer, None
+        answer = self._answer
+        self._answer = None
         if answer is None:
             return None
         if prompts != self._prompts:

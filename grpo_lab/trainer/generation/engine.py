@@ -114,10 +114,16 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
     """TRL's ``_init_vllm`` in this process, with our options."""
     # where the options name no seed: the run's; TRL's 0 in a drop-in run
-    seed = 0 if getattr(args, "objective", None) is None else int(args.seed)
+    if getattr(args, "objective", None) is None:
+        seed = 0
+    else:
+        seed = int(args.seed)
     dtype = next(generation.model.parameters()).dtype
     options = EngineOptions.from_mapping(settings.engine or {})
-    lora = None if generation.adapters is None else generation.adapters.max_rank
+    if generation.adapters is None:
+        lora = None
+    else:
+        lora = generation.adapters.max_rank
     factory = engine_factory(options, trainer_dtype=dtype, run_seed=seed, max_lora_rank=lora)
     with replaced(trl_vllm, "LLM", factory):
         stock()
@@ -142,7 +148,8 @@ def send(generation: Any, stock: Callable[[], None]) -> None:
 def send_adapter(generation: Any, files: AdapterFiles) -> int:
     """The next version of the adapter to the engine of this process or to the server -> bytes of its tensors. Every
     rank calls: shards are gathered; a server gets it from the main process."""
-    model, served = generation.model, generation.mode == "server"
+    model = generation.model
+    served = generation.mode == "server"
     reshard(model)
     tensors = adapter_tensors(without_critic(model.named_parameters()), files.adapter)
     if not served:
@@ -190,7 +197,9 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings) -> None:
         self.trainer = trainer
         self.settings = settings
-        self._last, self._done, self._doubts = -1, 0, 0
+        self._last = -1
+        self._done = 0
+        self._doubts = 0
         self._again: list[int] = []  # a prompt of every probe
         self.doubted = False
         if trainer.use_vllm:
@@ -206,7 +215,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         """Largest gap in nats per token, for an engine with weights of this dtype."""
         trainer = self.trainer
         own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
-        training = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else own
+        if trainer.args.bf16:
+            training = torch.bfloat16
+        else:
+            training = torch.float16 if trainer.args.fp16 else own
         on_gpu = trainer.accelerator.device.type == "cuda"
         return self.settings.tolerance or tolerance_for(*engine, training, on_gpu=on_gpu)
 
@@ -216,7 +228,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven
         instead (``strict``: an error in any case).
         """
-        trainer, accelerator = self.trainer, self.trainer.accelerator
+        trainer = self.trainer
+        accelerator = self.trainer.accelerator
         probe = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompt_ids)][:PROBE_PROMPTS]
         if trainer.vllm_generation.adapters is not None:
             engine = trainer.vllm_generation
@@ -234,11 +247,13 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             self.doubted = bool(accelerator.gather(torch.tensor([self.doubted], device=accelerator.device)).any())
         if gap is None or self.doubted:
             return
-        self._last, self._done = trainer.state.global_step, self._done + 1
+        self._last = trainer.state.global_step
+        self._done = self._done + 1
         trainer.recorder.book("train").add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
 
     def _gap(self, probe: list[list[int]]) -> SyncGap:
-        trainer, generation = self.trainer, self.trainer.vllm_generation
+        trainer = self.trainer
+        generation = self.trainer.vllm_generation
         model = trainer.accelerator.unwrap_model(trainer.model)
         was_training = model.training
         model.eval()
@@ -248,7 +263,8 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
                 return generation.server_return.proof(proof, generation.send)  # type: ignore[no-any-return]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer
-            named, adapter = generation._iter_named_params, generation.llm.adapter
+            named = generation._iter_named_params
+            adapter = generation.llm.adapter
             with awake(generation):
                 return prove_sync(bare, model, named, probe, tolerance=limit, lora_request=adapter)
         except EngineFault:
@@ -261,7 +277,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         every = self.settings.verify_every
         if every == 0 or every > MANY_STEPS:
-            when = "never" if every == 0 else f"after the first {FIRST_PROOFS} syncs only every {every} steps"
+            if every == 0:
+                when = "never"
+            else:
+                when = f"after the first {FIRST_PROOFS} syncs only every {every} steps"
             self._warn(
                 f"the weights of the engine are compared with the trainer's {when} (`rollout.verify_every: {every}`): "
                 f"in between, completions of stale weights would be trained on; up to {MANY_STEPS} is usual",
@@ -281,7 +300,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         proves = self.settings.verify_every > 0
         self.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
-        last = "never" if self._done == 0 else f"at step {self._last}"
+        if self._done == 0:
+            last = "never"
+        else:
+            last = f"at step {self._last}"
         self._warn(
             f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: "
             f"the engine may not hold the trainer's weights (proven last: {last}). "

@@ -75,7 +75,9 @@ def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
 def _drops(model: Any) -> str:
     """Why its dropout keeps groups apart; "" where none is active."""
     drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
-    return "dropout is active, which a prompt that is read once would share" if drops else ""
+    if drops:
+        return "dropout is active, which a prompt that is read once would share"
+    return ""
 
 
 class PolicySampler:
@@ -84,18 +86,24 @@ class PolicySampler:
     all weights."""
 
     def __init__(self, trainer: GRPOTrainer, logprobs: bool = False) -> None:
-        self.trainer, self.tokenizer, self.stops = trainer, trainer._tokenizer, list(trainer.eos_token_ids)
+        self.trainer = trainer
+        self.tokenizer = trainer._tokenizer
+        self.stops = list(trainer.eos_token_ids)
         self.logprobs = logprobs
         if logprobs and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError(
                 "`evaluation.log_probs` with `evaluation.every` needs all weights on each process, and FSDP or "
                 "DeepSpeed keeps them in parts; leave one of the two out"
             )
-        engine = (
-            trainer.vllm_generation.llm.llm_engine if trainer.use_vllm and trainer.vllm_mode == "colocate" else None
-        )
+        if trainer.use_vllm and trainer.vllm_mode == "colocate":
+            engine = trainer.vllm_generation.llm.llm_engine
+        else:
+            engine = None
         config: Any = trainer.accelerator.unwrap_model(trainer.model).config
-        self.context = engine.model_config.max_model_len if engine else context_of_config(config)
+        if engine:
+            self.context = engine.model_config.max_model_len
+        else:
+            self.context = context_of_config(config)
 
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
@@ -103,7 +111,8 @@ class PolicySampler:
         """ValueError: samples are asked for."""
         if n != 1 or temperature != 0:
             raise ValueError(f"an evaluation on the way is greedy; got n={n}, temperature={temperature}")
-        trainer, training = self.trainer, self.trainer.model.training
+        trainer = self.trainer
+        training = self.trainer.model.training
         with ExitStack() as stack:
             if trainer.use_vllm:
                 for name, value in {"temperature": 0.0, "repetition_penalty": 1.0}.items():
@@ -133,11 +142,18 @@ def generate_in_step(
     rows = prompt_ids + filler[:1] * (rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
     if not rows:
         return []
-    engine = trainer.vllm_generation if trainer.use_vllm else trainer.generation_config
+    if trainer.use_vllm:
+        engine = trainer.vllm_generation
+    else:
+        engine = trainer.generation_config
     with replaced(engine, "max_completion_length" if trainer.use_vllm else "max_new_tokens", max_new_tokens):
         ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
-    ends, version = trainer.eos_token_ids, int(trainer.state.global_step)
-    scored = [None] * len(ids) if logprobs is None else logprobs
+    ends = trainer.eos_token_ids
+    version = int(trainer.state.global_step)
+    if logprobs is None:
+        scored = [None] * len(ids)
+    else:
+        scored = logprobs
     made = [
         Completion(row, row[-1:] != [] and row[-1] in ends, own, version) for row, own in zip(ids, scored, strict=True)
     ]
@@ -194,7 +210,10 @@ class ThinkingRollout:
         def generate(ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
             """Thinking is asked for in groups (a server gets one request with ``n = G``); rows that go on differ within
             a group, and are asked for one by one."""
-            group = trainer._group_size() if self.budget.budget > 0 and ids == prompt_ids else 1
+            if self.budget.budget > 0 and ids == prompt_ids:
+                group = trainer._group_size()
+            else:
+                group = 1
             return generate_in_step(trainer, ids, prompt_ids[:1], group, max_new_tokens)
 
         done = budgeted_generate(prompt_ids, generate, self.budget, in_step=several)

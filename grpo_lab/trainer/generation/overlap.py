@@ -40,7 +40,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead) -> None:
-        self.trainer, self.on = trainer, settings.overlap > 0
+        self.trainer = trainer
+        self.on = settings.overlap > 0
         self._ahead = ahead
         self._version: int | None = None
         if not self.on:
@@ -60,7 +61,9 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
     def version(self) -> int:
         """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
         step = int(self.trainer.state.global_step)
-        return step if self._version is None or not self.trainer.model.training else self._version
+        if self._version is None or not self.trainer.model.training:
+            return step
+        return self._version
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
@@ -69,20 +72,24 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         if not self.on or not trainer.model.training:
             yield
             return
-        generation, main, waited = trainer.vllm_generation, trainer.accelerator.is_main_process, 0.0
+        generation = trainer.vllm_generation
+        main = trainer.accelerator.is_main_process
+        waited = 0.0
         if main:
             background = generation.vllm_client.background
             with generation.waiting():
                 background.settle()
             background.takes, background.taken = True, None
-            waited, background.waited = background.waited, 0.0
+            waited = background.waited
+            background.waited = 0.0
         taken = None
         try:
             yield
         finally:
             if main:
                 background = generation.vllm_client.background  # another one where the server was lost and is back
-                taken, background.takes = background.taken, False
+                taken = background.taken
+                background.takes = False
         step = int(trainer.state.global_step)
         taken, waited = from_main(trainer.accelerator, (taken, waited))
         self._version = step if taken is None else taken

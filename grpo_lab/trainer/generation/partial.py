@@ -66,7 +66,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead) -> None:
         self.trainer: Any = trainer
-        self.cut, self._ahead = settings.cut_after, ahead
+        self.cut = settings.cut_after
+        self._ahead = ahead
         self._batches_ahead = batches_ahead(settings, trainer.max_completion_length)
         self.asked: list[list[int]] = []
         self._begun: Any = None  # HF's state object of the training that memory was cleared for
@@ -105,7 +106,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             self._open, self._waiting = self._oldest_whole(inputs)
         self._again = False
         rows = [(group, one) for group in self._open for one in group.completions]
-        step, first = int(trainer.state.global_step), trainer.accelerator.process_index * len(inputs)
+        step = int(trainer.state.global_step)
+        first = trainer.accelerator.process_index * len(inputs)
         ages, segments = (float(sum(of(one) for _, one in rows)) for of in (lambda one: step - _oldest(one), _segments))
         book = trainer.recorder.book("train")
         book.add_alike("rollout/staleness", torch.tensor([ages]), len(rows))
@@ -138,18 +140,23 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _oldest_whole(self, inputs: Rows) -> tuple[Groups, Groups]:
         """(groups to train on, groups that wait)."""
-        trainer, waiting = self.trainer, self._waiting
+        trainer = self.trainer
+        waiting = self._waiting
         number = trainer.phase.start // trainer.phase.every
         wanted = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
         whole = sum(group.whole for group in waiting)
         turns = bad = 0
         while whole < wanted or turns == 0:
             coming = number + len(waiting) // wanted  # what was begun waits, or was trained on in a batch before
-            rows = inputs if coming == number else self._rows(coming, number)
+            if coming == number:
+                rows = inputs
+            else:
+                rows = self._rows(coming, number)
             if whole < wanted and rows is not None:
                 waiting += self._begin(rows)
             waiting, unscored = self._continue(waiting, bad + 1 >= TURNS)
-            turns, bad = turns + 1, bad + 1 if unscored else 0
+            turns = turns + 1
+            bad = bad + 1 if unscored else 0
             whole = sum(group.whole for group in waiting)
         places = [place for place, group in enumerate(waiting) if group.whole][:wanted]
         rest = tuple(group for place, group in enumerate(waiting) if place not in places)
@@ -165,9 +172,11 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, rows: Rows) -> Groups:
         """The groups of this rank's ``rows`` and of all others', without a token."""
-        trainer, size = self.trainer, int(self.trainer.num_generations)
+        trainer = self.trainer
+        size = int(self.trainer.num_generations)
         prompts, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
-        first, longest = trainer.accelerator.process_index * len(rows), int(trainer.max_completion_length)
+        first = trainer.accelerator.process_index * len(rows)
+        longest = int(trainer.max_completion_length)
         mine = [
             begin(dict(row), list(ids), min(longest, trainer.vllm_generation.context - len(ids)), size)
             for place, (row, ids) in enumerate(zip(rows, prompts, strict=True), start=first)
@@ -179,8 +188,10 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         """With every completion that has no end by at most ``cut`` tokens longer; as they are where one call fails. And
         whether rows came without log-probs; they are as they were, but with ``take_unscored``."""
         assert self.cut is not None
-        trainer, unscored = self.trainer, False
-        version, found = int(trainer.state.global_step), [list(group.completions) for group in groups]
+        trainer = self.trainer
+        unscored = False
+        version = int(trainer.state.global_step)
+        found = [list(group.completions) for group in groups]
         limits: dict[int, list[tuple[int, int]]] = {}
         for place, group in enumerate(groups):
             for number, one in enumerate(group.completions):
@@ -189,7 +200,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         for limit, places in sorted(limits.items(), reverse=True):
             rows = [(groups[place].prompt, found[place][number].ids) for place, number in places]
             for (place, number), (ids, logprobs, ended) in zip(places, self._made(rows, limit), strict=True):
-                one, room = found[place][number], groups[place].room
+                one = found[place][number]
+                room = groups[place].room
                 trainer.parts.generated += len(ids)
                 if not all(value is not None and math.isfinite(value) for value in logprobs):
                     unscored = True
@@ -204,7 +216,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[tuple[list[int], list[Any], bool]]:
         """What follows (prompt, completion so far) of each row of all ranks: (ids, log-probs, whether it ended)."""
-        trainer, accelerator = self.trainer, self.trainer.accelerator
+        trainer = self.trainer
+        accelerator = self.trainer.accelerator
         share = math.ceil(len(rows) / accelerator.num_processes)
         mine = rows[accelerator.process_index * share :][:share]
         whole = [[*prompt, *ids] for prompt, ids in mine]
@@ -217,7 +230,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _settings(self) -> dict[str, Any]:
         """What the groups of a checkpoint must agree in with those of this run."""
-        trainer, phase = self.trainer, self.trainer.phase
+        trainer = self.trainer
+        phase = self.trainer.phase
         return {
             "generation_batch_size": trainer.args.generation_batch_size,
             "num_generations": trainer.num_generations,
@@ -257,7 +271,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._kept = self._waiting, self._open
 
     def _read(self, entry: Any, checkpoint: Path) -> tuple[Groups, Groups]:
-        number, then, now = int(entry["waiting"]), entry["settings"], self._settings()
+        number = int(entry["waiting"])
+        then = entry["settings"]
+        now = self._settings()
         if self.cut is None:
             if number:
                 raise ValueError(f"{number} groups wait there to be gone on with, and `rollout.cut_after` is not set")

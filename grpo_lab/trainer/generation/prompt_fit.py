@@ -41,7 +41,10 @@ def refuse_long(
     """``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
     for ids in prompts:
         if len(ids) > context - room:
-            text = "" if decode is None else f" (it begins {decode(list(ids[:60]))[:160]!r})"
+            if decode is None:
+                text = ""
+            else:
+                text = f" (it begins {decode(list(ids[:60]))[:160]!r})"
             raise PromptTooLong(_no_room(f"a prompt of {len(ids)} tokens{text} leaves", context, room))
 
 
@@ -52,7 +55,10 @@ def fill_rooms(
     it. A request has one ``max_tokens`` for all its prompts, so each row is one; the server takes them together."""
 
     def row(number: int) -> dict[str, Any]:
-        shown = None if features is None else features[number : number + 1]
+        if features is None:
+            shown = None
+        else:
+            shown = features[number : number + 1]
         room = context - len(prompts[number])
         return ask([prompts[number]], features=shown, **{**sampling, "max_tokens": room})
 
@@ -75,7 +81,10 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
         )
     if trainer.use_vllm:
         refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
-    limit = trainer.args.vllm_max_model_length if trainer.use_vllm else None
+    if trainer.use_vllm:
+        limit = trainer.args.vllm_max_model_length
+    else:
+        limit = None
     config = trainer.accelerator.unwrap_model(trainer.model).config
     risk = check_prompt_lengths([len(ids) for ids in prompts], config, completion_limit(trainer.args), limit)
     if risk is not None:
@@ -92,14 +101,20 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
     if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:
         return
     generation = trainer.vllm_generation
-    room = trainer.max_completion_length if generation.mode == "server" and trainer.max_completion_length else 1
+    if generation.mode == "server" and trainer.max_completion_length:
+        room = trainer.max_completion_length
+    else:
+        room = 1
     for setting, rows in (("train_dataset", trainer.train_dataset), ("eval_dataset", trainer.eval_dataset)):
         if not isinstance(rows, Dataset) or {"prompt", "image", "images"} & {*rows.column_names} != {"prompt"}:
             continue
         found = too_long(trainer, rows["prompt"], generation.context - room)
         if found:
             named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
-            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            if len(found) > NAMED:
+                more = f" and {len(found) - NAMED} more"
+            else:
+                more = ""
             raise ValueError(_no_room(f"`{setting}`: {named}{more} leave", generation.context, room))
 
 

@@ -47,7 +47,10 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
         )
     if settings.name != "prioritized":
         return dataset
-    rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if isinstance(reward_funcs, (list, tuple)):
+        rewards = list(reward_funcs)
+    else:
+        rewards = [reward_funcs]
     if correctness_column(rewards) is None:
         raise ValueError(
             "`sampler: prioritized` needs a reward that measures correctness, and none of `reward_funcs` does: an "
@@ -68,7 +71,9 @@ class PromptOrder:
 
     def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
         self.settings = settings
-        self._args, self._group_size, self._every = args, group_size, every
+        self._args = args
+        self._group_size = group_size
+        self._every = every
         self.sampler: RoundSampler | None = None
 
     def built(self, dataset: Any) -> RoundSampler | None:
@@ -78,14 +83,23 @@ class PromptOrder:
             return None
         shape = {"mini_repeat_count": self._group_size, "repeat_count": self._every, "seed": self._args.seed}
         shape["batch_size"] = self._args.generation_batch_size // self._group_size
-        rates = list(dataset[settings.column]) if settings.column else None
+        if settings.column:
+            rates = list(dataset[settings.column])
+        else:
+            rates = None
         how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:
             if settings.name == "prioritized":  # a problem without a pass rate (nothing was scorable) starts from 0
-                initial = 0.0 if rates is None else [0.0 if rate is None else float(rate) for rate in rates]
+                if rates is None:
+                    initial = 0.0
+                else:
+                    initial = [0.0 if rate is None else float(rate) for rate in rates]
                 self.sampler = PrioritizedSampler(dataset, **shape, initial=initial, **how)
             else:
-                curve = CurriculumSampler if settings.name == "curriculum" else UniformThenHardSampler
+                if settings.name == "curriculum":
+                    curve = CurriculumSampler
+                else:
+                    curve = UniformThenHardSampler
                 self.sampler = curve(dataset, rates, **shape, **how)
         except ValueError as error:
             raise ValueError(f"`sampler`: {error}") from error
@@ -101,7 +115,8 @@ class PromptOrder:
     def record(self, book: MetricBook) -> None:
         """How far the sampler has come, once a generation batch."""
         if isinstance(self.sampler, PrioritizedSampler):
-            seen, at_floor = self.sampler.trials > 0, self.sampler.weights <= self.sampler.floor
+            seen = self.sampler.trials > 0
+            at_floor = self.sampler.weights <= self.sampler.floor
             book.add_alike("sampler/seen_share", seen.sum(), self.sampler.num_samples)
             book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 

@@ -43,7 +43,8 @@ class ReadAhead:
         if self._ahead == 0:
             return source
         if source is not self._source:  # an epoch begins
-            self._source, self._coming = source, deque()
+            self._source = source
+            self._coming = deque()
         while len(self._coming) < number + self._ahead:
             found = next(source, None)
             if found is None:
@@ -55,14 +56,20 @@ class ReadAhead:
 
     def rows(self, number: int) -> Any | None:
         """Micro-batch ``number`` of the training, counted from 0; None where the epoch has no more."""
-        place, known = number - self.first, [*self._given, *self._coming]
-        return known[place] if 0 <= place < len(known) else None
+        place = number - self.first
+        known = [*self._given, *self._coming]
+        if 0 <= place < len(known):
+            return known[place]
+        return None
 
     def rows_to_train(self, trainer: GRPOTrainer, number: int) -> Any | None:
         """``rows``; None, too, where the training ends before it."""
-        state, phase = trainer.state, trainer.phase
+        state = trainer.state
+        phase = trainer.phase
         left = (state.max_steps - state.global_step) * phase.accumulation  # the step at hand included
-        return None if number >= self.first + left else self.rows(number)
+        if number >= self.first + left:
+            return None
+        return self.rows(number)
 
 
 def refuse_turns(trainer: GRPOTrainer, setting: str, turns: str, images: str) -> None:

@@ -175,7 +175,8 @@ class KeptFailure:
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
-        self.client, self.on_fault = client, on_fault
+        self.client = client
+        self.on_fault = on_fault
         self.failure: Exception | None = None
 
     def image_features(self, images: list[Any]) -> list[Any]:
@@ -207,7 +208,8 @@ def prove(
 ) -> SyncGap:
     """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
     ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``."""
-    accelerator, client = generation.accelerator, getattr(generation, "vllm_client", None)
+    accelerator = generation.accelerator
+    client = getattr(generation, "vllm_client", None)
     asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
     probe, dtype, readable = asked
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
@@ -239,7 +241,8 @@ class ServerReturn:
                 f"each other {patience:.0f} s (`ddp_timeout`): they would end before it is back. Shorten the one or "
                 "lengthen the other"
             )
-        self.generation, self.settings = generation, settings
+        self.generation = generation
+        self.settings = settings
         self._since = 0  # returns since the last batch
         self._unproven = False
 
@@ -295,7 +298,8 @@ class ServerReturn:
         """Wait for the server, connect, send the weights; else ``lost``. Every rank calls this with the same fault."""
         if not self.waits:
             raise lost
-        start, says = time.monotonic(), self.generation.accelerator.is_main_process
+        start = time.monotonic()
+        says = self.generation.accelerator.is_main_process
         if says:
             waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
             logger.warning(f"the vLLM server is lost ({lost}); {waiting}")
@@ -304,7 +308,8 @@ class ServerReturn:
                 self._have_back(stock_sync, start + self.waits)
         except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
-        self._since, self._unproven = self._since + 1, True
+        self._since = self._since + 1
+        self._unproven = True
         if says:
             waited = time.monotonic() - start
             logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
@@ -358,7 +363,10 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
             raise
         save_for_resume(trainer, "")
         step = trainer.state.global_step
-        said = kept(checkpoint_folder(trainer), step) if step else "interrupted; nothing to save"
+        if step:
+            said = kept(checkpoint_folder(trainer), step)
+        else:
+            said = "interrupted; nothing to save"
         raise KeyboardInterrupt(said) from None
 
 
@@ -385,7 +393,10 @@ def save_for_resume(trainer: GRPOTrainer, then: str) -> str:
     trainer.accelerator.wait_for_everyone()
     folder = checkpoint_folder(trainer)
     weights_only = trainer.args.save_only_model
-    partly = " (weights only, as `save_only_model` asks: the optimizer starts anew)" if weights_only else ""
+    if weights_only:
+        partly = " (weights only, as `save_only_model` asks: the optimizer starts anew)"
+    else:
+        partly = ""
     return (
         f"A checkpoint of step {step} was written to {folder}{partly}. {then}: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

@@ -45,7 +45,10 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     """``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
-    way = ("nccl" if gpus else "shared_memory") if chosen == "auto" else chosen
+    if chosen == "auto":
+        way = "nccl" if gpus else "shared_memory"
+    else:
+        way = chosen
     extension = (server.get("parallel_config") or {}).get("worker_extension_cls")
     if way == "nccl" and not gpus:
         lacks = "`rollout.server.weights: nccl` needs a GPU on both sides: use shared_memory"
@@ -71,7 +74,8 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
 
 def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
     """``ValueError`` where a server (its ``vllm_config``) does not take the run's adapters."""
-    lora, replicas = server.get("lora_config"), (server.get("parallel_config") or {}).get("data_parallel_size") or 1
+    lora = server.get("lora_config")
+    replicas = (server.get("parallel_config") or {}).get("data_parallel_size") or 1
     start = f"start it with `grpo-lab serve --model … --max-lora-rank {rank}`"
     if not lora:
         lacks = f"takes no adapters: {start}"
@@ -136,12 +140,17 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         if not url.endswith(GENERATIONS):
             return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
-        body, limits = arguments["json"], (talk.CONNECT_TIMEOUT, self.settings.request_timeout)
+        body = arguments["json"]
+        limits = (talk.CONNECT_TIMEOUT, self.settings.request_timeout)
         ask = functools.partial(self.session.post, url, timeout=limits, **arguments)
-        rows = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+        if isinstance(body.get("prompt"), list):
+            rows = len(body["prompt"])
+        else:
+            rows = 1
         what = f"{rows * body.get('n', 1)} completions of {rows} prompts"
         call = functools.partial(talk.answer_of, self.session, self.base_url, url, ask)
-        silence, token = self.settings.silence_timeout, token_of(self.session)
+        silence = self.settings.silence_timeout
+        token = token_of(self.session)
         answer = talk.watched(call, self.base_url, silence=silence, what=what, token=token)
         with talk.read_as_vllms(self.base_url):
             talk.refuse_other_completions(body, answer, self.base_url)
@@ -189,7 +198,10 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.sends_adapters = lora_rank is not None
         if lora_rank is not None:
             refuse_without_lora(lora_rank, self.info, self.base_url)
-        chosen = "shared_memory" if self.sends_adapters else self.settings.weights
+        if self.sends_adapters:
+            chosen = "shared_memory"
+        else:
+            chosen = self.settings.weights
         self.way = weight_way(chosen, device, self.info, self.base_url)
         if self.way == "nccl":
             self.init_communicator(device=device)
@@ -330,7 +342,10 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     then not compared, and a warning says so. So does one of another chat template, which changes nothing here.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if hasattr(model, "peft_config"):
+        base = model.get_base_model()
+    else:
+        base = model
     ours = describe_tokenizer(tokenizer)
     ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
     if client.has_worker:
@@ -350,7 +365,8 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
         alike = theirs["chat_template"] == ours["chat_template"]
         warning = "its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"
     else:
-        found, alike = _tried_out(client, tokenizer, ends), False
+        found = _tried_out(client, tokenizer, ends)
+        alike = False
         warning = (
             "it runs without grpo_lab's worker: shapes of its parameters were not compared with the trainer's "
             "(`grpo-lab serve` starts one with it)"
@@ -373,13 +389,19 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
     mine, other = ({name: list(one.shape) for name, one in model.named_parameters()} for model in models)
     names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
     wrong = [f"{name}: {other.get(name, 'not there')}, the trainer's {mine.get(name, 'not there')}" for name in names]
-    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"] if wrong else []
+    if len(wrong) > 4:
+        more = f" and {len(wrong) - 4} more"
+    else:
+        more = ""
+    if wrong:
+        return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"]
+    return []
 
 
 def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
     """What differs as far as completions and the tokenizer's endpoint show it."""
-    found, missed = [], []
+    found = []
+    missed = []
     body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
     ours = list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
     if list(client.post("/tokenize", body)["tokens"]) != ours:

@@ -88,7 +88,8 @@ class MetricBook:
         the same number: a row has one loss token or none."""
         weights = self._weights(values, mask, origin)
         selected = values.float().masked_fill(~weights, 0.0)
-        totals, counts = selected.sum(1), weights.sum(1).float()
+        totals = selected.sum(1)
+        counts = weights.sum(1).float()
         places, number = self._places(name, totals, origin)
         zeros = totals.new_zeros(number)
         sizes = zeros.index_add(0, places, counts)
@@ -100,7 +101,10 @@ class MetricBook:
     def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
         """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``."""
         values = values.detach().float().masked_fill(~where, WORST[how])
-        rows = values.amin(1) if how == "min" else values.amax(1)
+        if how == "min":
+            rows = values.amin(1)
+        else:
+            rows = values.amax(1)
         places, number = self._places(name, rows, origin)
         found = torch.full((number,), WORST[how], device=rows.device)
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
@@ -116,7 +120,8 @@ class MetricBook:
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
         """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names. Pairs
         wait until the optimizer step ends."""
-        names, extremes = sorted(self._fresh), sorted(self._fresh_extremes)
+        names = sorted(self._fresh)
+        extremes = sorted(self._fresh_extremes)
         if not step_ends or (not names and not extremes):
             return
         parts = [self._fresh[n].reshape(-1) for n in names] + [self._fresh_extremes[k] for k in extremes]
@@ -125,7 +130,10 @@ class MetricBook:
         for name, column in zip(names, columns[: len(names)], strict=True):
             self._settle(name, column.sum(0).view(-1, 2))
         for (name, how), column in zip(extremes, columns[len(names) :], strict=True):
-            found = column.amin(0) if how == "min" else column.amax(0)
+            if how == "min":
+                found = column.amin(0)
+            else:
+                found = column.amax(0)
             seen = found.isfinite()
             self._settle(name, torch.stack([found.masked_fill(~seen, 0.0), seen.float()], dim=1))
         self._fresh.clear()
@@ -186,7 +194,9 @@ class MetricBook:
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
         """bool like ``values``: what is counted."""
-        return mask.any(dim=1, keepdim=True) if values.size(1) == 1 else mask
+        if values.size(1) == 1:
+            return mask.any(dim=1, keepdim=True)
+        return mask
 
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
         """Which of K pairs each of some rows goes to, long ``[B]``, and K."""
@@ -232,7 +242,9 @@ class TrlBook(MetricBook):
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
         as_cut = origin is None and values.size(1) == 1
-        return torch.ones_like(mask[:, :1]) if as_cut else super()._weights(values, mask, origin)
+        if as_cut:
+            return torch.ones_like(mask[:, :1])
+        return super()._weights(values, mask, origin)
 
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
         if origin is None:
@@ -272,7 +284,8 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
             book.add_alike(f"completions/mean_length_{name}", lengths[chosen].sum(), chosen.sum())
         book.add_alike("rewards/unscorable_share", correct.isnan().sum(), correct.numel())
         groups = correct.view(dead.numel(), -1)  # a NaN is on neither side
-        solved, missed = (groups >= CORRECT_FROM).any(1), (groups < CORRECT_FROM).any(1)
+        solved = (groups >= CORRECT_FROM).any(1)
+        missed = (groups < CORRECT_FROM).any(1)
         book.add_alike("groups/solved_share", solved.sum(), solved.numel())
         book.add_alike("groups/learnable_share", (solved & missed).sum(), solved.numel())
 
@@ -290,7 +303,8 @@ class SamplerCorrection:
         """The correction in force, or None without an engine (or with the correction off)."""
         if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return None
-        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        low = trainer.vllm_importance_sampling_clip_min
+        high = trainer.vllm_importance_sampling_clip_max
         return SamplerCorrection(trainer.vllm_importance_sampling_mode, low, high)
 
     def keeps(self, weights: Tensor) -> Tensor:
@@ -321,7 +335,10 @@ def by_length(
         mask: bool ``[B, T]``, tokens that carry loss.
         quartiles: long ``[B]``.
     """
-    chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
+    if weights.size(1) == 1:
+        chosen = mask.any(1, keepdim=True)
+    else:
+        chosen = mask
     for quartile in range(QUARTILES):
         where = chosen & (quartiles == quartile).unsqueeze(1)
         count = where.sum()

@@ -27,7 +27,10 @@ def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
     card = Path(trainer.args.output_dir) / "README.md"
     if trainer.is_world_process_zero() and card.is_file():
         path = str(getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_name_or_path", "") or "")
-        base = f"the local model `{path}`" if path else "a model that was built from its configuration"
+        if path:
+            base = f"the local model `{path}`"
+        else:
+            base = "a model that was built from its configuration"
         text = card.read_text(encoding="utf-8")  # TRL's template makes `None` of what it does not have
         text = text.replace("[None](https://huggingface.co/None)", base)
         text = text.replace('model="None"', f'model="{trainer.args.output_dir}"')

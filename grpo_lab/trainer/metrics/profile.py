@@ -84,13 +84,16 @@ class Profile(TrainerCallback):  # type: ignore[misc]
     """Counts from the second step on: the first one makes what the others find ready."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.steps, self.seconds = trainer, 0, dict[str, float]()
+        self.trainer = trainer
+        self.steps = 0
+        self.seconds = dict[str, float]()
         self.of_host = dict[str, float]()
         self._counting = ExitStack()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.steps == 0:
-            accelerator, optimizer = self.trainer.accelerator, self.trainer.optimizer
+            accelerator = self.trainer.accelerator
+            optimizer = self.trainer.optimizer
             backward = at("update")(host(BACKWARD)(accelerator.backward))
             self._counting.enter_context(replaced(accelerator, "backward", backward))
             self._counting.enter_context(replaced(optimizer, "step", at("optimizer")(optimizer.step)))

@@ -69,19 +69,25 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, every: int = 20, own_loss: bool = False) -> None:
         """``own_loss``: the loss is a team's, of which nobody here knows what its value says."""
-        self.every, self.own_loss = every, own_loss
+        self.every = every
+        self.own_loss = own_loss
         self.said: Diagnosis | None = None
         self._since = 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        optimizer, updates = more.get("optimizer"), args.steps_per_generation * args.num_iterations
-        moves = None if optimizer is None else any(float(group["lr"]) != 0 for group in optimizer.param_groups)
+        optimizer = more.get("optimizer")
+        updates = args.steps_per_generation * args.num_iterations
+        if optimizer is None:
+            moves = None
+        else:
+            moves = any(float(group["lr"]) != 0 for group in optimizer.param_groups)
         facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), self.own_loss, moves)
         verdict = diagnose([row for row in state.log_history if "loss" in row], facts)
         self._since += 1
         ends = state.global_step >= state.max_steps
         if self.said is None or verdict.names != self.said.names or self._since >= self.every or ends:
             logger.log(logging.INFO if verdict.healthy else logging.WARNING, "%s", verdict.line)
-            self.said, self._since = verdict, 0
+            self.said = verdict
+            self._since = 0

@@ -28,7 +28,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
     """Sums of an optimizer step on this rank; with the step's end those of all ranks become a line."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.every = trainer, trainer.lab_settings.token_weights_every
+        self.trainer = trainer
+        self.every = trainer.lab_settings.token_weights_every
         self._sums: Tensor | None = None
         self._taken = True
 
@@ -51,7 +52,9 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
 
     def so_far(self) -> Tensor | None:
         """The sums of the step, for ``go_back``."""
-        return None if self._sums is None else self._sums.clone()
+        if self._sums is None:
+            return None
+        return self._sums.clone()
 
     def go_back(self, then: Tensor | None) -> None:
         """Forget what was added since ``so_far`` said this."""
@@ -61,7 +64,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard takes the mark back after it
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         if sums is None:
             return
         if self.trainer.accelerator.num_processes > 1:

@@ -99,7 +99,10 @@ class Attended(TrainerCallback):  # type: ignore[misc]
             return args
         named = copy.copy(args)
         # trackio knows a run by its name alone
-        named.run_name = f"{self.run.name}-{self.run.identity}" if self.kind == "trackio" else self.run.name
+        if self.kind == "trackio":
+            named.run_name = f"{self.run.name}-{self.run.identity}"
+        else:
+            named.run_name = self.run.name
         return named
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -154,8 +157,14 @@ def _wandb(tracker: Attended, args: Any, state: Any) -> None:
 def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
     """One folder for all sessions of a training; what stands there of steps after ``state`` no longer counts."""
     given = tracker.inner.logging_dir  # TENSORBOARD_LOGGING_DIR: one place for several trainings
-    place = tracker.run.folder / "runs" if given is None else Path(given) / (args.run_name or tracker.run.name)
-    purged = state.global_step + 1 if state.global_step else None
+    if given is None:
+        place = tracker.run.folder / "runs"
+    else:
+        place = Path(given) / (args.run_name or tracker.run.name)
+    if state.global_step:
+        purged = state.global_step + 1
+    else:
+        purged = None
     writer = tracker.inner._SummaryWriter(str(place / tracker.run.identity), purge_step=purged)
     tracker.inner.tb_writer = writer
     tracker._close = writer.close

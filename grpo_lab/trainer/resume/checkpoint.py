@@ -50,7 +50,9 @@ def picklable(args: Any) -> Any:
 def _picklable(value: Any) -> Any:
     if isinstance(value, dict):
         items = {key: _picklable(item) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in value) else items
+        if all(items[key] is value[key] for key in value):
+            return value
+        return items
     try:
         pickle.dumps(value)
     except Exception:  # whatever an object's own pickling raises
@@ -91,9 +93,11 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
     """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every
     rank. CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN
     or infinities would be kept."""
-    state, run = trainer.state, Path(trainer._get_output_dir(trial=trial))
+    state = trainer.state
+    run = Path(trainer._get_output_dir(trial=trial))
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    place, partial = run / name, run / SAVING / name
+    place = run / name
+    partial = run / SAVING / name
     best = state.best_model_checkpoint
     pushes: list[str] = []
     together = functools.partial(_together, trainer, place)
@@ -143,7 +147,8 @@ def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Calla
 
 def _prune(trainer: Any, run: Path) -> None:
     """Old checkpoints go once the new one is whole; each leaves its name in one move: half of one could look whole."""
-    best, step = trainer.state.best_model_checkpoint, trainer.state.global_step
+    best = trainer.state.best_model_checkpoint
+    step = trainer.state.global_step
     for going in surplus(run, trainer.args.save_total_limit, best, step):
         left = run / SAVING / going.name
         left.parent.mkdir(exist_ok=True)
@@ -175,7 +180,10 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
         if is_of_lost_rank(error):
             raise  # nobody is left to be told
         fault = error
-    own = None if fault is None else f"{type(fault).__name__}: {fault}"
+    if fault is None:
+        own = None
+    else:
+        own = f"{type(fault).__name__}: {fault}"
     told = [own] if alone else gather_object([own])
     problem = next((f"rank {rank}: {why}" if len(told) > 1 else why for rank, why in enumerate(told) if why), None)
     if problem is None:
@@ -193,7 +201,9 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
 
 def _newest(run: Path) -> str:
     newest = newest_whole(run)[0]
-    return "there is no earlier one" if newest is None else f"the newest whole one is {newest}"
+    if newest is None:
+        return "there is no earlier one"
+    return f"the newest whole one is {newest}"
 
 
 def _room(folder: Path) -> str:

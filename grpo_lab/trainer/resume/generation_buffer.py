@@ -74,7 +74,9 @@ def rebuilt(description: Any, tensors: Mapping[str, Tensor], device: torch.devic
 
     @functools.cache
     def tensor(key: str, on: str) -> Tensor:
-        return tensors[key] if on == "cpu" else tensors[key].to(device)
+        if on == "cpu":
+            return tensors[key]
+        return tensors[key].to(device)
 
     def walk(node: Any) -> Any:
         match node:
@@ -111,7 +113,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         if self._begun is not state:
             self._begin(resumed=False)
-        self._ended, self._done = False, trainer._step
+        self._ended = False
+        self._done = trainer._step
         if self._loss is not None:
             trainer._tr_loss += self._loss[0]
             trainer._globalstep_last_logged = self._loss[1]
@@ -127,7 +130,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         """A training begins with nothing of an earlier one of this trainer, but TRL's exception: with ``objective``
         unset one that follows one that came to its end goes on with the generation batch that was open."""
         trainer = self.trainer
-        self._begun, self._loss = trainer.state, None
+        self._begun = trainer.state
+        self._loss = None
         trainer.exact_update.forget()
         if resumed or not self._ended or trainer.lab_settings.objective is not None:
             trainer._step, trainer._buffered_inputs = 0, None
@@ -141,7 +145,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         """This rank's rows into a checkpoint, and the record's entry; on every rank. What cannot be written is said."""
-        trainer, place = self.trainer, Path(folder)
+        trainer = self.trainer
+        place = Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
         place.mkdir(parents=True, exist_ok=True)
@@ -171,7 +176,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def _save_rows(self, place: Path) -> str | None:
         """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
-        trainer, every = self.trainer, self.trainer.phase.every
+        trainer = self.trainer
+        every = self.trainer.phase.every
         file = place / rows_file(trainer.accelerator.process_index)
         file.unlink(missing_ok=True)
         if self._done % every == 0:
@@ -188,7 +194,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def _settings(self) -> dict[str, Any]:
         """What fixes which rows a micro-batch holds, and which tensors."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = self.trainer.args
         of_args = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
         return {
             "optimizer step": trainer.state.global_step,
@@ -240,7 +247,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if entry is None:
             missing = f"does not hold it (no {STATE}: stock TRL, or an early version)"
             return "absent", self._shift(saved.checkpoint, missing), None
-        then, now = entry["settings"], self._settings()
+        then = entry["settings"]
+        now = self._settings()
         changed = [f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]]
         if changed:
             inside = int(entry["step"]) % int(then["steps_per_generation"] * then["num_iterations"]) != 0
@@ -263,7 +271,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
         """What follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is lost."""
-        of_step, every = self.trainer.args.gradient_accumulation_steps, self.trainer.phase.every
+        of_step = self.trainer.args.gradient_accumulation_steps
+        every = self.trainer.phase.every
         past = self.trainer.state.global_step * of_step % every
         if past == 0 and not inside:
             return ""
@@ -275,8 +284,10 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         )
 
     def _take(self, entry: dict[str, Any], rows: list[dict[str, Any]] | None, checkpoint: Path) -> None:
-        trainer, window = self.trainer, entry["window"]
-        trainer._step, trainer._buffered_inputs = entry["step"], rows
+        trainer = self.trainer
+        window = entry["window"]
+        trainer._step = entry["step"]
+        trainer._buffered_inputs = rows
         written_by = trainer.phase.version(trainer.state.global_step)
         for carried in map(Carried, rows or []):
             if carried.policy_version is None:  # a checkpoint of an earlier version
@@ -296,7 +307,10 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             trainer.recorder.book("train").take_up(window["pairs"], trainer.accelerator.device)
         for name, values in (entry["completions"] or {}).items():
             shown = trainer._logs[name]
-            columns = [(shown[key], values[key]) for key in values] if isinstance(values, dict) else [(shown, values)]
+            if isinstance(values, dict):
+                columns = [(shown[key], values[key]) for key in values]
+            else:
+                columns = [(shown, values)]
             for held, entries in columns:
                 held.clear()
                 held.extend(entries)

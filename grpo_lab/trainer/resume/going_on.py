@@ -61,7 +61,10 @@ def chosen(trainer: Any, given: Any) -> Any:
 
 def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
     """transformers takes a checkpoint without optimizer, schedule or random numbers, and says nothing."""
-    rank = "" if trainer.accelerator.num_processes == 1 else f"_{trainer.accelerator.process_index}"
+    if trainer.accelerator.num_processes == 1:
+        rank = ""
+    else:
+        rank = f"_{trainer.accelerator.process_index}"
     own = [name for name in lacking(checkpoint) if name != "rng_state.pth"]
     own += [] if (checkpoint / f"rng_state{rank}.pth").is_file() else [f"rng_state{rank}.pth"]
     if missing := sorted(set(gather_object(own if checkpoint.is_dir() else []))):
@@ -74,7 +77,10 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
 
 def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
     """``newest_whole`` by its content: one process of a node ``reads``, and the oldest answer holds on every rank."""
-    own = newest_whole(folder, read=True) if reads else None
+    if reads:
+        own = newest_whole(folder, read=True)
+    else:
+        own = None
     told = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in told for why in words))
     found = min((place for place, _ in told if place is not None), key=step_of, default=None)
@@ -82,9 +88,15 @@ def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
-    own = (broken_pickles(checkpoint) or damaged(checkpoint)) if reads else None
+    if reads:
+        own = broken_pickles(checkpoint) or damaged(checkpoint)
+    else:
+        own = None
     if why := next(filter(None, gather_object([own])), None):
-        despite = f"; to go on from this one all the same, remove {MARK} in it" if (checkpoint / MARK).is_file() else ""
+        if (checkpoint / MARK).is_file():
+            despite = f"; to go on from this one all the same, remove {MARK} in it"
+        else:
+            despite = ""
         raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
@@ -168,7 +180,9 @@ def load_other_names(trainer: Any, checkpoint: str) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return  # adapters; formats of their own
-    state, names, index = model.state_dict(), set[str](), Path(checkpoint) / "model.safetensors.index.json"
+    state = model.state_dict()
+    names = set[str]()
+    index = Path(checkpoint) / "model.safetensors.index.json"
     if index.is_file():
         names = set(read_record(index, {"weight_map": dict})["weight_map"])
     elif (Path(checkpoint) / "model.safetensors").is_file():
@@ -201,4 +215,6 @@ def _names_in(file: Path) -> set[str]:
 def mismatch(error: RuntimeError) -> str:
     """torch's list of tensors that do not fit, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-    return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}" if lines else str(error).replace("\n", " ")
+    if lines:
+        return f"{lines[0]}{f' And {len(lines) - 1} more' if lines[1:] else ''}"
+    return str(error).replace("\n", " ")

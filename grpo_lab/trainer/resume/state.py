@@ -65,7 +65,10 @@ class SavedState:
         try:
             return read(self.entries[name])
         except (ValueError, KeyError, TypeError) as error:
-            why = str(error) if isinstance(error, ValueError) else repr(error)
+            if isinstance(error, ValueError):
+                why = str(error)
+            else:
+                why = repr(error)
             raise ValueError(
                 f"`resume_from_checkpoint`: the entry `{name}` of {self.checkpoint / STATE} cannot be used ({why}); "
                 f"take another checkpoint, or take the entry out: {without}"
@@ -128,7 +131,8 @@ def save_reference(
     """Write the reference into a checkpoint folder; called on every rank, since putting shards together takes all of
     them, and one ``writes``. Returns the record's entry. ``tensors``: by name; ``None``: it has not moved, which is an
     answer, too."""
-    place, pieces = Path(checkpoint) / REFERENCE, 0
+    place = Path(checkpoint) / REFERENCE
+    pieces = 0
     for piece in _pieces(tensors or {}, writes):
         if writes:
             place.mkdir(parents=True, exist_ok=True)
@@ -144,7 +148,8 @@ def load_reference(saved: SavedState, tensors: Callable[[], Mapping[str, Tensor]
     missing, or of another model."""
 
     def read(entry: Any) -> bool:
-        place, into = saved.checkpoint / REFERENCE, tensors() if entry["moved"] else None
+        place = saved.checkpoint / REFERENCE
+        into = tensors() if entry["moved"] else None
         try:
             if into is not None:
                 _load([place / _file(piece) for piece in range(entry["pieces"])], into)
@@ -168,7 +173,8 @@ def _pieces(tensors: Mapping[str, Tensor], writes: bool) -> Iterator[dict[str, T
         size += whole.nbytes
         if size >= PIECE:
             yield piece
-            piece, size = {}, 0
+            piece = {}
+            size = 0
     if piece:
         yield piece
 
@@ -182,7 +188,8 @@ def _load(files: list[Path], tensors: Mapping[str, Tensor]) -> None:
                 there.add(name)
                 if name not in tensors:
                     continue
-                saved, into = stored.get_tensor(name), tensors[name]
+                saved = stored.get_tensor(name)
+                into = tensors[name]
                 if saved.shape != into.shape or saved.dtype != into.dtype:
                     ours = f"{tuple(into.shape)} {into.dtype} in this run"
                     raise ValueError(f"{name!r} is {tuple(saved.shape)} {saved.dtype} there and {ours}")

@@ -48,7 +48,9 @@ from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
 logger = logging.getLogger("grpo_lab")
 
-STOP_FILE, MAX_HOURS, CTRL_C = "stop file", "max_hours", "SIGINT"
+STOP_FILE = "stop file"
+MAX_HOURS = "max_hours"
+CTRL_C = "SIGINT"
 #: of two that ask at once the later one here is named
 REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
@@ -70,24 +72,31 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
 
     def epochs_is_ahead(self) -> bool:
         """``eval_strategy: epoch`` at the end of an epoch, which the run's last step ends, too; not made yet."""
-        args, state = self.trainer.args, self.trainer.state
+        args = self.trainer.args
+        state = self.trainer.state
         over = state.epoch is not None and (state.epoch == int(state.epoch) or state.global_step >= state.max_steps)
         by_epoch = bool(args.eval_strategy == "epoch")
         return by_epoch and over and args.eval_delay <= state.epoch and self._made_at != state.global_step
 
     def state(self) -> dict[str, int] | None:
         """That one is due, for a checkpoint; None where none is."""
-        return {"step": self.trainer.state.global_step} if self.left_out or self.epochs_is_ahead() else None
+        if self.left_out or self.epochs_is_ahead():
+            return {"step": self.trainer.state.global_step}
+        return None
 
     def load(self, saved: SavedState | None) -> None:
         """Whether ``state`` said so; the same on every rank, which all come here."""
         here = saved is not None and "evaluation_due" in saved.entries
-        self.left_out, self._loaded = False, any(gather_object([here]))
+        self.left_out = False
+        self._loaded = any(gather_object([here]))
 
     def make_up(self) -> None:
         """Where the checkpoint says that one is due; its random numbers have just been loaded."""
-        loaded, self._loaded = self._loaded, False
-        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        loaded = self._loaded
+        self._loaded = False
+        trainer = self.trainer
+        args = self.trainer.args
+        state = self.trainer.state
         if not loaded or trainer.eval_dataset is None or args.eval_strategy == "no":
             return
         if args.eval_strategy == "epoch" and state.epoch != int(state.epoch) and state.global_step < state.max_steps:
@@ -110,7 +119,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, trainer: GRPOTrainer, due: DueEvaluation) -> None:
-        self.trainer, self._due = trainer, due
+        self.trainer = trainer
+        self._due = due
         self.signals = [signal.SIGTERM]
         self.returns = bool(trainer.args.enable_jit_checkpoint)
         self._before: Handlers = {}
@@ -138,7 +148,10 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             signal.raise_signal(number)  # to whoever would have had it
         elif self._asked is None and not breaks_off:
             self._asked = name
-            again = "; a second Ctrl-C ends at once, without one" if name == CTRL_C else ""
+            if name == CTRL_C:
+                again = "; a second Ctrl-C ends at once, without one"
+            else:
+                again = ""
             logger.warning("%s: this step is finished and a checkpoint written%s", name, again)
         elif self._asked is None or name == CTRL_C:  # a scheduler may say SIGTERM twice
             self.broke_off_a_wait = name if self._asked is None else None
@@ -161,11 +174,15 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     def _is_asked(self, args: Any) -> bool:
         """Whether any process was asked; the same answer on all of them, which all come here."""
         if self.reason is None and self.trainer.is_in_train:
-            asked, accelerator = self._asked or "", self.trainer.accelerator
+            asked = self._asked or ""
+            accelerator = self.trainer.accelerator
             if not asked and args.process_index == 0:
                 limit = getattr(args, "max_hours", None)
                 late = limit is not None and hours_of_this_process() >= limit
-                asked = STOP_FILE if stop_file(args).exists() else MAX_HOURS if late else ""
+                if stop_file(args).exists():
+                    asked = STOP_FILE
+                else:
+                    asked = MAX_HOURS if late else ""
             code = REASONS.index(asked)
             if accelerator.num_processes > 1:
                 with at("whether one was asked to stop"):
@@ -257,7 +274,9 @@ def _checkpoint(args: Any, state: Any) -> str:
 def stop_file(args: Any) -> Path:
     """The file whose presence asks a run to stop: ``stop_file``, else ``STOP`` in ``output_dir``."""
     given = getattr(args, "stop_file", None)
-    return Path(args.output_dir) / "STOP" if given is None else Path(given)
+    if given is None:
+        return Path(args.output_dir) / "STOP"
+    return Path(given)
 
 
 def remove(file: Path) -> None:

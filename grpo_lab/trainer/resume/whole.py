@@ -52,7 +52,9 @@ MAY_BE_NAMED |= {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_
 def step_of(checkpoint: Path) -> int:
     """Finished optimizer steps, from the folder's name; -1 for another name."""
     number = checkpoint.name.removeprefix("checkpoint-")
-    return int(number) if number.isascii() and number.isdigit() else -1
+    if number.isascii() and number.isdigit():
+        return int(number)
+    return -1
 
 
 def all_in(folder: Path) -> list[Path]:
@@ -124,8 +126,14 @@ def broken_pickles(checkpoint: Path) -> str | None:
     for file in sorted(checkpoint.glob("*.pt*")):
         try:  # torch.save writes a zip file, whose list of contents stands at its end
             with zipfile.ZipFile(file) as archive:
-                bad = archive.testzip() if file.stat().st_size <= SMALL else None
-            named = get_unsafe_globals_in_checkpoint(str(file)) if file.name.startswith(LOADED) else []
+                if file.stat().st_size <= SMALL:
+                    bad = archive.testzip()
+                else:
+                    bad = None
+            if file.name.startswith(LOADED):
+                named = get_unsafe_globals_in_checkpoint(str(file))
+            else:
+                named = []
         except Exception:  # flipped bits: a compression that is none, a name that is no text, a key that is asked for
             return f"{file.name} is not whole"
         for name in named:
@@ -178,7 +186,9 @@ def checksums_of(folder: Path, names: list[str]) -> dict[str, str]:
 
 
 def _digest(folder: Path, name: str, start: int) -> bytes:
-    found, buffer, left = hashlib.sha256(), memoryview(bytearray(2**20)), PIECE
+    found = hashlib.sha256()
+    buffer = memoryview(bytearray(2**20))
+    left = PIECE
     with (folder / name).open("rb", buffering=0) as file:
         file.seek(start)
         while left > 0 and (got := file.readinto(buffer[: min(left, len(buffer))])):
@@ -204,7 +214,9 @@ def damaged(checkpoint: Path) -> str | None:
     found = checksums_of(checkpoint, here)
     if other := next((name for name in here if found[name] != wanted[name]), None):
         return f"{other} is damaged: its content is not what was written (another checksum)"
-    return None if "finite" in listed else not_finite(checkpoint)
+    if "finite" in listed:
+        return None
+    return not_finite(checkpoint)
 
 
 def _mark(checkpoint: Path) -> dict[str, Any] | None:
@@ -223,7 +235,9 @@ def _against_mark(checkpoint: Path) -> str | None:
     mark = _mark(checkpoint)
     if mark is None:
         missing = lacking(checkpoint)
-        return f"{missing[0]} is missing" if 0 < len(missing) < len(BESIDE_WEIGHTS) else None
+        if 0 < len(missing) < len(BESIDE_WEIGHTS):
+            return f"{missing[0]} is missing"
+        return None
     for name, size in mark["files"].items():
         file = checkpoint / name
         if not file.is_file():

@@ -46,7 +46,8 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
     """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``. With a guard
     (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError: anything else."""
     assert table.local is not None
-    rows, mask = table.values.size(0), table.local.mask
+    rows = table.values.size(0)
+    mask = table.local.mask
     if not isinstance(advantages, Tensor):
         seen = f"a {type(advantages).__name__}"
     else:
@@ -75,19 +76,27 @@ def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
     value = trainer.algorithm.value
     if value is None:
         return made
-    local, mask, table = made.local, made.local.mask, made.table
+    local = made.local
+    mask = made.local.mask
+    table = made.table
     outcome = table.total[local.rows].to(mask.device)
-    scorable, at_the_end = ~outcome.isnan(), outcome.nan_to_num(nan=0.0)
-    charged = torch.zeros(mask.shape, device=mask.device).double() if made.charged is None else made.charged
+    scorable = ~outcome.isnan()
+    at_the_end = outcome.nan_to_num(nan=0.0)
+    if made.charged is None:
+        charged = torch.zeros(mask.shape, device=mask.device).double()
+    else:
+        charged = made.charged
     charged = charged * scorable.unsqueeze(1)
     # −β·KL of a whole completion, which ``table.total`` holds (``kl.per: sequence``)
     penalties = (table.values * table.weights.to(table.values.device))[:, table.values.size(1) - table.penalties :]
-    of_whole, earned = penalties.nansum(dim=1)[local.rows].to(mask.device), at_the_end
+    of_whole = penalties.nansum(dim=1)[local.rows].to(mask.device)
+    earned = at_the_end
     if value.missing_eos_penalty is not None:
         cut = made.scored.rewarded.truncated[local.rows].to(mask.device)
         earned = at_the_end - value.missing_eos_penalty * (cut & scorable)
     # the curves of a healthy run, means over completions
-    book, of_tokens = trainer.recorder.book(), charged.sum(1)
+    book = trainer.recorder.book()
+    of_tokens = charged.sum(1)
     book.add("ppo/shaped_reward", (of_tokens + earned).sum(), scorable.sum())
     book.add("ppo/task_reward", (at_the_end - of_whole).sum(), scorable.sum())
     book.add("ppo/kl_reward", (of_tokens + of_whole).sum(), scorable.sum())
@@ -102,7 +111,9 @@ def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
 @torch.no_grad()
 def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
     """``[B, T]`` of the policy's own tokens, else 0: in bins where those are exact, else as TRL forwards."""
-    model, args, training = trainer.model, trainer.args, trainer.model.training
+    model = trainer.model
+    args = trainer.args
+    training = trainer.model.training
     if training and not trl_bridge.is_multimodal(batch) and trainer.exact_update.verdict.now().stock is None:
 
         def of(part: Bin) -> Tensor:
@@ -113,7 +124,10 @@ def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
 
         found = forwards_in_bins(trainer, model, batch, of)
     else:
-        size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        if training:
+            size = args.per_device_train_batch_size
+        else:
+            size = args.per_device_eval_batch_size
         with trl_bridge.without_checkpointing(trainer), trl_bridge.values_heard(trainer, model) as heard:
             trl_bridge.stock_forward(trainer, model, batch, batch_size=size)
         found = torch.cat([values[:, -batch["completion_ids"].size(1) :] for values in heard])
@@ -137,20 +151,29 @@ def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
 def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
     """Advantages ``[B, T]`` as they push the policy, and float32 ``[B, T]`` returns for the critic (NaN: where there is
     nothing to learn). Without a critic the former as they are, and None."""
-    value, local = trainer.algorithm.value, made.local
+    value = trainer.algorithm.value
+    local = made.local
     if value is None:
         return advantages, None
     assert local.values is not None
     each = (advantages if advantages.dim() == 2 else advantages[local.rows].unsqueeze(1)).to(local.values)
     scorable = ~made.table.values.isnan().all(dim=1)[local.rows].to(local.mask.device).unsqueeze(1)
-    counted, returns = local.mask & scorable, each + local.values
+    counted = local.mask & scorable
+    returns = each + local.values
     of_returns = _moments(trainer, returns, counted)
     explained = explained_variance(of_returns.variance, _moments(trainer, returns - local.values, counted).variance)
-    book, one = trainer.recorder.book(), torch.ones((), device=returns.device)
+    book = trainer.recorder.book()
+    one = torch.ones((), device=returns.device)
     book.add_alike("value/explained_variance", one * (explained or 0.0), float(explained is not None))
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
-    moments = _moments(trainer, each, counted) if value.whiten_advantages else None
-    each = each.masked_fill(~counted, 0.0) if moments is None else whiten(each, counted, moments)
+    if value.whiten_advantages:
+        moments = _moments(trainer, each, counted)
+    else:
+        moments = None
+    if moments is None:
+        each = each.masked_fill(~counted, 0.0)
+    else:
+        each = whiten(each, counted, moments)
     return each, returns.masked_fill(~counted, float("nan")).float()
 
 
@@ -164,14 +187,19 @@ def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, ret
     where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
     token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
     tokens, or TRL's own ``[B]``."""
-    batch, mask = made.scored.batch, made.local.mask
+    batch = made.scored.batch
+    mask = made.local.mask
     if returns is not None and made.local.values is not None:
         carried = Carried(batch)
-        carried.old_values, carried.returns = made.local.values.float(), returns
+        carried.old_values = made.local.values.float()
+        carried.returns = returns
     trls = advantages is batch["advantages"]
     if trls and made.to_go is None:
         return batch
-    mine = advantages if trls or advantages.dim() == 2 else advantages[made.local.rows]
+    if trls or advantages.dim() == 2:
+        mine = advantages
+    else:
+        mine = advantages[made.local.rows]
     if made.to_go is not None:
         mine = (mine if mine.dim() == 2 else mine.unsqueeze(1)).to(made.to_go) + made.to_go
     batch["advantages"] = mine.to(batch["advantages"])

@@ -51,7 +51,8 @@ class Rewarded:
         """Some rows (long ``[M]``, whole groups), in that order."""
         index = index.to(self.table.values.device)
         steps = {column: steps.picked(index) for column, steps in self.table.steps.items()}
-        table, place = replace(self.table, values=self.table.values[index], steps=steps), index.to(self.lengths.device)
+        table = replace(self.table, values=self.table.values[index], steps=steps)
+        place = index.to(self.lengths.device)
         return Rewarded(table, *(getattr(self, name)[place] for name in _OF_ROWS))
 
     @staticmethod
@@ -106,7 +107,8 @@ class Penalised:
 
 def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
     """This rank's rows of what was gathered."""
-    rows, rank = batch["prompt_ids"].size(0), trainer.accelerator.process_index
+    rows = batch["prompt_ids"].size(0)
+    rank = trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))
 
 
@@ -120,7 +122,8 @@ def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[An
 def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
     """The table with this rank's rows of ``scored`` in it, and their tokens that will carry loss, whether cut
     completions are masked yet or not; ``before``: rows of the table that stand before them all."""
-    mask, mine = loss_mask(scored.batch), local_rows(trainer, scored.batch)
+    mask = loss_mask(scored.batch)
+    mine = local_rows(trainer, scored.batch)
     if _masks_later(trainer):
         mask = mask & _uncut(trainer, scored)
     place = slice(before + mine.start, before + mine.stop)
@@ -130,7 +133,8 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
 def mask_cut(trainer: StepPort, scored: Scored) -> None:
     """What TRL would have masked, and its token count."""
     if _masks_later(trainer):
-        batch, kept = scored.batch, _uncut(trainer, scored)
+        batch = scored.batch
+        kept = _uncut(trainer, scored)
         names = batch.keys() & {"completion_mask", "tool_mask"}
         batch |= {name: batch[name] * kept.to(batch[name]) for name in names}
         batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()

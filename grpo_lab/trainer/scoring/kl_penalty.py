@@ -73,7 +73,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         """A training begins with the coefficient as written, a resumed one with that of its checkpoint."""
         if not self._loaded:
             self.coefficient = self._start
-        self._loaded, self._whole_step = False, self.coefficient
+        self._loaded = False
+        self._whole_step = self.coefficient
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint is of the last whole step: what was generated since is generated again on a resume."""
@@ -81,14 +82,17 @@ class KLController(TrainerCallback):  # type: ignore[misc]
 
     def state(self) -> dict[str, float] | None:
         """β for a checkpoint, where it moves."""
-        return None if self.control is None or self._whole_step is None else {"coefficient": self._whole_step}
+        if self.control is None or self._whole_step is None:
+            return None
+        return {"coefficient": self._whole_step}
 
     def load(self, saved: SavedState | None) -> None:
         """β as it was when the checkpoint was written; it is said where the checkpoint does not say."""
         if self.control is None or saved is None:
             return
         found = saved.entry("kl", _coefficient, "β then starts at `kl.coefficient`")
-        self._loaded, self.coefficient = True, self._start if found is None else found
+        self._loaded = True
+        self.coefficient = self._start if found is None else found
         if found is None:
             self.trainer.recorder.say(
                 f"`resume_from_checkpoint`: {saved.checkpoint} was written without `kl.target`: β starts at "
@@ -105,9 +109,14 @@ def _coefficient(entry: Any) -> float:
 
 def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
-    kl, beta, table, to_go, charged = controller.kl, controller.coefficient, scored.rewarded.table, None, None
+    kl = controller.kl
+    beta = controller.coefficient
+    table = scored.rewarded.table
+    to_go = None
+    charged = None
     if kl is not None and beta is not None:
-        mask, carried = loss_mask(scored.batch), Carried(scored.batch)
+        mask = loss_mask(scored.batch)
+        carried = Carried(scored.batch)
         old = carried.proximal_logps
         if old is None:  # the loss does not read these: it takes its own forward's (``step.log_probs``)
             old = _log_probs_at_generation(trainer, scored.batch)
@@ -126,7 +135,8 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
                 penalties=table.penalties + 1,
             )
         else:
-            charged, to_go = -beta * of_tokens, -beta * reward_to_go(of_tokens, mask, kl.gamma)
+            charged = -beta * of_tokens
+            to_go = -beta * reward_to_go(of_tokens, mask, kl.gamma)
         if controller.control is not None:
             measured = _finite(trainer, masked_sum(k1(*log_probs), mask, dim=-1))
             controller.charged(trainer.accelerator.gather(measured))

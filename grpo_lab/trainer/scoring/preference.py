@@ -32,8 +32,12 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
     it on the same comparisons. ValueError: there are several, or its judge is none of the run's other rewards."""
 
     def __init__(self, trainer: StepPort) -> None:
-        self.trainer, self.pairs, self.trained = trainer, list[Pair](), 0  # the step of the last training
-        names, rewards = list(trainer.reward_func_names), trainer.reward_funcs
+        # the step of the last training
+        self.trainer = trainer
+        self.pairs = list[Pair]()
+        self.trained = 0
+        names = list(trainer.reward_func_names)
+        rewards = trainer.reward_funcs
         found = [i for i, one in enumerate(rewards) if isinstance(one, PreferenceReward) and one.judge is not None]
         if len(found) > 1:
             raise ValueError(f"`rewards` has {len(found)} preference models with a `judge`; at most one can have it")
@@ -41,18 +45,21 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         self.kept = self.reward is not None and self.reward.every is not None
         if self.reward is None:
             return
-        judge, others = self.reward.judge, [name for i, name in enumerate(names) if i != found[0]]
+        judge = self.reward.judge
+        others = [name for i, name in enumerate(names) if i != found[0]]
         if judge not in others:
             said = one_of(judge, others)
             raise ValueError(f"`judge` of the preference model is {judge!r}, which no other reward is{said}")
         self.columns = found[0], names.index(judge)
-        self.start, self.reward.seen = self.reward.model, []
+        self.start = self.reward.model
+        self.reward.seen = []
 
     def learn(self, table: RewardTable) -> None:
         """After each generation in training; ``table`` is of all ranks. A collective."""
         if (reward := self.reward) is None:
             return
-        step, right = self.trainer.state.global_step, list[float]()
+        step = self.trainer.state.global_step
+        right = list[float]()
         with at("comparisons for the preference model"):
             texts = gather_object(list(reward.seen or ()))
         scores, judged = (table.values[:, column].tolist() for column in self.columns)
@@ -91,7 +98,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.reward is not None and self.kept and state.global_step == 0:
             self.reward.restart(self.start)
-            self.pairs, self.trained = self.reward.earlier(), 0
+            self.pairs = self.reward.earlier()
+            self.trained = 0
 
     def load(self, saved: SavedState | None) -> None:
         """Go on with what ``save`` wrote."""

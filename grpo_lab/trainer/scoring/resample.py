@@ -46,7 +46,8 @@ def alike(table: RewardTable) -> Tensor:
         found = is_dead(outcome.total.view(-1, table.group_size))
     for steps in table.steps.values():
         known = ~steps.score.isnan()
-        group, score = steps.row[known] // steps.group_size, steps.score[known]
+        group = steps.row[known] // steps.group_size
+        score = steps.score[known]
         high = score.new_full((groups,), -torch.inf).scatter_reduce(0, group, score, "amax")
         low = score.new_full((groups,), torch.inf).scatter_reduce(0, group, score, "amin")
         found = found & (high <= low).to(found.device)
@@ -58,7 +59,8 @@ class Resampler:
     alone, so a resumed run draws the same ones and no state is kept."""
 
     def __init__(self, trainer: StepPort) -> None:
-        self.trainer, self.group_size = trainer, int(trainer.num_generations)
+        self.trainer = trainer
+        self.group_size = int(trainer.num_generations)
         self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
@@ -69,7 +71,8 @@ class Resampler:
             return first
         if trl_bridge.is_multimodal(first.batch):
             raise ValueError("`update.dead_groups: resample` is for text, and this batch is multimodal; use `skip`")
-        local, rounds = first.batch["prompt_ids"].size(0), [first]
+        local = first.batch["prompt_ids"].size(0)
+        rounds = [first]
         wanted = first.rewarded.table.values.size(0) // self.group_size
         chosen = self._live(rounds, [])
         while len(chosen) < wanted and len(rounds) < self.max_rounds:
@@ -77,7 +80,8 @@ class Resampler:
             chosen = chosen + self._live(rounds, chosen)
         dead = [group for group in range(wanted) if group not in chosen]
         chosen = (chosen + dead)[:wanted]
-        book, device = self.trainer.recorder.book("train"), self.trainer.accelerator.device
+        book = self.trainer.recorder.book("train")
+        device = self.trainer.accelerator.device
         for name, total, count in (
             ("resample_rounds", len(rounds), 1),
             ("resampled_share", sum(group >= wanted for group in chosen), wanted),
@@ -90,12 +94,22 @@ class Resampler:
         """Groups of the last round that the rule (or a team's hook) has something to teach from, counted over all
         rounds. It is asked for advantages of what is kept, followed by that round: never on a group that was thrown
         away before. A collective."""
-        trainer, last, size = self.trainer, rounds[-1], self.group_size
-        kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))] if chosen else []
-        table = Rewarded.joined([*kept, last.rewarded]).table if kept else last.rewarded.table
+        trainer = self.trainer
+        last = rounds[-1]
+        size = self.group_size
+        if chosen:
+            kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))]
+        else:
+            kept = []
+        if kept:
+            table = Rewarded.joined([*kept, last.rewarded]).table
+        else:
+            table = last.rewarded.table
         table = with_local_rows(trainer, last, table, before=len(chosen) * size)
         assert table.local is not None
-        faults, mask, fresh = trainer.recorder.faults_in_training, table.local.mask, last.rewarded.table.values.size(0)
+        faults = trainer.recorder.faults_in_training
+        mask = table.local.mask
+        fresh = last.rewarded.table.values.size(0)
         advantages = checked_advantages(trainer.compute_advantages(table), table, faults)
         if advantages.dim() == 1:
             advantages = advantages[table.local.rows].unsqueeze(1)
@@ -103,7 +117,8 @@ class Resampler:
         taught = trainer.accelerator.gather(of_rows).view(-1, size).amax(1).cpu()
         rewards = table.total[-fresh:].cpu().nan_to_num(nan=0.0).abs().view(-1, size).amax(1)
         rounding = alike(table).cpu()[-taught.numel() :] & (taught <= ROUNDING * rewards + ROUNDING_OF_NOTHING)
-        live, first = (taught > 0) & ~rounding, (len(rounds) - 1) * (fresh // size)
+        live = (taught > 0) & ~rounding
+        first = (len(rounds) - 1) * (fresh // size)
         return [first + group for group in live.nonzero().flatten().tolist()]
 
     def _rows(self, groups: list[int]) -> Tensor:
@@ -113,9 +128,11 @@ class Resampler:
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
         """This rank's rows of a further batch: prompts without repetition, G times, groups contiguous over ranks."""
-        trainer, data = self.trainer, self.trainer.train_dataset
+        trainer = self.trainer
+        data = self.trainer.train_dataset
         groups = local * trainer.accelerator.num_processes // self.group_size
-        step, micro_batch = trainer.state.global_step, trainer._step % trainer.args.gradient_accumulation_steps
+        step = trainer.state.global_step
+        micro_batch = trainer._step % trainer.args.gradient_accumulation_steps
         within = f"/{micro_batch}" if micro_batch else ""  # an optimizer step may hold several generation batches
         rng = random.Random(f"resample/{trainer.args.seed}/{step}{within}/{round_}")
         indices = rng.sample(range(len(data)), min(groups, len(data)))
@@ -125,7 +142,9 @@ class Resampler:
 
     def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
         """This rank's share of the chosen groups, and the rewards of all of them."""
-        trainer, first, index = self.trainer, rounds[0], self._rows(chosen)
+        trainer = self.trainer
+        first = rounds[0]
+        index = self._rows(chosen)
         tables = [RowTable.of([scored.batch]).gathered(trainer.accelerator) for scored in rounds]
         merged = RowTable.of([{**table.fields, POSITION_OFFSET: table.offset} for table in tables])
         index = index.to(merged.offset.device)

@@ -59,7 +59,9 @@ class CheckedReward:
     means ``None``, as it does to TRL; ``not_numbers`` counts them."""
 
     def __init__(self, reward: Any, name: str, keep_infinite: bool = False) -> None:
-        self.reward, self.__name__, self.keep_infinite = reward, name, keep_infinite
+        self.reward = reward
+        self.__name__ = name
+        self.keep_infinite = keep_infinite
         self.not_numbers = 0
 
     def __call__(self, **inputs: Any) -> list[float | None]:
@@ -85,18 +87,21 @@ class StepCalled:
     infinite score stands for its completion; among the steps it is None."""
 
     def __init__(self, reward: StepReward, keep_infinite: bool = False) -> None:
-        self.reward, self.keep_infinite = reward, keep_infinite
+        self.reward = reward
+        self.keep_infinite = keep_infinite
         self.steps: list[StepScores] = []
         self.not_numbers = 0
 
     def __call__(self, **inputs: Any) -> list[float | None]:
-        reward, before = self.reward, getattr(self.reward, "not_numbers", 0)
+        reward = self.reward
+        before = getattr(self.reward, "not_numbers", 0)
         if self.keep_infinite and type(reward).__call__ is StepReward.__call__:
             scored = reward.checked(reward.score_steps(**inputs), inputs["completion_ids"], keep_infinite=True)
         else:
             scored = reward(**inputs)
         self.not_numbers += getattr(reward, "not_numbers", 0) - before
-        self.steps, of_completions = [], list[float | None]()
+        self.steps = []
+        of_completions = list[float | None]()
         for steps in scored:
             infinite = [score for _, score in steps if score is not None and self.keep_infinite and _is_infinite(score)]
             kept = [(end, None if infinite and _is_infinite(score) else score) for end, score in steps]
@@ -154,7 +159,10 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()
-        more = f" and {len(rows) - 1} more" if rows[1:] else ""
+        if rows[1:]:
+            more = f" and {len(rows) - 1} more"
+        else:
+            more = ""
         seen = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"
         said = f"{home.format(repr(names[column]))} returned {seen}"
         if faults is None:
@@ -164,7 +172,9 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
             )
         faults.infinite.update({(row, column): values[row, column].item() for row in rows})
         faults.found("reward", said)
-    return values.masked_fill(infinite, float("nan")) if bool(infinite.any()) else values
+    if bool(infinite.any()):
+        return values.masked_fill(infinite, float("nan"))
+    return values
 
 
 def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any) -> Tensor:
@@ -173,7 +183,9 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
     NaN is None from every kind of reward, as in TRL; it is counted (of a model it is each in its column) and said,
     since it is rarely meant.
     """
-    recorder, names, rewards = trainer.recorder, tuple(trainer.reward_func_names), trainer.reward_funcs
+    recorder = trainer.recorder
+    names = tuple(trainer.reward_func_names)
+    rewards = trainer.reward_funcs
     faults = recorder.faults_in_training
     if faults is not None:
         faults.generation()
@@ -188,7 +200,8 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
         trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
     if any(scope_of(reward) == "group" for reward in rewards):
         values, more = _with_group_rewards(trainer, values, _gathered_rows(trainer, *of_rows))
-        values, not_numbers = without_infinite(values, names, faults, "group reward {}"), not_numbers + more
+        values = without_infinite(values, names, faults, "group reward {}")
+        not_numbers = not_numbers + more
     recorder.book().add_alike("rewards/nan_share", not_numbers.sum(), values.numel())
     for name, count in zip(names, not_numbers.tolist(), strict=True):
         if count:
@@ -204,12 +217,16 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
 def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
     rank computes the same. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
-    table, size, guarded = values.tolist(), trainer._group_size(), trainer.recorder.faults_in_training is not None
+    table = values.tolist()
+    size = trainer._group_size()
+    guarded = trainer.recorder.faults_in_training is not None
     of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
     known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
     values, not_numbers = values.clone(), torch.zeros_like(values[0], dtype=torch.long)
     for start in range(0, len(rows), size):
-        here, scored, first = rows[start : start + size], table[start : start + size], rows[start]
+        here = rows[start : start + size]
+        scored = table[start : start + size]
+        first = rows[start]
         group = Group(
             prompt=first["prompt"],
             completions=[row["text"] for row in here],
@@ -237,7 +254,8 @@ def _gathered_rows(
     """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous);
     ``completion`` as TRL has it."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
-    truncated, environments = truncated_rows(trainer, ids), environments_for_groups(trainer, len(prompts))
+    truncated = truncated_rows(trainer, ids)
+    environments = environments_for_groups(trainer, len(prompts))
     rows = [
         {
             "prompt": prompt,
@@ -283,7 +301,9 @@ def truncated_rows(trainer: StepPort, completion_ids: list[list[int]]) -> list[b
 def correctness(table: RewardTable, reward_funcs: list[Any]) -> Tensor | None:
     """The column of the reward that measures correctness ``[N]``, NaN where it could not be scored."""
     column = correctness_column(reward_funcs)
-    return None if column is None else table.values[:, column]
+    if column is None:
+        return None
+    return table.values[:, column]
 
 
 class WeightSchedules:
@@ -291,7 +311,8 @@ class WeightSchedules:
     a schedule of no reward or of several, or a second weight for one."""
 
     def __init__(self, trainer: StepPort, schedules: Mapping[str, Schedule]) -> None:
-        names, written = list(trainer.reward_func_names), trainer.args.reward_weights
+        names = list(trainer.reward_func_names)
+        written = trainer.args.reward_weights
         own = {i: reward.weight_at for i, reward in enumerate(trainer.reward_funcs) if hasattr(reward, "weight_at")}
         for name in schedules:
             if names.count(name) > 1:
@@ -309,12 +330,14 @@ class WeightSchedules:
                     f"`reward_weights` gives {name!r} the weight {written[column]}, and `reward_schedules` gives it a "
                     "schedule: two names for one number; set one"
                 )
-        self.trainer, self._own = trainer, own
+        self.trainer = trainer
+        self._own = own
         self._columns = {names.index(name): schedule for name, schedule in schedules.items()}
 
     def apply(self) -> None:
         """The weights of the batch that is about to be generated; ``step`` = optimizer steps done."""
-        trainer, step = self.trainer, self.trainer.state.global_step
+        trainer = self.trainer
+        step = self.trainer.state.global_step
         logged = {column: schedule(step) for column, schedule in self._columns.items()}
         for column, weight in logged.items():
             trainer.reward_weights[column] = weight

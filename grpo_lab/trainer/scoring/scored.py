@@ -36,7 +36,9 @@ class Scoring:
     """Stands in for the trainer's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
 
     def __init__(self, trainer: StepPort) -> None:
-        self._trainer, self._original, self._generate = trainer, trainer._calculate_rewards, trainer._generate
+        self._trainer = trainer
+        self._original = trainer._calculate_rewards
+        self._generate = trainer._generate
         #: what the generation batch was scored with
         self.seen: Rewarded | None = None
         self._made: list[int] | None = None
@@ -48,7 +50,10 @@ class Scoring:
         """Counts the tokens that the policy made, before TRL masks what was cut."""
         generated = self._generate(prompts)
         prompt_ids, ids, tool_mask = generated[:3]
-        self._made = [len(row) for row in ids] if tool_mask is None else [sum(mask) for mask in tool_mask]
+        if tool_mask is None:
+            self._made = [len(row) for row in ids]
+        else:
+            self._made = [sum(mask) for mask in tool_mask]
         faults = self._trainer.recorder.faults_in_training
         if faults is not None:
             self._keys = [row_key(*row) for row in zip(prompt_ids, ids, strict=True)]
@@ -57,18 +62,24 @@ class Scoring:
         return generated
 
     def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        trainer, faults = self._trainer, self._trainer.recorder.faults_in_training
+        trainer = self._trainer
+        faults = self._trainer.recorder.faults_in_training
         values = self._original(inputs, prompts, completions, completion_ids_list)
-        tokens, cut = [len(ids) for ids in completion_ids_list], truncated_rows(trainer, completion_ids_list)
+        tokens = [len(ids) for ids in completion_ids_list]
+        cut = truncated_rows(trainer, completion_ids_list)
         of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), strict=True))
         with at("lengths of all completions"):
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
-        names, size = tuple(trainer.reward_func_names), trainer._group_size()
+        names = tuple(trainer.reward_func_names)
+        size = trainer._group_size()
         home = next(kind.__name__ for kind in type(trainer).__mro__ if "_calculate_rewards" in vars(kind))
         shape = (lengths.numel(), len(names))
         if not isinstance(values, Tensor) or tuple(values.shape) != shape:  # a team's method may return anything
-            seen = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            if isinstance(values, Tensor):
+                seen = f"shape {tuple(values.shape)}"
+            else:
+                seen = f"a {type(values).__name__}"
             raise ValueError(
                 f"`{home}._calculate_rewards` returned {seen}; it must return a float tensor {list(shape)}: one row "
                 f"per completion of all processes (gathered, in rank order), one column per reward {list(names)}"
@@ -91,7 +102,10 @@ def without_faulty(
     budget, whose log-probs are NaN). EngineFault: in an evaluation (``faults`` is None), where there is no step to
     leave out."""
     for row, of_tokens in enumerate(logprobs or []):
-        made = [1] * len(of_tokens) if sampled is None else sampled[row]
+        if sampled is None:
+            made = [1] * len(of_tokens)
+        else:
+            made = sampled[row]
         numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]
         bad = [token for token, value in numbers if not math.isfinite(value)]
         if not bad:
@@ -106,7 +120,8 @@ def without_faulty(
 
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
     """One generation: TRL's completions and rewards, and which of its forwards were replaced or put off."""
-    forwards, found = GenerationForwards.of(trainer), Scoring(trainer)
+    forwards = GenerationForwards.of(trainer)
+    found = Scoring(trainer)
     with (
         forwards.instead_of_trls(trainer) as put_off,
         whole_completions(trainer),
@@ -128,13 +143,17 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
         )
     record_rewards(trainer, rewarded)
     resamples = trainer.lab_settings.update.dead_groups == "resample"
-    columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel()) if resamples else None
+    if resamples:
+        columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel())
+    else:
+        columns = None
     return Scored(batch, rewarded, forwards, columns)
 
 
 def record_rewards(trainer: StepPort, rewarded: Rewarded) -> None:
     """Groups alike, lengths, correctness of all that was generated into the book; many cut ones are said once."""
-    table, recorder = rewarded.table, trainer.recorder
+    table = rewarded.table
+    recorder = trainer.recorder
     correct = correctness(table, trainer.reward_funcs)
     reward_metrics(recorder.book(), alike(table), rewarded.lengths, rewarded.truncated, correct)
     share = rewarded.truncated.float().mean().item()
@@ -152,8 +171,11 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     """The batch that goes to the buffer; how the sampler correction goes with length, of the rows that stay; for
     ``token_weights_every`` the quarter of each length, and the pass rate of each group."""
     scored.forwards.mark(batch)
-    carried, rows, table = Carried(batch), batch["prompt_ids"].size(0), scored.rewarded.table
-    mine, weighed = local_rows(trainer, batch), trainer.lab_settings.token_weights_every and trainer.model.training
+    carried = Carried(batch)
+    rows = batch["prompt_ids"].size(0)
+    table = scored.rewarded.table
+    mine = local_rows(trainer, batch)
+    weighed = trainer.lab_settings.token_weights_every and trainer.model.training
     carried.policy_version = trainer.sampled_by(rows)
     if scored.forwards.corrected or weighed:
         carried.length_quartile = length_quartiles(scored.rewarded.lengths)[mine]

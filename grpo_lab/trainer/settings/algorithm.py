@@ -97,13 +97,16 @@ class Algorithm:
     def describe(self) -> str:
         """The parts in force and the hooks over them, in one line."""
         parts = ", ".join(f"{key}={value}" for key, value in self.names.items())
-        return parts if self.objective is not None else f"TRL's own loss ({self.left_to_trl}): {parts}"
+        if self.objective is not None:
+            return parts
+        return f"TRL's own loss ({self.left_to_trl}): {parts}"
 
     def with_hooks(self, trainer: Any) -> Algorithm:
         """The same, with what a team puts over the parts by replacing a method of ``trainer``, or of its class."""
         names = dict(self.names)
         for hook, part in HOOKS.items():
-            home, below = teams(trainer, hook), names.get(part, "")
+            home = teams(trainer, hook)
+            below = names.get(part, "")
             if home is not None and home not in below:
                 names[part] = home + (f" over {below}" if below else "")
         return replace(self, names=names)
@@ -111,7 +114,9 @@ class Algorithm:
 
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
     """The algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) say."""
-    return _from_trl(args, settings) if settings.objective is None else _from_ours(args, settings.objective, settings)
+    if settings.objective is None:
+        return _from_trl(args, settings)
+    return _from_ours(args, settings.objective, settings)
 
 
 def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> Algorithm:
@@ -125,14 +130,20 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
     beside = chosen.advantage or row.rule
     named, own = knobs.advantage_choice(settings.advantage, beside)
-    other = knobs.advantage_choice(None, chosen.advantage)[0] if chosen.advantage else None
+    if chosen.advantage:
+        other = knobs.advantage_choice(None, chosen.advantage)[0]
+    else:
+        other = None
     if other is not None and other != named:
         raise ValueError(
             f"`advantage` is {name_of(named)!r} and `objective.advantage` is {name_of(other)!r}: they are one setting; "
             "leave one out"
         )
     rule = knobs.advantage_from(settings.advantage, beside)
-    value = (settings.value or ValueSettings()) if reads_values(rule) else None
+    if reads_values(rule):
+        value = settings.value or ValueSettings()
+    else:
+        value = None
     rule = _with_discounts(rule, value, own)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
     objective = Objective(chosen.name or "custom", push, average, ratio, kl)
@@ -143,7 +154,10 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
     """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
     for name in ("gamma", "lam"):
-        number = None if value is None else getattr(value, name)
+        if value is None:
+            number = None
+        else:
+            number = getattr(value, name)
         if number is None:
             continue
         if not hasattr(rule, name):
@@ -170,16 +184,25 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
     ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", ("token", "sequence"))
-    push, average = surrogate(kind, **clip), aggregation(LOSS_TYPES[args.loss_type])
+    push = surrogate(kind, **clip)
+    average = aggregation(LOSS_TYPES[args.loss_type])
     objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl, "sequence"))
     return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
 
 
 def _names(objective: Objective, advantage: str) -> dict[str, str]:
-    own, kl, said = knobs.knobs_in_words(objective.surrogate), objective.kl, "none"
+    own = knobs.knobs_in_words(objective.surrogate)
+    kl = objective.kl
+    said = "none"
     if kl is not None:
-        tokens = "" if kl.per == "sequence" else f", per token (γ={kl.gamma:g})"
-        target = "" if kl.control is None else f", steered to {kl.control.target:g} nats a completion"
+        if kl.per == "sequence":
+            tokens = ""
+        else:
+            tokens = f", per token (γ={kl.gamma:g})"
+        if kl.control is None:
+            target = ""
+        else:
+            target = f", steered to {kl.control.target:g} nats a completion"
         said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
     return {
         "objective": objective.name,
@@ -214,14 +237,20 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
         if args.beta == 0.0:
             return None
         return KLTerm(args.beta, "k3", "loss", ratio_weighted=bool(args.use_bias_correction_kl))
-    coefficient = args.beta if chosen.coefficient is None else chosen.coefficient
+    if chosen.coefficient is None:
+        coefficient = args.beta
+    else:
+        coefficient = chosen.coefficient
     if coefficient == 0.0:
         raise ValueError(
             "`kl` is set but its coefficient is 0 (and `beta` is 0): it has no effect; leave one of them out"
         )
     per = chosen.per or (per if chosen.placement == "reward" else "sequence")
     gamma = 1.0 if chosen.gamma is None else chosen.gamma
-    control = None if chosen.target is None else AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
+    if chosen.target is None:
+        control = None
+    else:
+        control = AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
     weighted = bool(chosen.ratio_weighted)
     return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
 
@@ -241,7 +270,9 @@ def _loss_type(chosen: ObjectiveSettings) -> str:
         for part, value in (("surrogate", chosen.surrogate), ("aggregation", chosen.aggregation))
         if value is not None and value != getattr(row, part)
     ]
-    return NOT_TRLS + name + "".join(own) if own or name not in TRL_EQUIVALENT else TRL_EQUIVALENT[name][0]
+    if own or name not in TRL_EQUIVALENT:
+        return NOT_TRLS + name + "".join(own)
+    return TRL_EQUIVALENT[name][0]
 
 
 def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
@@ -249,7 +280,9 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
     chosen = ours.objective
     if chosen is None:
         rule = None if ours.advantage is None else ours.advantage.name
-        return {} if rule is None else {"scale_rewards": (_scaling(rule), "advantage", rule)}
+        if rule is None:
+            return {}
+        return {"scale_rewards": (_scaling(rule), "advantage", rule)}
     row = preset(chosen.name or "grpo")
     loss_type, level = TRL_EQUIVALENT.get(chosen.name or "grpo", (None, row.ratio))
     rule = knobs.advantage_choice(ours.advantage, chosen.advantage or row.advantage)[0]
@@ -267,8 +300,12 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
     """Refuse TRL settings that say otherwise than ours, or that ours do not honour (``ValueError`` names both); then
     write ours into TRL's fields."""
-    chosen, said = ours.objective, _said_of(ours)
-    place = ("advantage", ours.advantage and ours.advantage.name) if chosen is None else ("objective", chosen.name)
+    chosen = ours.objective
+    said = _said_of(ours)
+    if chosen is None:
+        place = ("advantage", ours.advantage and ours.advantage.name)
+    else:
+        place = ("objective", chosen.name)
     for name in NOT_HONOURED if chosen is not None else ("multi_objective_aggregation",) if said else ():
         if getattr(args, name) != knobs.default_of(args, name):
             raise ValueError(
@@ -283,21 +320,30 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
             found == loss_type or found.startswith(f"{NOT_TRLS}{chosen.name or 'grpo'}+")
         )
         if not ours_already and knobs.written(args, name) and found != expected:
-            meaning = f"has no counterpart among TRL's `{name}`" if expected is None else f"means `{name}`={expected!r}"
+            if expected is None:
+                meaning = f"has no counterpart among TRL's `{name}`"
+            else:
+                meaning = f"means `{name}`={expected!r}"
             raise ValueError(f"`{name}`={found!r} contradicts `{setting}`={value!r}, which {meaning}: leave one out")
     for name, (expected, *_) in said.items():
         setattr(args, name, expected)
     if chosen is not None:
-        args.loss_type, args.importance_sampling_level = loss_type, chosen.ratio or preset(chosen.name or "grpo").ratio
+        args.loss_type = loss_type
+        args.importance_sampling_level = chosen.ratio or preset(chosen.name or "grpo").ratio
 
 
 def clip_in_force(args: Any, algorithm: Algorithm) -> None:
     """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
-    surrogate = algorithm.objective.surrogate if algorithm.objective is not None else None
+    if algorithm.objective is not None:
+        surrogate = algorithm.objective.surrogate
+    else:
+        surrogate = None
     for name in set(CLIP) & set(registry.knobs_of(surrogate)):
         setattr(args, name, getattr(surrogate, name))
 
 
 def _scaling(rule: Any) -> str:
     """TRL's ``scale_rewards`` for an advantage rule, as far as that goes: what divides."""
-    return {**TRL_SCALING, "process": "group"}.get(rule, "none") if isinstance(rule, str) else "none"
+    if isinstance(rule, str):
+        return {**TRL_SCALING, "process": "group"}.get(rule, "none")
+    return "none"

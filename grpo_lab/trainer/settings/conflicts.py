@@ -58,7 +58,9 @@ class Case:
         every = self.args.reference_every
         if not isinstance(every, int):
             return every is not None
-        return every == 1 if self.updates < 1 else self.updates % every == 0
+        if self.updates < 1:
+            return every == 1
+        return self.updates % every == 0
 
 
 #: when two settings cannot stand together (anything but None and False is ``found``), and what is said then, formatted
@@ -120,7 +122,10 @@ def _cut(case: Case) -> tuple[str, Any, Any] | None:
     """
     extra = case.args.generation_kwargs or {}
     for name, allowed in NEUTRAL.items() if case.corrects else ():
-        value = extra[name] if name in extra else getattr(case.args, name, None)
+        if name in extra:
+            value = extra[name]
+        else:
+            value = getattr(case.args, name, None)
         if value not in allowed:
             return f"generation_kwargs.{name}" if name in extra else name, value, allowed[-1]
     return None

@@ -34,7 +34,10 @@ def check_inputs(
         check_dataset(train_dataset, "train_dataset", needs_prompt)
     if isinstance(eval_dataset, Dataset):
         check_dataset(eval_dataset, "eval_dataset", needs_prompt)
-    rewards = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if isinstance(reward_funcs, (list, tuple)):
+        rewards = reward_funcs
+    else:
+        rewards = [reward_funcs]
     if isinstance(train_dataset, Dataset) and rollout_func is None:
         columns = train_dataset.column_names
         for reward in rewards:
@@ -84,7 +87,11 @@ def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
 
 def turns_of(tools: Any, environment_factory: Any) -> str | None:
     """The setting by which completions are made in turns."""
-    return "tools" if tools else "environment_factory" if environment_factory is not None else None
+    if tools:
+        return "tools"
+    if environment_factory is not None:
+        return "environment_factory"
+    return None
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
@@ -113,9 +120,13 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
 
 def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
     """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's computes that."""
-    known, own = (*LOSS_TYPES, *TRLS_OWN), teams(cls, "_compute_loss") or teams(cls, "compute_loss")
+    known = (*LOSS_TYPES, *TRLS_OWN)
+    own = teams(cls, "_compute_loss") or teams(cls, "compute_loss")
     if algorithm.objective is None and args.loss_type not in known and own is None:
-        ours = f"; {args.loss_type!r} is an `objective` here" if args.loss_type in PRESETS else ""
+        if args.loss_type in PRESETS:
+            ours = f"; {args.loss_type!r} is an `objective` here"
+        else:
+            ours = ""
         raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
 
 
@@ -146,12 +157,19 @@ def shared_names(names: list[str]) -> str | None:
 
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
     """A warning where an evaluation's last batch is not full: what is logged of it is not the mean over the rows."""
-    several = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    full, ranks = args.eval_batch_size * args.world_size, args.world_size
+    if isinstance(eval_dataset, dict):
+        several = eval_dataset.values()
+    else:
+        several = [eval_dataset]
+    full = args.eval_batch_size * args.world_size
+    ranks = args.world_size
     uneven = [len(rows) for rows in several if hasattr(rows, "__len__") and len(rows) * group_size % full]
     if not uneven:
         return None
-    how = "its rows count more" if ranks == 1 else "it is filled up with rows that count twice"
+    if ranks == 1:
+        how = "its rows count more"
+    else:
+        how = "it is filled up with rows that count twice"
     return (
         f"`eval_dataset`: {uneven[0]} rows × {group_size} completions do not fill the last batch of {full} "
         f"(`per_device_eval_batch_size` {args.per_device_eval_batch_size} × {ranks} processes); `eval_reward` and "
@@ -191,7 +209,8 @@ def check_prompt_lengths(
     known = context_of_config(config), "`max_position_embeddings` of the model"
     found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
     context, setting = min(found, default=(None, ""))
-    longest, room = max(lengths, default=0), max_completion_length
+    longest = max(lengths, default=0)
+    room = max_completion_length
     if context is None or longest + (room or 1) <= context:
         return None
     if longest < context:
@@ -199,7 +218,10 @@ def check_prompt_lengths(
             f"the longest prompt has {longest} tokens: with `max_completion_length`={room} a completion may run beyond "
             f"the context of {context} tokens ({setting})"
         )
-    better = "" if room is None else f", and with `max_completion_length`={room} at most {max(context - room, 1)}"
+    if room is None:
+        better = ""
+    else:
+        better = f", and with `max_completion_length`={room} at most {max(context - room, 1)}"
     raise ValueError(
         f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "
         f"prompts of at most {context - 1} tokens{better}: filter or shorten them in `train_dataset`"

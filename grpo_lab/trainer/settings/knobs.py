@@ -143,16 +143,22 @@ def _named(chosen: Any, setting: str) -> tuple[Any, dict[str, Any]]:
 
 def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
     if isinstance(chosen, str):
-        return registry.load_named(chosen, setting) if ":" in chosen else registry.found(table, chosen, setting)
+        if ":" in chosen:
+            return registry.load_named(chosen, setting)
+        return registry.found(table, chosen, setting)
     return chosen
 
 
 def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """The knobs that are set, numbers and switches as the part declares them; finite, unless a default is not. One that
     the part does not read is an error, not silence; one that no part of ``table`` has is misspelt."""
-    is_class, known = isinstance(part, type), registry.knobs_of(part)
+    is_class = isinstance(part, type)
+    known = registry.knobs_of(part)
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
-    own = {*ObjectiveSettings.__dataclass_fields__} - {"knobs"} if where == "objective" else {"name"}
+    if where == "objective":
+        own = {*ObjectiveSettings.__dataclass_fields__} - {"knobs"}
+    else:
+        own = {"name"}
     allowed = {*own, *known} if is_class else own
     refuse_unknown([name for name in knobs if name not in elsewhere], allowed, f"`{where}`")
     chosen = {name: value for name, value in knobs.items() if value is not None}
@@ -183,7 +189,9 @@ def name_of(part: Any) -> str:
     if isinstance(part, Mapping):
         part = part.get("name")
     if isinstance(part, str):  # "module:attribute", as a function of that name
-        return part.rpartition(":")[2].rpartition(".")[2] if ":" in part else part
+        if ":" in part:
+            return part.rpartition(":")[2].rpartition(".")[2]
+        return part
     if isinstance(part, functools.partial):
         return f"partial({name_of(part.func)})"
     name = str(getattr(part, "__name__", None) or type(part).__name__)

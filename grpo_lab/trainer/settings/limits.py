@@ -154,7 +154,10 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     for name, (words, holds) in ranges.items():
         value = values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and not holds(value):
-            more = ", or `save_strategy: no` for no checkpoints" if name == "save_steps" else ""
+            if name == "save_steps":
+                more = ", or `save_strategy: no` for no checkpoints"
+            else:
+                more = ""
             raise ValueError(f"`{prefix}{name}` is {value}; it must be {words}{more}")
 
 
@@ -168,14 +171,16 @@ def check_batch_sizes(args: Any) -> None:
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
     """
-    group, size = args.num_generations, args.per_device_train_batch_size
+    group = args.num_generations
+    size = args.per_device_train_batch_size
     if group < 2:
         raise ValueError(f"`num_generations` is {group}; a group needs at least 2 completions to be compared")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"`{name}` is {getattr(args, name)}; it must be ≥ 1")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    batch, steps = args.generation_batch_size, args.steps_per_generation
+    batch = args.generation_batch_size
+    steps = args.steps_per_generation
     if batch is not None and steps is not None:
         if batch != size * world * steps:
             raise ValueError(
@@ -184,7 +189,10 @@ def check_batch_sizes(args: Any) -> None:
             )
         args.generation_batch_size = batch = None  # TRL derives it again, and refuses both also where they agree
     if batch is None:
-        setting = "gradient_accumulation_steps" if steps is None else "steps_per_generation"
+        if steps is None:
+            setting = "gradient_accumulation_steps"
+        else:
+            setting = "steps_per_generation"
         steps = getattr(args, setting)
         made = size * world * steps
         if made % group:
@@ -207,8 +215,12 @@ def check_batch_sizes(args: Any) -> None:
 
 
 def _check_eval(args: Any, world: int) -> None:
-    setting = "num_generations" if args.num_generations_eval is None else "num_generations_eval"
-    group, size = getattr(args, setting), args.per_device_eval_batch_size
+    if args.num_generations_eval is None:
+        setting = "num_generations"
+    else:
+        setting = "num_generations_eval"
+    group = getattr(args, setting)
+    size = args.per_device_eval_batch_size
     if group < 1:
         raise ValueError(f"`{setting}` is {group}; it must be ≥ 1")
     if size * world % group:
@@ -223,4 +235,6 @@ def _check_eval(args: Any, world: int) -> None:
 def _nearest(value: int, unit: int) -> str:
     """The multiples of ``unit`` around ``value``."""
     below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
+    if below:
+        return f"{below} or {below + unit}"
+    return str(unit)

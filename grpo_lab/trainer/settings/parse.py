@@ -50,11 +50,15 @@ def reward_schedules(written: Any) -> dict[str, Schedule]:
 
 
 def _word(value: Any) -> Any:
-    return ("off", "on")[value] if isinstance(value, bool) else value  # YAML 1.1 reads a bare `off` as false
+    if isinstance(value, bool):  # YAML 1.1 reads a bare `off` as false
+        return ("off", "on")[value]
+    return value
 
 
 def _digits(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.strip().isdigit() else value  # command lines have text
+    if isinstance(value, str) and value.strip().isdigit():  # command lines have text
+        return int(value)
+    return value
 
 
 def _path_of_a_file(value: Any) -> str:
@@ -219,7 +223,8 @@ class UpdateSettings:
     share_prompts: Annotated[Literal["auto", "on", "off"], BeforeValidator(_word)] = "auto"
 
     def __post_init__(self) -> None:
-        keep, share = self.dead_groups == "keep" or None, self.share_prompts == "on" or None
+        keep = self.dead_groups == "keep" or None
+        share = self.share_prompts == "on" or None
         knobs = {"randomness": self.randomness, "max_tokens": self.max_tokens, "dead_groups: keep": keep}
         knobs["share_prompts: on"] = share
         for knob, value in knobs.items():
@@ -316,7 +321,9 @@ class RolloutSettings:
     @property
     def earlier_policy(self) -> Literal["overlap", "cut_after"] | None:
         """The setting by which completions of an earlier policy are trained on; None where there are none."""
-        return "cut_after" if self.cut_after is not None else "overlap" if self.overlap else None
+        if self.cut_after is not None:
+            return "cut_after"
+        return "overlap" if self.overlap else None
 
 
 ReferenceEvery = Annotated[
@@ -361,7 +368,9 @@ class LabSettings:
     def guard_in_force(self) -> GuardSettings | None:
         """``guard`` where it acts: as asked for; unasked with ``objective`` (stock TRL has none)."""
         if self.guard is None:
-            return None if self.objective is None else GuardSettings()
+            if self.objective is None:
+                return None
+            return GuardSettings()
         return None if self.guard.is_off else self.guard
 
     @property

@@ -46,7 +46,9 @@ class SamplerSettings:
     def __getitem__(self, knob: str) -> Any:
         """The value in force: as set, or the sampler's default."""
         value = getattr(self, knob)
-        return KNOBS[self.name][knob] if value is None else value
+        if value is None:
+            return KNOBS[self.name][knob]
+        return value
 
     @property
     def column(self) -> str | None:

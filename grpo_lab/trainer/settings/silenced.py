@@ -116,7 +116,10 @@ class SilencedSettings(TrainerCallback):  # type: ignore[misc]
         if getattr(self._trainer, "rollout_func", None) is not None and "rollout_func" in one.callers:
             places.append("rollout_func")
         home = next((place for place in places if place is not None), None)
-        found = "it is not called" if home is None else f"`{home}` keeps it from being called"
+        if home is None:
+            found = "it is not called"
+        else:
+            found = f"`{home}` keeps it from being called"
         raise ValueError(
             f"`{silent[0]}` would have no effect in this run: it acts in `LabTrainer.{one.method}`, and {found}; "
             f"ask `super()` there, or leave `{silent[0]}` out"

@@ -27,7 +27,9 @@ from grpo_lab.trainer.rows import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
 FOLDER, FACTS = "bad_steps", "facts.json"
-MOST_STEPS, MOST_ROWS, MOST_BYTES = 8, 32, 64 * 2**20
+MOST_STEPS = 8
+MOST_ROWS = 32
+MOST_BYTES = 64 * 2**20
 #: NaN in it means "nothing to learn"
 NAN_IS_MEANT = (f"{OURS}returns",)
 
@@ -84,7 +86,10 @@ def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     for name in sorted({name for batch in batches for name in batch}):
         if all(name in batches[row["micro_batch"]] for row in rows):
             parts = [batches[row["micro_batch"]][name][row["row"]] for row in rows]
-            stacked = pad_sequence(parts, batch_first=True) if parts[0].dim() else torch.stack(parts)
+            if parts[0].dim():
+                stacked = pad_sequence(parts, batch_first=True)
+            else:
+                stacked = torch.stack(parts)
             tensors[name] = stacked.cpu().contiguous()
     return rows, tensors
 

@@ -219,9 +219,10 @@ def to_come(model: nn.Module, optimizer: Any) -> int:
     for weights in model.parameters():
         if not weights.requires_grad:
             continue
-        own: Any = (
-            weights.to_local() if hasattr(weights, "to_local") else weights
-        )  # of sharded weights, this rank's part
+        if hasattr(weights, "to_local"):  # of sharded weights, this rank's part
+            own: Any = weights.to_local()
+        else:
+            own = weights
         if weights.grad is None:
             missing += own.nbytes
         if stateful and not states.get(weights):

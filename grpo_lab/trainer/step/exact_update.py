@@ -57,7 +57,8 @@ class ExactUpdate:
 
     def forget(self) -> None:
         """Drop the micro-batches of a step that was not finished, and ask anew what may be done exactly."""
-        self._window, self._step = [], None
+        self._window = []
+        self._step = None
         self.verdict.forget()
 
     def loss(self, model: nn.Module, inputs: dict[str, Any], trls: Callable[[], Tensor]) -> Tensor:
@@ -78,7 +79,8 @@ class ExactUpdate:
         self._window.append(inputs)
         if not last:
             return trl_bridge.put_aside(self.trainer)
-        window, self._window = self._window, []
+        window = self._window
+        self._window = []
         return self._run(model, window, found)
 
     def _run(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor:
@@ -98,7 +100,8 @@ class ExactUpdate:
 
     def _attempt(self, model: nn.Module, window: list[dict[str, Any]], found: UpdateVerdict) -> Tensor | TooLarge:
         received = self._old.before_update(len(window), found)
-        again, kept = self._old.again(len(window)), Collected()
+        again = self._old.again(len(window))
+        kept = Collected()
         keeps = any(place is not None for place in again)
         budget, plan, rows = self._exchanged(with_same_fields(window), found)
         size = float(sum(batch["prompt_ids"].size(0) for batch in window))
@@ -199,11 +202,13 @@ class ExactUpdate:
             return self._planned(window, found)
 
     def _planned(self, window: list[dict[str, Any]], found: UpdateVerdict) -> tuple[int, Plan, Exchange]:
-        accelerator, local = self.trainer.accelerator, RowTable.of(window)
+        accelerator = self.trainer.accelerator
+        local = RowTable.of(window)
         sizes = torch.tensor([batch["prompt_ids"].size(0) for batch in window], device=accelerator.device)
         slots = torch.arange(len(window), device=sizes.device).repeat_interleave(sizes)
         counts = torch.stack([token_denominator(self.trainer, batch).float() for batch in window])
-        counts, largest = counts.repeat_interleave(sizes), max(map(padded_tokens, window))
+        counts = counts.repeat_interleave(sizes)
+        largest = max(map(padded_tokens, window))
         numbers = RowNumbers.of(local, slots, counts, largest, accelerator, prompts=self.prompts.may_be_shared)
         budget = self.budget.of(numbers.footprint)
         plan = self._plan(numbers, budget, found)
@@ -249,11 +254,16 @@ class ExactUpdate:
             return rows.bin(places, position_limit(self.trainer.accelerator.unwrap_model(self.trainer.model)))
 
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
-        trainer, objective = self.trainer, self.trainer.algorithm.objective
+        trainer = self.trainer
+        objective = self.trainer.algorithm.objective
         with self.verdict.watching(), hears_values(trainer, model) as heard:
             scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
-        logps, values = _of_completions(scored, rows), _of_completions(heard[0], rows) if heard else None
+        logps = _of_completions(scored, rows)
+        if heard:
+            values = _of_completions(heard[0], rows)
+        else:
+            values = None
         batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)
         record_tokens(trainer, trainer.recorder.book("train"), batch, self._origin(rows.micro_batch, denominators))
         if isinstance(denominators.tokens, float):  # rows of several generation batches: each has its own count

@@ -41,21 +41,26 @@ class Exchange:
     """
 
     def __init__(self, local: RowTable, numbers: RowNumbers, plan: Plan, accelerator: Any) -> None:
-        self.numbers, self.bins = numbers, plan.bins[accelerator.process_index]
-        self.bytes_received, self._shared = numbers.bytes_received, plan.shared
-        self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
+        self.numbers = numbers
+        self.bins = plan.bins[accelerator.process_index]
+        self.bytes_received = numbers.bytes_received
+        self._shared = plan.shared
+        self._rank = accelerator.process_index
+        self._ranks = accelerator.num_processes
         self._device = local.offset.device
         self._shape = tuple(local.fields["completion_ids"].shape)
         self._first = self._rank * self._shape[0]
         self._places: dict[int, int] | None = None
-        self._moves, self.held = False, local
+        self._moves = False
+        self.held = local
         if self._ranks > 1:
             self._prompts = numbers.prompt_lengths.numpy()
             self._completions = numbers.completion_lengths.numpy()
             self._per_token = per_token_fields(numbers.widths)
             routes = Routes.of(plan, self._completions, self._shape[0])
             self._moves = bool(routes.moves.any())
-            self._leaving, self._arriving = routes.leaving(self._rank), routes.arriving(self._rank)
+            self._leaving = routes.leaving(self._rank)
+            self._arriving = routes.arriving(self._rank)
             self.held = self._brought(local, routes)
         self.held.prepared()
         here = [self._here(rows) for rows in self.bins]
@@ -86,7 +91,9 @@ class Exchange:
 
     def _here(self, rows: list[int]) -> list[int]:
         """Places of rows in ``held``."""
-        return rows if self._places is None else [self._places[row] for row in rows]
+        if self._places is None:
+            return rows
+        return [self._places[row] for row in rows]
 
     def _brought(self, local: RowTable, routes: Routes) -> RowTable:
         """The rows that the plan puts here, or one for the stand-in. A collective if any row moves."""
@@ -95,7 +102,8 @@ class Exchange:
             stay = np.asarray([self._first])
         held = np.concatenate([stay, self._arriving.rows])
         self._places = {row: place for place, row in enumerate(held.tolist())}
-        prompts, inside = local.fields["prompt_ids"], local.fields["prompt_mask"].bool()
+        prompts = local.fields["prompt_ids"]
+        inside = local.fields["prompt_mask"].bool()
         marked = torch.where(inside, prompts, ~prompts)  # < 0: a hole
         sent = {**local.fields, "prompt_ids": marked, _OFFSET: local.offset}
         del sent["prompt_mask"]
@@ -108,7 +116,8 @@ class Exchange:
                 parts = [fitted(name, part, self._held_width(name, held)) for part in parts]
             fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
         offset = fields.pop(_OFFSET)
-        prompts, inside = fields["prompt_ids"], fields["prompt_ids"] >= 0
+        prompts = fields["prompt_ids"]
+        inside = fields["prompt_ids"] >= 0
         own = _within(self._prompts[held], prompts.size(1), self._device, on_the_right=True) & inside
         fields["prompt_ids"] = torch.where(inside, prompts, ~prompts)
         fields["prompt_mask"] = own.to(local.fields["prompt_mask"].dtype)
@@ -117,7 +126,9 @@ class Exchange:
     def _held_width(self, name: str, held: Ints) -> int:
         if name == "prompt_ids":
             return int(self._prompts[held].max())
-        return max(1, int(self._completions[held].max())) if name in self._per_token else self.numbers.widths[name]
+        if name in self._per_token:
+            return max(1, int(self._completions[held].max()))
+        return self.numbers.widths[name]
 
     def _lengths(self, name: str, dims: int, routes: Routes) -> Ints:
         """``[rows]``: how many numbers of a field travel with each row. No prompt padding; a field per token is as wide
@@ -127,15 +138,20 @@ class Exchange:
         if name == "prompt_ids":
             return np.asarray(self._prompts[routes.rows])
         padded = np.asarray(self.numbers.local_widths[name], dtype=np.int64)[routes.homes]
-        return np.minimum(routes.widths, padded) if name in self._per_token else padded
+        if name in self._per_token:
+            return np.minimum(routes.widths, padded)
+        return padded
 
     def _swapped(self, sent: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fields of the rows that arrive, each as wide as its widest."""
         leaving = torch.as_tensor(self._leaving.rows - self._first, device=self._device)
-        columns, expected = [], []
+        columns = []
+        expected = []
         for name, value in sent.items():
-            kind, numbers = _ON_THE_WAY.get(name, value.dtype), int(np.prod(value.shape[2:]))
-            lengths, chosen = self._lengths(name, value.dim(), self._leaving), value[leaving]
+            kind = _ON_THE_WAY.get(name, value.dtype)
+            numbers = int(np.prod(value.shape[2:]))
+            lengths = self._lengths(name, value.dim(), self._leaving)
+            chosen = value[leaving]
             if value.dim() > 1:
                 chosen = chosen[_within(lengths, value.size(1), self._device, is_of_prompt(name))]
             columns.append((chosen.to(kind).flatten(), lengths * numbers))
@@ -153,25 +169,31 @@ class Exchange:
         """Numbers per token of the rows that were computed, to the ranks that generated the rows: ``[n, T]``, 0 where
         no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved; ``on_the_way`` is their type
         between several ranks, the same on all (a rank may have made none)."""
-        dtype = made[0][1].dtype if made and self._ranks == 1 else on_the_way
+        if made and self._ranks == 1:
+            dtype = made[0][1].dtype
+        else:
+            dtype = on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)
         away: dict[int, Tensor] = {}
         for rows, values in made:
             here = [self._first <= row < self._first + self._shape[0] for row in rows]
             stay = [place for place, mine in enumerate(here) if mine]
-            mine, width = [rows[place] - self._first for place in stay], min(values.size(1), self._shape[1])
+            mine = [rows[place] - self._first for place in stay]
+            width = min(values.size(1), self._shape[1])
             found[mine, :width] = values[stay, :width].to(dtype)
             done[mine] = True
             away |= {rows[place]: values[place] for place, mine in enumerate(here) if not mine}
         if self._moves:
             mine = (self._leaving.rows - self._first).tolist()
-            guests, lengths = self._arriving.rows, self._completions[self._arriving.rows]
+            guests = self._arriving.rows
+            lengths = self._completions[self._arriving.rows]
             parts = [away[row][:length] for row, length in zip(guests.tolist(), lengths.tolist(), strict=True)]
             column = torch.cat([torch.empty(0, device=self._device), *parts]).to(dtype)
             wanted = self._completions[self._leaving.rows]
             (flat,) = self._exchanged([(column, lengths)], self._arriving.homes, [(dtype, wanted)], self._leaving.ranks)
-            found[mine], done[mine] = fitted("", _laid_out("", flat, wanted, ()), self._shape[1]), True
+            found[mine] = fitted("", _laid_out("", flat, wanted, ()), self._shape[1])
+            done[mine] = True
         return found, done
 
     def _exchanged(
@@ -194,7 +216,8 @@ class Exchange:
         message = torch.cat([nothing, *(part for rank in zip(*pieces, strict=True) for part in rank if part.numel())])
         received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=self._device)
         with at("exchange of rows"):
-            into, out = arriving.sum(0).tolist(), leaving.sum(0).tolist()
+            into = arriving.sum(0).tolist()
+            out = leaving.sum(0).tolist()
             torch.distributed.all_to_all_single(received, message, into, out)
         del pieces, message
         self.bytes_received += received.numel()
@@ -218,7 +241,9 @@ def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tenso
     """bool ``[rows, width]``: the first (or last) ``lengths`` places."""
     size = torch.as_tensor(lengths, device=device).unsqueeze(1)
     steps = torch.arange(width, device=device)
-    return steps >= width - size if on_the_right else steps < size
+    if on_the_right:
+        return steps >= width - size
+    return steps < size
 
 
 def _laid_out(name: str, flat: Tensor, lengths: Ints, further: tuple[int, ...]) -> Tensor:

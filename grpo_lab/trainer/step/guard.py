@@ -61,7 +61,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._forget()
 
     def _forget(self) -> None:
-        self.in_a_row, self.taken, self._counted, self._seen = 0, 0, 0, False
+        self.in_a_row = 0
+        self.taken = 0
+        self._counted = 0
+        self._seen = False
         self._loss_is_bad: Tensor | None = None
         self._left_out, self._finite_at = False, 0
 
@@ -70,7 +73,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if self.faults is not None:
             self.faults.trained_on(inputs)
             bad = ~loss.detach().isfinite().all()
-            self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
+            if self._loss_is_bad is None:
+                self._loss_is_bad = bad
+            else:
+                self._loss_is_bad = self._loss_is_bad | bad
         return loss
 
     def before_generation(self) -> None:
@@ -101,7 +107,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         ``max_bad_steps`` in a row. Every rank."""
         if self.faults is None:
             return norm
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if hasattr(norm, "full_tensor"):
+            whole = norm.full_tensor()
+        else:
+            whole = norm
         whole = torch.as_tensor(0.0 if whole is None else whole, device=self.trainer.accelerator.device)
         found = self._agreed(self.faults, whole)
         self.faults.bad.update(kind for kind in OF_BATCH if found[kind] == self.faults.batch)
@@ -112,7 +121,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if bad:
             self._leave_out(self.faults, bad, max(found[kind] for kind in OF_BATCH), whole)
         else:
-            self.in_a_row, self.taken = 0, self.trainer.state.global_step + 1
+            self.in_a_row = 0
+            self.taken = self.trainer.state.global_step + 1
         self.faults.end_step()
         return norm
 
@@ -120,7 +130,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """Kind → 0 where nothing is bad on any rank, else 1, or the number of the latest bad generation batch."""
         accelerator = self.trainer.accelerator
         fine = torch.zeros_like(found, dtype=torch.bool)
-        loss, self._loss_is_bad = self._loss_is_bad, None
+        loss = self._loss_is_bad
+        self._loss_is_bad = None
         flags = torch.stack([fine if loss is None else loss.to(fine.device), ~found.isfinite()])
         of_batch = torch.tensor([faults.of_step.get(kind, 0) for kind in OF_BATCH], device=accelerator.device)
         local = torch.cat([flags.long(), of_batch])
@@ -134,7 +145,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if not bad and not self._seen:
             return
         trainer = self.trainer
-        fine = 0 if self._seen else trainer.state.global_step - trainer._globalstep_last_logged
+        if self._seen:
+            fine = 0
+        else:
+            fine = trainer.state.global_step - trainer._globalstep_last_logged
         self._seen = True
         counted = {"left_out": bool(bad)} | {kind: kind in bad for kind in KINDS}
         for name, counts in counted.items():
@@ -146,7 +160,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         of_step = bool(set(bad) & set(OF_STEP))
         if of_step:
             self._refuse_broken_weights()
-        counts, self._counted = of_step or batch != self._counted, batch
+        counts = of_step or batch != self._counted
+        self._counted = batch
         if counts:
             self._tell(faults, bad, norm)
         # last: after an error no step of a later training is left out
@@ -157,15 +172,23 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """Its batch is kept, it is said, and the last one in a row ends the run."""
         assert self.settings is not None
         self.in_a_row += 1
-        step, limit, kinds = self.trainer.state.global_step + 1, self.settings.max_bad_steps, ", ".join(bad)
+        step = self.trainer.state.global_step + 1
+        limit = self.settings.max_bad_steps
+        kinds = ", ".join(bad)
         facts = {"step": step, "not_finite": bad, "grad_norm": str(float(norm))}
         facts |= {"in_a_row": self.in_a_row, "max_bad_steps": limit}
-        kept = keep_bad_step(self.trainer, faults, facts) if self.settings.save else None
+        if self.settings.save:
+            kept = keep_bad_step(self.trainer, faults, facts)
+        else:
+            kept = None
         said = f"step {step} is left out: {kinds} not finite ({self.in_a_row} in a row, {limit} stop the run)"
         self.trainer.recorder.say(said if kept is None else f"{said}; {kept}", level=logging.WARNING)
         if self.in_a_row >= limit:
             folder = str(self.trainer.args.output_dir)
-            batches = f" The batches are in {folder}/{FOLDER}." if self.settings.save else ""
+            if self.settings.save:
+                batches = f" The batches are in {folder}/{FOLDER}."
+            else:
+                batches = ""
             raise NumbersError(
                 f"{limit} optimizer steps in a row could not be taken, the last one {step}: {kinds} not finite "
                 f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{batches} "
@@ -179,10 +202,13 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self.faults.forget()
         refuse_bad_weights(self.trainer, TO_START_FROM)
         self.taken = self._finite_at = state.global_step
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is None:
             return
-        self.in_a_row, self.taken, self._seen = loaded["in_a_row"], loaded["taken"], loaded["seen"]
+        self.in_a_row = loaded["in_a_row"]
+        self.taken = loaded["taken"]
+        self._seen = loaded["seen"]
         if loaded["bad_batch"] and not self.trainer.phase.at_end:  # the open generation batch was taken up, too
             self.faults.bad.update(loaded["bad_batch"])
             self._counted = self.faults.batch = 1
@@ -204,7 +230,10 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """What is bad and how many steps were, for a checkpoint; None where nothing ever was."""
         if self.faults is None or not self._seen:
             return None
-        bad = [] if self.trainer.phase.at_end else sorted(self.faults.bad)
+        if self.trainer.phase.at_end:
+            bad = []
+        else:
+            bad = sorted(self.faults.bad)
         return {"in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
 
     def load(self, saved: SavedState | None) -> None:

@@ -32,7 +32,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
     adapter, ZeRO-3, FSDP 1)."""
 
     def __init__(self, trainer: StepPort, every: int | str | None) -> None:
-        self.trainer, self.every = trainer, every
+        self.trainer = trainer
+        self.every = every
         self._moved = False
         if every is None:
             return
@@ -141,7 +142,9 @@ def _group_settings(optimizer: Any) -> list[dict[str, str]]:
 
 def idle_pull(trainer: StepPort) -> str | None:
     """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the generation."""
-    objective, args, phase = trainer.algorithm.objective, trainer.args, trainer.phase
+    objective = trainer.algorithm.objective
+    args = trainer.args
+    phase = trainer.phase
     push = None if objective is None else objective.surrogate
     idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
     if not idle or phase.every > phase.accumulation:

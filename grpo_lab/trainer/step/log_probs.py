@@ -168,7 +168,8 @@ def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> conte
 
 def reads_own_forward(batch: dict[str, Any]) -> Tensor:
     """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
-    old, made = Carried(batch).proximal_logps, Carried(batch).as_generated
+    old = Carried(batch).proximal_logps
+    made = Carried(batch).as_generated
     if old is None or made is None:
         rows = batch["completion_ids"]
         return torch.full((rows.size(0),), old is None, device=rows.device)
@@ -196,10 +197,14 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
     """``[B, T]`` in nats, without gradient: the batch's where an update has happened, else the forward's own."""
-    own, carried = logps.detach(), Carried(fields)
+    own = logps.detach()
+    carried = Carried(fields)
     if carried.proximal_logps is None:
         return own
-    unmoved = reads_own_forward(fields) if carried.unmoved is None else carried.unmoved.bool()
+    if carried.unmoved is None:
+        unmoved = reads_own_forward(fields)
+    else:
+        unmoved = carried.unmoved.bool()
     return torch.where(unmoved.unsqueeze(1), own, carried.proximal_logps)
 
 
@@ -208,7 +213,8 @@ class OldPolicy:
     (micro-batches, verdict) makes the policy's of an optimizer step to come, in the bins that it will have."""
 
     def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
-        self._trainer, self._log_probs_of = trainer, log_probs_of
+        self._trainer = trainer
+        self._log_probs_of = log_probs_of
 
     @property
     def _buffer(self) -> list[dict[str, Any]]:
@@ -222,14 +228,18 @@ class OldPolicy:
 
     def again(self, window: int) -> list[int | None]:
         """Places of this step's micro-batches that come again and have no old log-probs yet; None for others."""
-        ahead, buffer, here = set(self._ahead()), self._buffer, self._trainer.phase.here(window)
+        ahead = set(self._ahead())
+        buffer = self._buffer
+        here = self._trainer.phase.here(window)
         return [place if place in ahead and needs_old_logprobs(buffer[place]) else None for place in here]
 
     def before_update(self, window: int, verdict: UpdateVerdict) -> int:
         """Old log-probs of the micro-batches that only later steps train on; the bytes that this rank received."""
-        ahead, buffer = self._ahead(), self._buffer
+        ahead = self._ahead()
+        buffer = self._buffer
         known: set[int | None] = set(self._trainer.phase.here(window))
-        size, received = self._trainer.phase.accumulation, 0
+        size = self._trainer.phase.accumulation
+        received = 0
         for start in range(0, len(ahead), size):
             step = ahead[start : start + size]
             wanted = [place if place not in known and needs_old_logprobs(buffer[place]) else None for place in step]
@@ -261,7 +271,11 @@ class OldPolicy:
 
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
     """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, if any."""
-    carried, unmoved = Carried(batch), reads_own_forward(batch).unsqueeze(1) & made
+    carried = Carried(batch)
+    unmoved = reads_own_forward(batch).unsqueeze(1) & made
     old = carried.proximal_logps
-    carried.proximal_logps = logps.clone() if old is None else torch.where(unmoved, logps, old)
+    if old is None:
+        carried.proximal_logps = logps.clone()
+    else:
+        carried.proximal_logps = torch.where(unmoved, logps, old)
     carried.as_generated = None

@@ -34,7 +34,10 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
     """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
     by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
-    budget = float("nan") if limit is None else float(limit)
+    if limit is None:
+        budget = float("nan")
+    else:
+        budget = float(limit)
     return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches)
 
 
@@ -44,8 +47,10 @@ def token_batch(
     """One micro-batch or bin as the carrier that surrogates see."""
     objective = trainer.algorithm.objective
     assert objective is not None
-    old, advantages = proximal_log_probs(logps, fields), fields["advantages"]
-    carried, how = Carried(fields), trainer.correction
+    old = proximal_log_probs(logps, fields)
+    advantages = fields["advantages"]
+    carried = Carried(fields)
+    how = trainer.correction
     weights = carried.sampler_weights
     if weights is None and how is not None:
         weights = sampler_correction(old, carried.behaviour_logps, mask, how.mode, how.low, how.high)
@@ -79,7 +84,10 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
     old, returns, mask = value_targets(batch)
     critics = safe(value_loss(safe(batch.values, mask), old, returns, value.cliprange_value), mask)
     # the zero keeps the policy in the graph, where DDP looks for it
-    policy = safe(0.0 * batch.logps, batch.mask) if is_warming_up(trainer) else trainer.token_loss(batch)
+    if is_warming_up(trainer):
+        policy = safe(0.0 * batch.logps, batch.mask)
+    else:
+        policy = trainer.token_loss(batch)
     return policy + value.vf_coef * critics
 
 
@@ -90,9 +98,15 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
         logps, entropies, router_loss = trl_bridge.stock_forward(
             trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
         )
-    values = heard[0][:, -logps.size(1) :] if heard else None
+    if heard:
+        values = heard[0][:, -logps.size(1) :]
+    else:
+        values = None
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
-    accumulation = trainer.current_gradient_accumulation_steps if mode == "train" else 1.0
+    if mode == "train":
+        accumulation = trainer.current_gradient_accumulation_steps
+    else:
+        accumulation = 1.0
     denominators = denominators_of(trainer, inputs, batch.mask.size(0) * accumulation, accumulation)
     loss: Tensor = objective.aggregate(token_loss(trainer, batch), batch.mask, denominators)
     trainer.exact_update.weights.add(loss, batch.logps, batch.mask, inputs)

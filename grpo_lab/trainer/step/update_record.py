@@ -44,7 +44,8 @@ class UpdateRecord:
     ) -> None:
         """A step that was computed in bins; ``padded`` tokens had this rank's micro-batches, all of one size on every
         rank, and ``received`` bytes came to it."""
-        recorder, accelerator = self.trainer.recorder, self.trainer.accelerator
+        recorder = self.trainer.recorder
+        accelerator = self.trainer.accelerator
         stock = accelerator.num_processes * padded
         rows = sum(len(rows) for rank in plan.bins for rows in rank)
         if accelerator.num_processes > 1:
@@ -67,8 +68,13 @@ class UpdateRecord:
 
     def as_trl(self, inputs: dict[str, Any], found: UpdateVerdict, budget: int | None) -> None:
         """A micro-batch that stays as TRL cut it; with the last one of an optimizer step a collective."""
-        scored, advantages, accelerator = loss_mask(inputs), inputs.get("advantages"), self.trainer.accelerator
-        live = scored.any(dim=1) if advantages is None else live_rows(advantages, scored)
+        scored = loss_mask(inputs)
+        advantages = inputs.get("advantages")
+        accelerator = self.trainer.accelerator
+        if advantages is None:
+            live = scored.any(dim=1)
+        else:
+            live = live_rows(advantages, scored)
         self._parts.append((torch.stack([*row_lengths(inputs), live.long()], dim=1), padded_tokens(inputs)))
         if not accelerator.sync_gradients:
             return
@@ -77,8 +83,10 @@ class UpdateRecord:
         table = torch.cat(tables)
         sizes = torch.tensor([[sum(padded), max(padded)]], device=table.device)
         if accelerator.num_processes > 1:
-            table, sizes = accelerator.gather(table.contiguous()), accelerator.gather(sizes)
-        rows, computed = table.size(0), int(sizes[:, 0].sum())
+            table = accelerator.gather(table.contiguous())
+            sizes = accelerator.gather(sizes)
+        rows = table.size(0)
+        computed = int(sizes[:, 0].sum())
         self._record(rows, rows, int(table[:, :2].sum()), computed, computed)
         if found.stock is not None:
             needed = Rows(table[:, 0], table[:, 1], table[:, 2].bool())
@@ -90,15 +98,25 @@ class UpdateRecord:
     ) -> None:  # fmt: skip
         """Once a reason: what is not skipped, why, and what it costs beside the live ``rows`` in bins of ``budget``
         tokens (with each of ``prompts`` once)."""
-        recorder, key = self.trainer.recorder, f"exact update: {reason}"
+        recorder = self.trainer.recorder
+        key = f"exact update: {reason}"
         if recorder.has_said(key):
             return
         ranks = self.trainer.accelerator.num_processes
-        plan = plan_update(rows, ranks, budget) if prompts is None else plan_shared(rows, prompts, ranks, budget)
+        if prompts is None:
+            plan = plan_update(rows, ranks, budget)
+        else:
+            plan = plan_shared(rows, prompts, ranks, budget)
         needed = plan.tokens_computed
         self._described = _described(found, computed, needed, stock)
-        what = "micro-batches stay as TRL cut them" if found.stock is not None else "all rows are computed"
-        times = f": {computed / needed:.1f} times as many" if needed else ", since no row carries an advantage"
+        if found.stock is not None:
+            what = "micro-batches stay as TRL cut them"
+        else:
+            what = "all rows are computed"
+        if needed:
+            times = f": {computed / needed:.1f} times as many"
+        else:
+            times = ", since no row carries an advantage"
         recorder.say(
             f"exact update: {what}: {reason}. This step computed {computed} tokens where live rows in bins have "
             f"{needed}{times}",
@@ -108,7 +126,8 @@ class UpdateRecord:
 
     def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> None:
         """The same on every rank; pairs are added up over ranks, so each brings its share."""
-        book, accelerator = self.trainer.recorder.book("train"), self.trainer.accelerator
+        book = self.trainer.recorder.book("train")
+        accelerator = self.trainer.accelerator
         mine = 1.0 / accelerator.num_processes
         for name, total, count in (
             ("live_share", rows, all_rows),
@@ -128,7 +147,10 @@ def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
         "because": found.stock or found.all_rows,
     }
-    randomness = {"randomness": "same_distribution"} if found.draws and found.stock is None else {}
+    if found.draws and found.stock is None:
+        randomness = {"randomness": "same_distribution"}
+    else:
+        randomness = {}
     names = ("first_step_tokens", "first_step_tokens_live_in_bins", "first_step_tokens_stock")
     return described | randomness | dict(zip(names, price, strict=False))
 
@@ -145,7 +167,8 @@ def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
 def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
     """Entropy, KL, the surrogate's and the critic's diagnostics into the book. ``origin``: of the rows of a bin;
     ``None``: the batch is a micro-batch as TRL cut it."""
-    objective, critic = trainer.algorithm.objective, trainer.algorithm.value
+    objective = trainer.algorithm.objective
+    critic = trainer.algorithm.value
     assert objective is not None
     values = dict(objective.diagnostics(batch))
     if batch.entropies is not None:
@@ -154,7 +177,8 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         values["kl"] = objective.kl_in_loss.in_loss(batch)
     if critic is not None and batch.values is not None:
         old, returns, mask = value_targets(batch)
-        now, clip = safe(batch.values, mask), critic.cliprange_value
+        now = safe(batch.values, mask)
+        clip = critic.cliprange_value
         values["value/loss"] = safe(value_loss(now, old, returns, clip), mask)
         values["value/clip_fraction"] = safe(value_clip_acts(now, old, returns, clip).float(), mask)
         values["policy/approx_kl"] = 0.5 * safe(batch.logps - batch.old_logps, batch.mask).square()
@@ -167,13 +191,19 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
 
 def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
     """TRL's ``sampling/*`` metrics, where the correction was made in the loss and not by TRL, at generation."""
-    mask, carried, how = batch.mask, Carried(batch.extras), trainer.correction
+    mask = batch.mask
+    carried = Carried(batch.extras)
+    how = trainer.correction
     assert how is not None
     for name, total, count in by_length(how, weights, mask, carried.length_quartile):
         book.add(name, total, count)
     gap = (batch.old_logps - carried.behaviour_logps).abs()
-    scored, gap = mask & ~gap.isnan(), gap.nan_to_num(nan=0.0)
-    chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
+    scored = mask & ~gap.isnan()
+    gap = gap.nan_to_num(nan=0.0)
+    if weights.size(1) == 1:
+        chosen = mask.any(1, keepdim=True)
+    else:
+        chosen = mask
     difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
     book.add_tokens(f"{difference}/mean", gap, scored, origin)
     book.add_tokens(f"{ratio}/mean", weights, mask, origin)
@@ -191,7 +221,10 @@ def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_
     objective = trainer.algorithm.objective
     assert objective is not None
     names = objective.diagnostics(batch)
-    shapes = names if batch.mask.size(1) > 1 else objective.diagnostics(toy_batch(objective))
+    if batch.mask.size(1) > 1:
+        shapes = names
+    else:
+        shapes = objective.diagnostics(toy_batch(objective))
     for name in names:
         book.add_zeros(name, left_out, of_rows=name in shapes and shapes[name].size(1) == 1)
     for name in ("entropy", *(["kl"] if objective.kl_in_loss is not None else [])):

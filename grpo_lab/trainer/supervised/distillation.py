@@ -29,7 +29,8 @@ class TokenBudget(TrainerCallback):  # type: ignore[misc]
     rate does not hear of it, and prompts that are sampled again (``dead_groups: resample``) do not count."""
 
     def __init__(self, tokens: int | None = None) -> None:
-        self.tokens, self.generated = tokens, 0
+        self.tokens = tokens
+        self.generated = 0
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         each = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size

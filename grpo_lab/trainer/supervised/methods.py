@@ -235,7 +235,8 @@ class SFTInBins(SFTTrainer):  # type: ignore[misc]
         alone = self.accelerator.distributed_type == DistributedType.NO and num_items_in_batch is not None
         if not alone or set(inputs) != {"input_ids", "attention_mask", "labels"}:
             return whole(inputs, num_items_in_batch)
-        mask, trained = inputs["attention_mask"], (inputs["labels"][:, 1:] != -100).sum(1)
+        mask = inputs["attention_mask"]
+        trained = (inputs["labels"][:, 1:] != -100).sum(1)
         lengths = mask.sum(1)
         [bins] = plan_update(Rows(lengths, torch.zeros_like(lengths), trained > 0), 1, mask.numel()).bins
         if len(bins) == 1:
@@ -279,7 +280,10 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
             # the two halves of TRL's batch: chosen and rejected
             policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
             saved = self.precompute_ref_logps
-            reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]) if saved else others[0]
+            if saved:
+                reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"])
+            else:
+                reference = others[0]
             rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
             weights = self.accelerator.gather(implicit_weight(*rewards))
             self._metrics[mode][WEIGHT].append(weights.mean().item())
@@ -297,7 +301,10 @@ def weighted_cpo() -> tuple[Any, Any]:
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
             if self.alpha == 0.0:
-                margin = float(self.simpo_gamma) if self.loss_type == "simpo" else 0.0
+                if self.loss_type == "simpo":
+                    margin = float(self.simpo_gamma)
+                else:
+                    margin = 0.0
                 weights = self.accelerator.gather_for_metrics(implicit_weight(found[1], found[2], margin))
                 self.store_metrics({WEIGHT: weights.mean().item()}, "train" if self.model.training else "eval")
             return found

@@ -49,7 +49,9 @@ class StoppableTraining:
     """
 
     def __init__(self, place: Path, identity: str, asked: Callable[[], object]) -> None:
-        self.place, self.identity, self.asked = place, identity, asked
+        self.place = place
+        self.identity = identity
+        self.asked = asked
         newest, passed = newest_whole(place, read=True)
         for why in passed:
             logger.warning("%s: passed over %s", place, why)
@@ -61,14 +63,19 @@ class StoppableTraining:
     @property
     def step(self) -> int:
         """The steps that are done already."""
-        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+        if self.checkpoint is None:
+            return 0
+        return step_of(self.checkpoint)
 
     def __call__(self, trainer: Any) -> None:
         """TrainingStopped: asked to, after the checkpoint. CheckpointNotWritten: asked to, and it could not be written;
         what was there before is as it was."""
         answer = _Answer(trainer, self)
         trainer.add_callback(answer)
-        given = None if self.checkpoint is None else str(self.checkpoint)
+        if self.checkpoint is None:
+            given = None
+        else:
+            given = str(self.checkpoint)
         try:
             with plain_cpu(trainer.args), saving(self.place):
                 trainer.train(resume_from_checkpoint=given)
@@ -91,14 +98,18 @@ class _Answer(TrainerCallback):  # type: ignore[misc]
     """Comes last: by then the step is counted and transformers has said what is due."""
 
     def __init__(self, trainer: Any, training: StoppableTraining) -> None:
-        self.trainer, self.training, self.saving = trainer, training, False
+        self.trainer = trainer
+        self.training = training
+        self.saving = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.training.checkpoint is None:
             return
-        trainer, found = self.trainer, _read(self.training.checkpoint)
+        trainer = self.trainer
+        found = _read(self.training.checkpoint)
         trainer._tr_loss += torch.tensor(found["loss"], device=args.device)
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = found["total"], found["last_logged"]
+        trainer._total_loss_scalar = found["total"]
+        trainer._globalstep_last_logged = found["last_logged"]
         if found["tokens"] is not None:
             trainer._total_train_tokens = found["tokens"]
         for name in PENDING:

@@ -44,7 +44,10 @@ def completion_log_probs(
     backbone, as one row of ``shift_labels``, and nobody waits; not under ``torch.compile``, for which it is a setting
     of torch whether a changed hook is noticed.
     """
-    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    if attention_mask is None:
+        mask = {}
+    else:
+        mask = {"attention_mask": attention_mask}
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
     on_host = labels if input_ids.device.type == "cpu" else on_host
     if on_host is None or is_compiled(trainer, model):
@@ -212,7 +215,10 @@ def positions_given(
 def without_autocast(trainer: Any) -> Iterator[None]:
     """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
-    plain = getattr(inner, "_original_forward", None) if trainer.accelerator.mixed_precision != "no" else None
+    if trainer.accelerator.mixed_precision != "no":
+        plain = getattr(inner, "_original_forward", None)
+    else:
+        plain = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(trainer.accelerator, "autocast", contextlib.nullcontext))
         if plain is not None:

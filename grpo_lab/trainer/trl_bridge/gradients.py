@@ -21,7 +21,8 @@ from grpo_lab.trainer.trl_bridge.values import without_critic
 def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
     DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary)."""
-    stack, state = contextlib.ExitStack(), trainer.accelerator.gradient_state
+    stack = contextlib.ExitStack()
+    state = trainer.accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
     state._set_sync_gradients(False)
     if trainer.accelerator.distributed_type != "DEEPSPEED":
@@ -140,7 +141,8 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
                 "(`peft.get_peft_model`), of which TRL keeps a copy, or leave `reference_every` out"
             )
         values = dict(policy.named_parameters())
-        own, copied = f".{POLICY_ADAPTER}.", f".{REFERENCE_ADAPTER}."
+        own = f".{POLICY_ADAPTER}."
+        copied = f".{REFERENCE_ADAPTER}."
         names = {name.replace(own, copied): name for name in values if own in name}
         return {copy: (values[copy], values[name]) for copy, name in names.items()}
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
@@ -167,7 +169,8 @@ def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
     transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them:
     the copy alone, so that the policy would start where it began.
     """
-    policy, saved = trainer.accelerator.unwrap_model(trainer.model), Path(checkpoint)
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    saved = Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
         return
     if any((saved / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
@@ -214,7 +217,10 @@ def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
     """Put ``columns`` (as ``logged_rows`` gives them) in the place of as many of the last rows."""
     for name, rows in columns.items():
         part, _, column = name.partition("/")
-        logged = trainer._logs[part][column] if column else trainer._logs[part]
+        if column:
+            logged = trainer._logs[part][column]
+        else:
+            logged = trainer._logs[part]
         for _ in range(min(len(logged), len(rows))):
             logged.pop()
         logged.extend(rows)
@@ -244,7 +250,9 @@ def without_moments(trainer: Any) -> dict[str, Any] | None:
     optimizer = trainer.optimizer
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, p in trainer.model.named_parameters() if id(p) in own and not optimizer.state.get(p)]
-    return {"without_moments": missing} if missing else None
+    if missing:
+        return {"without_moments": missing}
+    return None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ SUPPORTED_TRL: tuple[str, ...] = ("1.15", "1.16")
 def refuse_untested(found: str) -> None:
     """``ImportError`` for a release whose private methods nobody compared with what this room relies on."""
     if ".".join(found.split(".")[:2]) not in SUPPORTED_TRL:
-        listing, newest = ", ".join(f"{minor}.*" for minor in SUPPORTED_TRL), SUPPORTED_TRL[-1]
+        listing = ", ".join(f"{minor}.*" for minor in SUPPORTED_TRL)
+        newest = SUPPORTED_TRL[-1]
         raise ImportError(
             f"grpo_lab was tested with trl {listing} and found trl {found}: its trainer overrides private methods that "
             f"may have moved. Install one of those: pip install 'trl=={newest}.*'. What moved between {newest} and "
@@ -173,7 +174,10 @@ def may_bring_images(trainer: Any) -> bool:
     columns = getattr(trainer.train_dataset, "features", None) or {}
     prompt = columns.get("prompt")
     message = getattr(prompt, "feature", prompt)  # a conversation is a list of messages
-    content = message.get("content") if isinstance(message, dict) else message
+    if isinstance(message, dict):
+        content = message.get("content")
+    else:
+        content = message
     is_text = getattr(content, "dtype", None) == "string"
     return bool(not is_text or {"image", "images"} & set(columns) or trainer.tools or trainer.environment_factories)
 
@@ -181,7 +185,8 @@ def may_bring_images(trainer: Any) -> bool:
 @contextlib.contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
     """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
-    had, before = name in vars(obj), getattr(obj, name)
+    had = name in vars(obj)
+    before = getattr(obj, name)
     setattr(obj, name, value)
     try:
         yield
@@ -211,7 +216,8 @@ def hf_runs_the_step() -> bool:
     """Whether HF's ``training_step`` runs, and so the backward: a team's asked ``super()``, or there is none."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 
-    code, frame = inspect.unwrap(Trainer.training_step).__code__, inspect.currentframe()
+    code = inspect.unwrap(Trainer.training_step).__code__
+    frame = inspect.currentframe()
     while isinstance(frame, FrameType) and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None

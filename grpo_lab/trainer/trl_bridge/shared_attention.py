@@ -116,7 +116,8 @@ def packed_row(
         together.setdefault((starts[row], tokens[row, : first[row] + 1].tobytes()), []).append(row)
     if not together:
         return None
-    width, length = tokens.shape[1], 0
+    width = tokens.shape[1]
+    length = 0
     source: list[Ints] = []  # of each packed token, in the flattened bin
     scored: list[Ints] = []
     home: list[Ints] = []
@@ -134,7 +135,10 @@ def packed_row(
             source.append(row * width + own)
             groups[-1].completions.append(length + own - first[row])
             length += own.size
-    filled = on_ladder(length) if form == "flex" else length
+    if form == "flex":
+        filled = on_ladder(length)
+    else:
+        filled = length
     source.append(np.zeros(filled - length, dtype=np.int64))
 
     of, back = (torch.from_numpy(np.concatenate(places)) for places in (source, home))
@@ -177,7 +181,10 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
         for row, one in enumerate(held):
             back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
         done += queries.size
-        seen = None if causal else _seen(held, queries.shape[1], keys.shape[1], device)
+        if causal:
+            seen = None
+        else:
+            seen = _seen(held, queries.shape[1], keys.shape[1], device)
         calls.append(Tile(len(held), queries.shape[1], keys.shape[1], seen))
         asked.append(queries.ravel())
         looked_at.append(keys.ravel())
@@ -200,7 +207,10 @@ def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) 
     """bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its own. It is made
     where it is read: a number a completion travels."""
     before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
-    before = before[:1] if (before == before[0]).all() else before
+    if (before == before[0]).all():
+        before = before[:1]
+    else:
+        before = before
     reach = sent(torch.from_numpy(before), device).unsqueeze(1) + torch.arange(queries, device=device)
     return (torch.arange(keys, device=device) < reach.unsqueeze(2)).unsqueeze(1)
 
@@ -272,7 +282,8 @@ def _in_tiles(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scaling: 
             attn_mask=tile.seen, is_causal=tile.seen is None, scale=scaling,
         )  # fmt: skip
         made.append(found.transpose(1, 2).flatten(2).flatten(0, 1))
-        begin, begin_keys = end, end_keys
+        begin = end
+        begin_keys = end_keys
     return collected(torch.cat(made), tiles.back).unflatten(1, (-1, size)).unsqueeze(0)
 
 

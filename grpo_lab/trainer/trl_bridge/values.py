@@ -41,7 +41,9 @@ def is_critics(name: str) -> bool:
 
 def inside(model: Any) -> Any:
     """The causal model inside PEFT's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -72,7 +74,10 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
         with self.base_model.register_forward_hook(keep, prepend=True):  # before any that picks places of it
             output = fused(*args, **kwargs)
-        states = seen[0].detach() if state_values == "detached" else seen[0]
+        if state_values == "detached":
+            states = seen[0].detach()
+        else:
+            states = seen[0]
         inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
         made = {field.name: getattr(output, field.name) for field in fields(FusedCausalLMOutput)}
         return ValuedOutput(**made, state_values=getattr(self, CRITIC)(states, inputs))
