@@ -11,7 +11,8 @@ from statistics import fmean
 
 from arm_runs import Point
 
-from grpo_lab.labs.experiment import Found, Record, markdown
+from grpo_lab.labs.experiment import Found, Record
+from grpo_lab.labs.tables import markdown
 
 TUNED, SERVED = ("stock", "ours"), ("synchronous", "overlapped")
 SHARE = 0.9

@@ -18,7 +18,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.evaluation import evaluate
-from grpo_lab.labs.experiment import GENERATED, until
+from grpo_lab.labs.experiment import GENERATED
+from grpo_lab.labs.tables import until
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, RewardSection

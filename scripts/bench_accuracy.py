@@ -45,18 +45,8 @@ from trl import GRPOTrainer
 
 from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import (
-    Experiment,
-    Found,
-    Options,
-    Record,
-    carry_out,
-    changes_asked,
-    draw,
-    markdown,
-    parser,
-    records,
-)
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser, records
+from grpo_lab.labs.tables import draw, markdown
 from grpo_lab.recipe import parts
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, RewardSection

@@ -24,11 +24,10 @@ from grpo_lab.labs.experiment import (
     Record,
     carry_out,
     changes_asked,
-    draw,
     options_of_cell,
     parser,
-    table,
 )
+from grpo_lab.labs.tables import draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.recipe.yaml import read_yaml

@@ -24,18 +24,8 @@ from typing import Any
 from arm_runs import HeldOut, Point, at_tokens, points_of, points_of_rounds, smoothness
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import (
-    Experiment,
-    Found,
-    Options,
-    Record,
-    carry_out,
-    changes_asked,
-    draw,
-    markdown,
-    parser,
-    spread,
-)
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser
+from grpo_lab.labs.tables import draw, markdown, spread
 from grpo_lab.pipelines.train import shared_start, train
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.rows import load_rows

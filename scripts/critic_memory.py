@@ -17,7 +17,8 @@ from typing import Any
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.data import word_problems
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, markdown, options_of_cell, parser
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, options_of_cell, parser
+from grpo_lab.labs.tables import markdown
 from grpo_lab.testing import tiny_model
 
 SIDES: dict[str, dict[str, Any]] = {

@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 import grpo_lab
 from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import changes_asked, markdown
+from grpo_lab.labs.experiment import changes_asked
+from grpo_lab.labs.tables import markdown
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.train import shared_start, train
 from grpo_lab.recipe.sections import read_recipe

@@ -16,7 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, parser, record_file, table
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, parser, record_file
+from grpo_lab.labs.tables import table
 from grpo_lab.pipelines.train import made_once
 
 DATA = {"loader": "word_problems", "steps": [1, 3], "largest": 20, "template": "chat"}

@@ -179,11 +179,9 @@ def _of_template(
         with _bounded():
             text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
     except Exception as error:  # of jinja2, of its sandbox, or of the template's own arithmetic
+        said = " ".join(str(error).split())[:500]
         if isinstance(error, MemoryError):
-            memory = f"it needs more than {TEMPLATE_BYTES >> 30} GiB"
-        else:
-            memory = None
-        said = memory or " ".join(str(error).split())[:500]
+            said = f"it needs more than {TEMPLATE_BYTES >> 30} GiB"
         raise ValueError(f"the chat template cannot render a prompt: {type(error).__name__}: {said}") from error
     if len(text) > TEMPLATE_CHARACTERS:
         raise ValueError(
@@ -201,10 +199,7 @@ def _bounded() -> Iterator[None]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = Path("/proc/self/statm")
-    if used.is_file():
-        pages = int(used.read_text().split()[0])
-    else:
-        pages = 0
+    pages = int(used.read_text().split()[0]) if used.is_file() else 0
     limit = TEMPLATE_BYTES + pages * resource.getpagesize()
     before = handle(late, signal.SIGALRM)
     try:
@@ -261,10 +256,8 @@ class TransformersSampler:
         tasks = [(index, sample) for index in range(len(prompts)) for sample in range(n)]
         tasks.sort(key=lambda task: -len(prompts[task[0]]))
         stops = stop_token_ids(self.model.generation_config, self.tokenizer)
-        if self.tokenizer.pad_token_id is None:
-            pad = stops[0]
-        else:
-            pad = int(self.tokenizer.pad_token_id)
+        padding = self.tokenizer.pad_token_id
+        pad = stops[0] if padding is None else int(padding)
         config = plain_generation_config(temperature, max_new_tokens, stops, pad)
         stock: Any = self.model.generate  # typed as a Tensor by torch's Module.__getattr__
         completions: list[list[Completion | None]] = [[None] * n for _ in prompts]
@@ -272,14 +265,8 @@ class TransformersSampler:
         self.model.train(False)
         # manual_seed below seeds every GPU that the process uses, so the state of every one is put back. To ask for the
         # state of one that it does not use would begin to use it.
-        if torch.cuda.is_initialized():
-            forked = list(range(torch.cuda.device_count()))
-        else:
-            forked = []
-        if temperature == 0:
-            label = "greedy"
-        else:
-            label = f"{n} samples at T={temperature:g}"
+        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
         try:
             with (
                 torch.random.fork_rng(devices=forked, enabled=seed is not None),
@@ -297,11 +284,9 @@ class TransformersSampler:
                     written = output[:, ids.shape[1] :].tolist()
                     for (index, sample), row in zip(batch, written, strict=True):
                         own = until_end(row, stops)
-                        if self.logprobs:
-                            scored = forward_logprobs(self.model, [prompts[index]], [own])
-                        else:
-                            scored = [None]
-                        [logprobs] = scored  # a row alone: all logits of a batch may not fit
+                        logprobs = None
+                        if self.logprobs:  # a row alone: all logits of a batch may not fit
+                            [logprobs] = forward_logprobs(self.model, [prompts[index]], [own])
                         completions[index][sample] = Completion(own, bool(own) and own[-1] in stops, logprobs)
                     bar.update(len(batch))
         except KeyboardInterrupt:
@@ -354,10 +339,7 @@ def until_end(ids: Sequence[int], eos_ids: Collection[int]) -> list[int]:
 def context_of_config(config: PretrainedConfig) -> int | None:
     """Tokens that prompt and completion may have together (max_position_embeddings); None: the model has no limit
     (XLNet's is -1)."""
-    if hasattr(config, "get_text_config"):
-        text = config.get_text_config()
-    else:
-        text = config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None or limit <= 0:
         return None
@@ -377,10 +359,7 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
     configured = None if generation is None else generation.eos_token_id
-    if isinstance(configured, list):
-        listed = configured
-    else:
-        listed = [configured]
+    listed = configured if isinstance(configured, list) else [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
     if not stops:
         raise ValueError("neither the tokenizer nor the model's generation_config names an eos_token_id to stop at")

@@ -103,15 +103,9 @@ def evaluate(
     rewards = {"": reward, **measures}
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
-        if model is None:
-            raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-        generate = TransformersSampler(model, tokenizer, batch_size, progress)
-        context = context_of_config(model.config)
+        generate, context = _sampler_of(model, tokenizer, batch_size, progress)
     asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
-    if answer is None:
-        read_answer = answer_reader(reward)
-    else:
-        read_answer = answer
+    read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
     blocks = blocks or Blocks()
     outcomes = list[Outcome]()
@@ -124,12 +118,28 @@ def evaluate(
                 if stopped:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
-            kept = blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
-            settings["stopped"] = f"after {len(kept):,} of {len(asked) * n:,} {kind} answers, the longest prompts first"
-            result = EvaluationResult((*outcomes, *kept), settings, time.perf_counter() - started)
-            raise EvaluationStopped(result) from None
+            outcomes += blocks.outcomes(kind, of_all=False)  # other ranks may have ended: they are not waited for
+            raise _stopped(outcomes, kind, len(asked) * n, settings, time.perf_counter() - started) from None
         outcomes += blocks.outcomes(kind)
     return EvaluationResult(tuple(outcomes), settings, time.perf_counter() - started)
+
+
+def _stopped(
+    outcomes: Sequence[Outcome], kind: Kind, wanted: int, settings: Mapping[str, Any], seconds: float
+) -> EvaluationStopped:
+    """Ctrl-C, with what was answered until then; ``wanted``: answers of the ``kind`` that was under way."""
+    answered = sum(one.kind == kind for one in outcomes)
+    said = {"stopped": f"after {answered:,} of {wanted:,} {kind} answers, the longest prompts first"}
+    return EvaluationStopped(EvaluationResult(tuple(outcomes), {**settings, **said}, seconds))
+
+
+def _sampler_of(
+    model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
+) -> tuple[Sampler, int | None]:
+    """The sampler that asks ``model``, and the tokens of its context."""
+    if model is None:
+        raise ValueError("evaluate needs a model, or generate= in its place; both are None")
+    return TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
@@ -269,16 +279,17 @@ def _check_rows(problems: Sequence[Row], by: str | None) -> None:
         if set(row) != columns:
             raise ValueError(f"row {index} has the columns {sorted(row)}, but row 0 has {sorted(columns)}")
         prompt = row["prompt"]
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            messages = prompt
-        else:
-            messages = ()
-        fine = messages and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
-        if not isinstance(prompt, str) and not fine:
+        if not isinstance(prompt, str) and not _are_messages(prompt):
             raise ValueError(
                 f"row {index}: `prompt` must be a string or a non-empty list of messages with `role` and `content`, "
                 f"got {str(prompt)[:200]!r}"
             )
+
+
+def _are_messages(prompt: Any) -> bool:
+    if not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in prompt)
 
 
 def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int) -> dict[str, Any]:

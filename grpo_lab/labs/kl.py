@@ -30,7 +30,8 @@ from grpo_lab.batch import TokenBatch
 from grpo_lab.diagnostics.enumeration import Tree, one_thread
 from grpo_lab.diagnostics.token_weights import token_weights
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, draw, markdown
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record
+from grpo_lab.labs.tables import draw, markdown
 from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, log_ratio, sampler_correction, token_mean
 
 ESTIMATORS = ("k1", "k2", "k3")

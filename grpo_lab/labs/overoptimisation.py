@@ -16,7 +16,8 @@ from typing import Any
 
 from grpo_lab.diagnostics.laws import overoptimisation_law
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, draw, table
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked
+from grpo_lab.labs.tables import draw, table
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import entries_of, run_pipeline
 from grpo_lab.reading import read_json_lines

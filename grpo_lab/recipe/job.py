@@ -89,9 +89,8 @@ class Job:
             parts.check_golds(rows, rewards)
             checks.check_columns(recipe, trainer, rows, rewards)
             checks.check_enough_rows(trainer, config, rows)
-        if recipe.eval_dataset is None:
-            eval_rows = None
-        else:
+        eval_rows = None
+        if recipe.eval_dataset is not None:
             eval_rows = load(recipe.eval_dataset, "eval_dataset")
         checks.check_turns(recipe, config.lab_settings.rollout, {"data": rows, "eval_dataset": eval_rows})
         evaluation = recipe.evaluation
@@ -101,20 +100,15 @@ class Job:
             checks.check_by(evaluation, held_out)
             parts.judges_of(evaluation)
         model = model_here(recipe.model, here_only)
-        made = recipe.cold_start if cold_start else None
-        if made is None:
-            cold_rows = None
-        else:
-            cold_rows = checks.cold_start_rows(made, model, here_only)
+        cold_rows = None
+        if cold_start and recipe.cold_start is not None:
+            cold_rows = checks.cold_start_rows(recipe.cold_start, model, here_only)
         room = checks.check_room(recipe, trainer, config, model, rows, held_out, cold_rows)
         if (policy := made_from(recipe.model)) is not None:
             check_policy(policy, config)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
             given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
-        if evaluation is not None:
-            told: Any = config.chat_template_kwargs
-            evaluation = replace(evaluation, max_new_tokens=checks.evaluation_tokens(recipe)).rendered_as(told)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -126,7 +120,7 @@ class Job:
             arguments=arguments,
             rows=rows,
             eval_rows=eval_rows,
-            evaluation=evaluation,
+            evaluation=_as_trained(recipe, config),
             held_out=held_out,
             cold_start=recipe.cold_start,
             cold_rows=cold_rows,
@@ -139,6 +133,14 @@ def _check_engines(recipe: Recipe, config: Any, here_only: bool) -> None:
     """ValueError: the training or its evaluation asks for an engine that cannot be had."""
     check_engine(config.use_vllm, "use_vllm", here_only, kernels=config.vllm_mode != "server")
     check_engine(_asks(recipe.evaluation), "evaluation.use_vllm", here_only)
+
+
+def _as_trained(recipe: Recipe, config: Any) -> EvaluationSection | None:
+    """The evaluation, its limit of tokens filled in, with prompts rendered as in the training."""
+    if recipe.evaluation is None:
+        return None
+    filled = replace(recipe.evaluation, max_new_tokens=checks.evaluation_tokens(recipe))
+    return filled.rendered_as(config.chat_template_kwargs)
 
 
 def _asks(evaluation: EvaluationSection | None) -> bool:

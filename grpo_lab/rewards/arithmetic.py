@@ -3,8 +3,7 @@ r"""Written arithmetic judged by exact fractions: which equations a text states,
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-How people and models write arithmetic is first put into one plain form. What cannot be put so gets ``§`` beside it,
-tied by an operator, so that what is left of it is not taken for the whole (``17 mod 5 = 2`` is not ``5 = 2``).
+How people and models write arithmetic is first put into one plain form (``plain_arithmetic.py``).
 
 A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
 What cannot be read as arithmetic on both sides (units, words, unknowns) is not judged: a checker that guesses would pay
@@ -15,21 +14,17 @@ from __future__ import annotations
 
 import ast
 import itertools
-import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from grpo_lab.rewards.completion import whole_text
+from grpo_lab.rewards.plain_arithmetic import ABOUT, plain
 from grpo_lab.rewards.steps import SplitStepReward
-from grpo_lab.verifiers.quantity import value_of_sign
 
-ABOUT = "≈"
-_NOT_READ = " § *"  # in the place of what is not read; ties what follows to it
-_SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 #: longest side of an equation that is read, in characters, and deepest nesting
 MAX_SIDE = 400
 MAX_DEPTH = 60
@@ -49,10 +44,6 @@ _LONE = re.compile(r"[\s(+-]*\d*\.?\d+[\s)]*")
 _OPEN, _CLOSE = "([{", ")]}"
 _AS_PYTHON = {"^": "**", "[": "(", "{": "(", "]": ")", "}": ")"}
 _OPERATIONS: Any = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_DIVIDED = re.compile(
-    r"(?<![\d./*+\-^)] )(?<![\d./*+\-^)])(\d{1,9}) ?/ ?(\d{1,9}) ?= ?(\d{1,9}),? ?"
-    r"(?:with |and )?(?:a )?(?:remainder(?: of| is)?|rem\.?|[rR])[ :=]{0,2}(\d{1,9})(?![\d.])"
-)
 #: characters that are read: an answer that is worked out calculates long before them
 MOST_READ = 8_000
 _OPERATION = r"\d[^=\n\d]{0,20}(?:[-+*/×÷·⋅−^]|\bx\b|\\times|\\cdot|\\div)[^=\n\d]{0,20}\d|\\[dt]?frac"
@@ -266,92 +257,6 @@ def _balanced(piece: str, first: bool) -> str | None:
     if depth < 0 and not first and piece.rstrip()[-1] in _CLOSE:
         return _balanced(piece.rstrip()[:-1], first)
     return None
-
-
-def _vulgar(match: re.Match[str]) -> str:
-    whole = match[1]
-    part = value_of_sign(match[2])
-    return f"({whole}+{part})" if whole else f"({part})"
-
-
-def _mixed(match: re.Match[str]) -> str:
-    whole, top, bottom = match.groups()
-    if int(top) < int(bottom):
-        return f"({whole}+{top}/{bottom})"
-    return match[0]
-
-
-def _root(match: re.Match[str]) -> str:
-    root = math.isqrt(int(match[1]))
-    if root * root == int(match[1]):
-        return f"({root})"
-    return _NOT_READ
-
-
-def _factorial(match: re.Match[str]) -> str:
-    if int(match[1]) <= 20:
-        return f"({math.factorial(int(match[1]))})"
-    return _NOT_READ
-
-
-def _remainder(match: re.Match[str]) -> str:
-    """``17 / 5 = 3 remainder 2`` says 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not read."""
-    number, divisor, quotient, rest = match.groups()
-    if int(rest) < int(divisor):
-        return f"{number} = {quotient}*{divisor}+{rest}"
-    return _NOT_READ
-
-
-_FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(r"[^\S\n]+"), " "),
-    (re.compile(r"\\(?:left|right|,|;|!|quad|displaystyle)(?![a-zA-Z])"), ""),
-    (re.compile(r"\\(?:text|mathrm)\{([^{}]{0,60})\}"), r" \1 "),
-    (re.compile(r"\\boxed\{([^{}]{1,60})\}"), r" \1 "),
-    (re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^\n]{1,200}?)(?<=[^\s*])\*\*(?![\w(*])"), r"\1"),
-    (re.compile(r"(\d) ?\\[dt]?frac ?\{(\d{1,6})\} ?\{(\d{1,6})\}"), r"\1 \2/\3"),
-    (re.compile(r"\\[dt]?frac ?\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}"), r"((\1)/(\2))"),
-    (re.compile(r"\\[dt]?frac ?(\d)(\d)(?!\d)"), r"((\1)/(\2))"),
-    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|[×⋅·∙]"), "*"),
-    (re.compile(r"\\div(?![a-zA-Z])|÷"), "/"),
-    (re.compile(r"\*\*"), "^"),
-    (re.compile(r"[−–]"), "-"),
-    (re.compile(r"—|→|⇒|=>|->|\\(?:right|Right)arrow(?![a-zA-Z])"), " ; "),
-    (re.compile(r"≈|≅|≃|~=|\\approx(?![a-zA-Z])|\\simeq(?![a-zA-Z])"), f"= {ABOUT} "),
-    (re.compile(r"(\$[^=;\n]{1,60}= ?)(\d[\d.]{0,10}) ?(?:cents?\b|¢)"), r"\1(\2/100)"),
-    (re.compile(r"°|\^ ?\\circ|\^ ?\{\\circ\}"), ""),
-    (re.compile(r"\\?\$|[€£]|\\\(|\\\)|\\\[|\\\]|&"), ""),
-    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?m)^ ?(?:[-*] (?=\d)|• |\d{1,2}\) (?=[\d(]))"), ""),
-    (re.compile(r"(?<=[a-zA-Z])[²³](?![⁰¹²³⁴⁵⁶⁷⁸⁹])"), ""),
-    (re.compile(r"(?<![⁰¹²³⁴⁵⁶⁷⁸⁹⁻\]])(?:√|\\?\bsqrt) ?[({]? ?(\d{1,12}) ?[)}]?(?![\d.])"), _root),
-    (re.compile(r"[√∛∜]|\\?\bsqrt(?![a-zA-Z])"), _NOT_READ),
-    (re.compile(r"(?<=[\d)}])[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]{1,4}"), lambda match: "^" + match[0].translate(_SMALL)),
-    (re.compile(r"(?<![\d.])(\d{1,9})? ?([½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])"), _vulgar),
-    (re.compile(r"(?<![\d.] )(?<![\d./^])(\d{1,9}) (\d{1,3})/(\d{1,3})(?![\d./^])"), _mixed),
-    (re.compile(r"(?<![\d./])(\d{1,9}) and \(?(\d{1,3})/(\d{1,3})\)?(?! ?[=\d./])"), _mixed),
-    (re.compile(r"/ (\d{1,6}/\d{1,6})(?![\d./])"), r"/ (\1)"),
-    (re.compile(r"(?<![\d.])(\d{1,2})!(?!=) ?(?=[=*/+\-)])"), _factorial),
-    (re.compile(r"(?<=\d)!(?!=)"), f"{_NOT_READ} "),
-    (_DIVIDED, _remainder),
-    (re.compile(r"= ?(\d{1,9})(?=[^=;\n]{0,20}\bremainder\b)"), rf"= {_NOT_READ} \1"),
-    (re.compile(r"(?<![\d.%])(\d[\d.]{0,15}) ?[-+] ?(?=\d[\d.]{0,15} ?\\?%(?! of\b))"), _NOT_READ),
-    (re.compile(r"(\d[\d.]{0,15}) ?\\?% of (?=[\d(])"), r"(\1/100)*"),
-    (re.compile(r"(?<![\d./=] )(?<![\d./=])(\d{1,6} ?/ ?\d{1,6}) of (?=[\d(])"), r"(\1)*"),
-    (re.compile(r"\b(?:of|mod|percent)(?: (?:the|all|his|her|its|their|these|those))? (?=[\d(])"), _NOT_READ),
-    (re.compile(r"(\d[\d.]{0,15}) ?\\?%(?! ?\d)"), r"(\1/100)"),
-    (re.compile(r"(?<=\d) ?\\?%(?= ?\d)"), _NOT_READ),
-    (re.compile(r"(?<=\d)(?::| : |,)(?=\d)"), _NOT_READ),
-    (re.compile(r"(?<=[\d)\s])[xX] ?(?=[\d.(])"), " * "),
-    (re.compile(r"(\d) ([a-z]{1,20})(?= ?[-+] ?\d[\d.]{0,15} \2\b)"), r"\1"),
-    (re.compile(r"([-+*/] ?\d[\d.]{0,15}) ([a-z]{1,19}?)s? ?=(?= ?-?\d[\d.]{0,15} \2s?\b)"), r"\1 ="),
-]
-
-
-def plain(text: str) -> str:
-    """``text`` with what is arithmetic in it in the form that the reader of expressions knows."""
-    for pattern, form in _FORMS:
-        text = pattern.sub(form, text)
-    return text
 
 
 class EquationSteps(SplitStepReward):

@@ -16,7 +16,7 @@ from file_index import PAGE as DESIGN
 from file_index import index, page_with
 
 from documentation.blocks import ROOT
-from grpo_lab.labs.experiment import table
+from grpo_lab.labs.tables import table
 from test_architecture import ALLOWED
 
 MADE: dict[Path, Callable[[], str]] = {

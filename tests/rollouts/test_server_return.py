@@ -21,8 +21,9 @@ from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_read
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
 from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation.all_ranks import raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server import LOSSES, ServerReturn, checkpoint_if_server_gone, raise_together
+from grpo_lab.trainer.generation.server import LOSSES, ServerReturn, checkpoint_if_server_gone
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 

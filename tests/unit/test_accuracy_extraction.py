@@ -7,7 +7,8 @@ import time
 import pytest
 
 from grpo_lab.rewards.math.accuracy import gold_answer
-from grpo_lab.rewards.math.extraction import closed_boxes, extract_answer, next_turn_start
+from grpo_lab.rewards.math.extraction import closed_boxes, extract_answer
+from grpo_lab.rewards.math.run_on import next_turn_start
 from grpo_lab.verifiers.canonical import canonical
 
 

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from grpo_lab import __version__
-from grpo_lab.cli import COMMANDS, main
+from grpo_lab.cli import main
+from grpo_lab.commands import COMMANDS
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import GenerationStopped
 from grpo_lab.engines.weights.sync import WeightSyncError

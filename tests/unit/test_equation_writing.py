@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from grpo_lab.rewards.arithmetic import judged, plain
+from grpo_lab.rewards.arithmetic import judged
+from grpo_lab.rewards.plain_arithmetic import plain
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from grpo_lab.labs.experiment import program, record_file, spread, table
+from grpo_lab.labs.experiment import program, record_file
+from grpo_lab.labs.tables import spread, table
 from grpo_lab.visible import print_errors_visibly
 
 SCRIPT = """

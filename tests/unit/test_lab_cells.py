@@ -17,7 +17,8 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs import experiment
 from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.cells import LabCell
-from grpo_lab.labs.experiment import Experiment, carry_out, draw, table
+from grpo_lab.labs.experiment import Experiment, carry_out
+from grpo_lab.labs.tables import draw, table
 from grpo_lab.registry import load_named
 from unit.test_report import outcome
 

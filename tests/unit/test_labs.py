@@ -11,7 +11,8 @@ import pytest
 
 from grpo_lab.evaluation.power import power_said
 from grpo_lab.labs.cells import LabCell
-from grpo_lab.labs.experiment import Experiment, at_equal_tokens, over_tokens, until
+from grpo_lab.labs.experiment import Experiment
+from grpo_lab.labs.tables import at_equal_tokens, over_tokens, until
 
 
 def test_power_from_a_pilot_by_hand() -> None:

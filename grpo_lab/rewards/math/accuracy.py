@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
-from grpo_lab.rewards.arithmetic import judged, plain
+from grpo_lab.rewards.arithmetic import judged
 from grpo_lab.rewards.completion import RowReward, completion_text, prompt_text
 from grpo_lab.rewards.math.expression import asked_unit, is_expression, number_in_words, stated_expression
 from grpo_lab.rewards.math.extraction import Answer, boxed_answers, extract_answer
+from grpo_lab.rewards.plain_arithmetic import plain
 from grpo_lab.verifiers import Limits, MathVerdict, MathVerifier, Verdict
 from grpo_lab.verifiers.canonical import canonical
 from grpo_lab.verifiers.choices import read_choice

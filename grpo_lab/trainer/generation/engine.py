@@ -33,6 +33,7 @@ from grpo_lab.engines.weights.adapter import (
 from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
 from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
 from grpo_lab.trainer.settings.parse import RolloutSettings
@@ -293,7 +294,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             self.settings.earlier_policy
         ):  # the sampler is an earlier policy: the difference is how far this one has come
             return
-        gap = server.from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
+        gap = from_main(trainer.accelerator, (logs or {}).get(LOGP_DIFFERENCE))  # a proof takes every rank
         limit = GAP_FACTOR * self.tolerance()
         if gap is None or gap <= limit / min(trainer.temperature, 1.0):
             return

@@ -26,8 +26,8 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, refuse_turns
-from grpo_lab.trainer.generation.server import from_main
 from grpo_lab.trainer.settings.parse import RolloutSettings
 
 

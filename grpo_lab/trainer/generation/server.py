@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -31,8 +30,10 @@ from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
 from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, forward_logprobs, judge, sync_gap
 from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.trainer.generation.all_ranks import from_main, of_all_ranks, on_main, raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server_client import LabVLLMClient, check_same_model, read_to_end
+from grpo_lab.trainer.generation.same_model import check_same_model
+from grpo_lab.trainer.generation.server_client import LabVLLMClient, read_to_end
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.resume.stop import kept
 from grpo_lab.trainer.settings.parse import ServerSettings
@@ -41,10 +42,6 @@ from grpo_lab.trainer.trl_bridge import replaced
 Proven = TypeVar("Proven")
 logger = logging.getLogger("grpo_lab")
 
-FAULTS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (ServerGone, EngineFault, WeightSyncError, PromptTooLong, RequestRefused, TokenRefused, ValueError)
-}
 #: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
 #: times that one generation may lose its server; a batch that the server dies of is not tried for ever
@@ -53,44 +50,6 @@ LOSSES = 3
 LOOK_AGAIN = 1.0
 #: an answer of the server without completions
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
-
-
-def from_main(accelerator: Any, value: Any) -> Any:
-    box = [value]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(box, from_process=0)
-    return box[0]
-
-
-def raise_together(accelerator: Any, failure: Exception | None) -> None:
-    """Raise ``failure`` of the main process on every rank, marked as one of all; nothing where it is None. Another
-    rank's own is raised there alone, and not marked. Every rank must call this."""
-    news = from_main(accelerator, None if failure is None else (type(failure).__name__, str(failure)))
-    fault = failure
-    if fault is None and news is not None:
-        fault = FAULTS.get(news[0], RuntimeError)(news[1])
-    if fault is None:
-        return
-    if news is not None:
-        vars(fault)["of_all_ranks"] = True
-    raise fault
-
-
-def of_all_ranks(fault: BaseException | None) -> bool:
-    """Whether ``raise_together`` raised it, or what it comes ``from``, so that what takes all ranks may follow."""
-    return fault is not None and (getattr(fault, "of_all_ranks", False) or of_all_ranks(fault.__cause__))
-
-
-def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
-    """The result of ``call``, made on the main process, on every rank; its error likewise."""
-    value, failure = None, None
-    if accelerator.is_main_process:
-        try:
-            value = call()
-        except Exception as caught:
-            failure = caught
-    raise_together(accelerator, failure)
-    return from_main(accelerator, value)
 
 
 def connect(generation: Any, settings: ServerSettings, wait: float | None = None) -> None:
@@ -308,7 +267,7 @@ class ServerReturn:
                 self._have_back(stock_sync, start + self.waits)
         except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
-        self._since = self._since + 1
+        self._since += 1
         self._unproven = True
         if says:
             waited = time.monotonic() - start

@@ -6,8 +6,7 @@
 
 LoRA's adapter alone (``rollout.sync: adapter``) is a folder there that the server loads under a name of its own.
 
-Before anything is sent the server's model is compared with the trainer's (``check_same_model``): with another
-end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading fails.
+Before anything is sent the server's model is compared with the trainer's (``same_model.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
-from torch import nn
 from trl.generation.vllm_client import VLLMClient
 
 from grpo_lab.engines.grouping import EngineFault
@@ -27,7 +25,7 @@ from grpo_lab.engines.vllm import talk
 from grpo_lab.engines.vllm.engine import LORA_VERSIONS
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION
 from grpo_lab.engines.vllm.token import LOCAL_NAMES, Bearer, of_trainer, token_of
-from grpo_lab.engines.vllm.worker import PROBE_TEXT, WeightCourier, describe_tokenizer, end_ids, worker_reports
+from grpo_lab.engines.vllm.worker import WeightCourier
 from grpo_lab.engines.weights.adapter import AdapterVersion
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
@@ -333,83 +331,3 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=PROBE_TOKENS, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)
-
-
-def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
-    """``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
-
-    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out; shapes are
-    then not compared, and a warning says so. So does one of another chat template, which changes nothing here.
-    """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if hasattr(model, "peft_config"):
-        base = model.get_base_model()
-    else:
-        base = model
-    ours = describe_tokenizer(tokenizer)
-    ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
-    if client.has_worker:
-        theirs = worker_reports(client.post, "grpo_lab_describe")[0]
-        told = {  # of the tokenizer, the first that differs
-            "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, not {ours['vocabulary_size']}",
-            "vocabulary": "its vocabulary has other tokens behind the same ids",
-            "encoding": "its tokenizer cuts the same text into other tokens",
-        }
-        found = [sentence for key, sentence in told.items() if theirs[key] != ours[key]][:1]
-        if theirs["end_ids"] != ends:
-            found.append(
-                f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
-                "tokenizer): completions would not end where the trainer takes them to end"
-            )
-        found += shape_mismatches(type(base), base.config, theirs["config"])
-        alike = theirs["chat_template"] == ours["chat_template"]
-        warning = "its chat template is not the trainer's (the trainer's is in force: prompts are sent as token ids)"
-    else:
-        found = _tried_out(client, tokenizer, ends)
-        alike = False
-        warning = (
-            "it runs without grpo_lab's worker: shapes of its parameters were not compared with the trainer's "
-            "(`grpo-lab serve` starts one with it)"
-        )
-    if found:
-        raise ValueError(
-            f"the vLLM server at {client.base_url} serves another model than the trainer trains: {'; '.join(found)}. "
-            "Start it from the folder that training starts from: `grpo-lab serve --model FOLDER`"
-        )
-    if not alike:
-        logger.warning(f"the vLLM server at {client.base_url}: {warning}")
-
-
-def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about parameters in which a model of our config and one of theirs differ; no memory is used."""
-    if theirs.get("model_type") != ours.model_type:
-        return [f"its model is a {theirs.get('model_type')!r}, the trainer's a {ours.model_type!r}"]
-    with torch.device("meta"):
-        models = model_class(ours), model_class(type(ours).from_dict(dict(theirs)))
-    mine, other = ({name: list(one.shape) for name, one in model.named_parameters()} for model in models)
-    names = [name for name in {**mine, **other} if mine.get(name) != other.get(name)]
-    wrong = [f"{name}: {other.get(name, 'not there')}, the trainer's {mine.get(name, 'not there')}" for name in names]
-    if len(wrong) > 4:
-        more = f" and {len(wrong) - 4} more"
-    else:
-        more = ""
-    if wrong:
-        return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"]
-    return []
-
-
-def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
-    """What differs as far as completions and the tokenizer's endpoint show it."""
-    found = []
-    missed = []
-    body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
-    ours = list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
-    if list(client.post("/tokenize", body)["tokens"]) != ours:
-        found.append("its tokenizer cuts the same text into other tokens")
-    for token in ends:  # the server may write nothing else
-        body = {"model": client.model, "prompt": [[token]], "max_tokens": 2, "allowed_token_ids": [token]}
-        if client.post("/v1/completions", body)["choices"][0]["finish_reason"] != "stop":
-            missed.append(token)
-    if missed:
-        found.append(f"its completions do not end at the trainer's end-of-sequence ids {missed}")
-    return found

@@ -135,10 +135,7 @@ def packed_row(
             source.append(row * width + own)
             groups[-1].completions.append(length + own - first[row])
             length += own.size
-    if form == "flex":
-        filled = on_ladder(length)
-    else:
-        filled = length
+    filled = on_ladder(length) if form == "flex" else length
     source.append(np.zeros(filled - length, dtype=np.int64))
 
     of, back = (torch.from_numpy(np.concatenate(places)) for places in (source, home))

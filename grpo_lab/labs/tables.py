@@ -1,0 +1,126 @@
+"""Tables and figures of an experiment's records: means over seeds with their interval, and curves over tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo_lab.evaluation.statistics import half_width_over_seeds
+from grpo_lab.labs.cells import Found
+
+Lines = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+"""Label → curves of (x, y), one a seed."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#A8558A", "#6B7280", "#C28E0E")
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± 95% interval over seeds (Student's t) and the single values; a seed without a number is left out."""
+    values = [value for value in values if not math.isnan(value)]
+    if any(abs(value) >= 1000 for value in values):
+        form = ",.0f"
+    else:
+        form = ".3f"
+    said = [format(value, form) for value in values]
+    if len(values) < 2:
+        return said[0] if said else "–"
+    return f"{fmean(values):{form}} ± {half_width_over_seeds(values) or 0.0:{form}} ({', '.join(said)})"
+
+
+def table(found: Found) -> str:
+    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each as `spread`."""
+    first = next(iter(found.values()))[0]
+    names = list(first["after"])
+    rows = [
+        [arm, str(len(runs)), *(spread([run["after"].get(name, math.nan) for run in runs]) for name in names)]
+        for arm, runs in found.items()
+    ]
+    if before := first.get("before"):
+        rows.insert(0, ["(start)", "–", *(spread([before.get(name, math.nan)]) for name in names)])
+    return markdown(["arm", "seeds", *names], rows)
+
+
+def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:
+    """What was there when ``tokens`` had been generated: the value of the last point with no more; NaN if there is
+    none. ``curve``: (tokens, value), in their order."""
+    return next((value for at, value in reversed(curve) if at <= tokens), math.nan)
+
+
+def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
+    """A table of each arm's values, as `spread`, where the run that generated least of all had generated all; empty
+    where there are no curves. ``panels``: title → arm → curves of (tokens, value), one a seed."""
+    runs = [curve for lines in panels.values() for curves in lines.values() for curve in curves if curve]
+    if not runs:
+        return ""
+    shared = min(curve[-1][0] for curve in runs)
+    arms = dict.fromkeys(arm for lines in panels.values() for arm in lines)
+    rows = [
+        [arm, *(spread([until(curve, shared) for curve in lines.get(arm, [])]) for lines in panels.values())]
+        for arm in arms
+    ]
+    return f"After {shared / 1e3:,.1f} k generated tokens:\n\n{markdown(['arm', *panels], rows)}"
+
+
+def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
+    """Title → arm → running means over a tenth of a run's rows, over the tokens that had been generated, one a seed.
+    ``curves``: title → name in the record's ``curves``, pairs of tokens and value. ValueError: an earlier
+    release's, which say no tokens."""
+    panels: dict[str, Lines] = {}
+    for title, name in curves.items():
+        logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
+        panels[title] = {arm: [_smooth(curve) for curve in several] for arm, several in logged.items()}
+    return panels
+
+
+def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    if not isinstance(curve[0], Sequence):
+        raise ValueError(
+            "a record's curves have no generated tokens: an earlier release wrote it. Take another --folder"
+        )
+    values = [value for _, value in curve]
+    width = max(1, len(curve) // 10)
+    return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]
+
+
+def draw(panels: Mapping[str, Lines], path: Path, over: str, stairs: bool = False, target: float | None = None) -> None:
+    """A panel a title, two in a row: thin lines the seeds, thick their mean, place by place as far as all seeds go.
+    ``over``: what x is; ``stairs``: a value holds until the next one; ``target``: to be reached, dashed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        why = "matplotlib is not installed (pip install 'grpo_lab[figures]')"
+        print(f"no figure {path}: {why}; --at-most 0 draws what is recorded")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: Any = {"drawstyle": "steps-post" if stairs else "default"}
+    beside = 1 if len(panels) == 1 else 2
+    rows = -(-len(panels) // beside)
+    figure, axes = pyplot.subplots(rows, beside, figsize=(4.8 * beside, 3.4 * rows), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=False):
+        for colour, (label, curves) in zip(cycle(COLOURS), lines.items(), strict=False):
+            for curve in curves:
+                axis.plot(*zip(*curve, strict=True), color=colour, alpha=0.35, linewidth=0.8, **style)
+            mean = [[fmean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=False)]
+            axis.plot(*zip(*mean, strict=True), color=colour, linewidth=2, label=label, **style)
+        if target is not None:
+            axis.axhline(target, color="black", linestyle="--", linewidth=1)
+        axis.set(title=title, xlabel=over)
+        axis.xaxis.set_major_formatter("{x:,.9g}")
+        axis.locator_params(axis="x", nbins=5)
+        axis.grid(alpha=0.25)
+        if axis.lines:
+            axis.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
