@@ -195,7 +195,9 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # TRL loads it for seconds, and no engine starts
     from grpo_lab.runs.console import quiet, show
 
-    beside = {"beside": file.parent} if command.actions else {}
+    beside = {}
+    if command.actions:
+        beside = {"beside": file.parent}
     recipe = _load(command.read)(written, file.stem, **beside)
     given = ("overwrite", "resume", "only", "launched")
     flags = {name: getattr(known, name) for name in given if hasattr(known, name)}

@@ -21,8 +21,6 @@ def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
     """bool: whether it (this rank's part) holds NaN (or infinities); smallest and largest say it without a copy."""
     if hasattr(weight, "to_local"):
         weight = weight.to_local()
-    else:
-        weight = weight
     packed = not weight.is_floating_point() or weight.element_size() < 2  # of a quantized model
     if weight.is_meta or packed or not weight.numel():
         return torch.zeros((), dtype=torch.bool, device="cpu" if weight.is_meta else weight.device)
@@ -34,7 +32,9 @@ def is_bad(weight: Tensor, infinite: bool = True) -> Tensor:
 
 def in_words(bad: list[str], of: int) -> str:
     """``in 2 of 30 tensors (a, b)``."""
-    more = f" and {len(bad) - 3} more" if bad[3:] else ""
+    more = ""
+    if bad[3:]:
+        more = f" and {len(bad) - 3} more"
     return f"in {len(bad)} of {of} tensors ({', '.join(bad[:3])}{more})"
 
 

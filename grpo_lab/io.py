@@ -171,10 +171,9 @@ def _start_of_line(file: IO[bytes], end: int) -> int:
 
 def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool:
     try:
+        row = None
         if line.endswith(b"\n"):
             row = json.loads(line)
-        else:
-            row = None
     except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and LEFT not in row and is_whole(row)

@@ -174,10 +174,9 @@ def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
     try:
         found = decoder.decode(text)
     except json.JSONDecodeError as error:
+        line = ""
         if error.pos < len(text):
             line = text.split("\n")[error.lineno - 1][:_SHOWN]
-        else:
-            line = ""
         if line:
             shown = f" of {line!a}"
         else:

@@ -42,7 +42,9 @@ class UnknownSettingError(ValueError, TypeError):
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"``, or nothing where no known name is near."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return ""
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
@@ -185,7 +187,9 @@ def settings(bare: str | None = None, rest: str | None = None) -> Callable[[type
         if others and not rest:
             said = "; it ".join(no_such_setting(one, known) for one in others)
             raise PydanticCustomError("unknown", "{said}", {"said": said})
-        return {**given, rest: others} if rest else given
+        if rest:
+            return {**given, rest: others}
+        return given
 
     def decorate(kind: type[T]) -> type[T]:
         kind._as_written = model_validator(mode="before")(before)  # type: ignore[attr-defined]
@@ -324,10 +328,9 @@ def _converted(value: Any, declared: Any, name: str) -> Any:
         if inner is not None:
             return [_converted(item, inner, f"{name}.{at}") for at, item in enumerate(value)]
     numbers = [kind for kind in _READERS if kind in kinds]
+    hint = ""
     if value is True:
         hint = " (a setting without its value on the command line is read as true)"
-    else:
-        hint = ""
     texts = [kind for kind in kinds if kind in (str, types.NoneType) or get_origin(kind) is list or _is_enum(kind)]
     if isinstance(value, bool) and str in kinds and texts == kinds:
         bare = " (a bare on, off, yes or no is a switch in YAML: put it in quotes)"
@@ -352,4 +355,6 @@ def _members(declared: Any) -> list[Any]:
     """The members of a union; a single type alone."""
     if get_origin(declared) in (Union, types.UnionType):
         return [inner for member in get_args(declared) for inner in _members(member)]
-    return [] if declared is None else [declared]
+    if declared is None:
+        return []
+    return [declared]

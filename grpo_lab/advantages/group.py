@@ -51,7 +51,9 @@ def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sampl
     count = (~values.isnan()).sum(dim=dim, keepdim=True) - DEVIATIONS[std]
     squares = (values - values.nanmean(dim=dim, keepdim=True)).square().nansum(dim=dim, keepdim=True)
     found = (squares / count.clamp(min=1)).sqrt()
-    return found if keepdim else found.squeeze(dim)
+    if keepdim:
+        return found
+    return found.squeeze(dim)
 
 
 @dataclass(frozen=True)

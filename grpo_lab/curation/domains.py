@@ -97,5 +97,7 @@ def question_domain(text: str) -> str:
     if said != read:
         weights["geometry"] += 2
     if not any(weights.values()):
-        return "algebra" if _UNKNOWN.search(said) else "prealgebra"
+        if _UNKNOWN.search(said):
+            return "algebra"
+        return "prealgebra"
     return max(DOMAINS, key=lambda domain: weights[domain])

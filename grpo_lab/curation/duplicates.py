@@ -105,10 +105,9 @@ def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicat
         of = first.setdefault(tuple(words) or text.strip(), row)  # a text of symbols only is itself its key
         if of != row:
             copies.append(Duplicate(row, of, 1.0))
+    near = {}
     if similarity < 1:
         near = _near(rows, list(first.values()), similarity)
-    else:
-        near = {}
     # an exact copy of a row that itself went repeats the row that stays
     pairs = [*near.values(), *(near.get(copy.of, copy)._replace(row=copy.row) for copy in copies)]
     gone = {pair.row for pair in pairs}

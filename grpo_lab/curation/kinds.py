@@ -133,7 +133,9 @@ def question_kind(text: str) -> QuestionKind:
     text = DRAWING.sub(" ", text).strip()
     options = _options(text)
     if options:
-        return "true_false" if _two_valued(options) else "multiple_choice"
+        if _two_valued(options):
+            return "true_false"
+        return "multiple_choice"
     if _LETTER_IS_THE_ANSWER.search(text):
         return "multiple_choice"
     if re.search(r"true|false", text, re.IGNORECASE) and _BOOLEAN_EXPRESSION.fullmatch(text):
@@ -211,7 +213,9 @@ def _requested(text: str) -> QuestionKind:
     states = len(text.split()) >= 8 and _MATHEMATICAL.search(text) and not _WONDERS.search(text)
     if about_the_form or not states:
         return "open"
-    return "proof" if _GENERAL_STATEMENT.search(text) else "true_false"
+    if _GENERAL_STATEMENT.search(text):
+        return "proof"
+    return "true_false"
 
 
 def _kind_of_sentence(sentence: str) -> QuestionKind | None:

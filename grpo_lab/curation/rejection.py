@@ -179,10 +179,9 @@ def contrast_pairs(
     for row in rows:
         chosen, rejected = (_firsts(row, places, same) for places in (row.right, row.wrong))
         found.update(solved=bool(chosen), ways=len(chosen))
+        count = 0
         if chosen and rejected:
             count = max(len(chosen), len(rejected))
-        else:
-            count = 0
         for number in range(count)[:per_problem]:
             built.append(_pair(row, chosen[number % len(chosen)], rejected[number % len(rejected)]))
     return built, _counts(rows, found, len(built))

@@ -79,10 +79,9 @@ class CurationReport:
         for one in self.filters:
             for example in one.examples[:2]:
                 line = " ".join(visible(example.text).split())[:160]
+                reason = ""
                 if example.reason:
                     reason = f" ({visible(example.reason)[:120]})"
-                else:
-                    reason = ""
                 console.print(Text(f"{one.name}, row {example.row}{reason}: {line}", style="dim"))
         for note in self.notes:
             console.print(Text(visible(note)))

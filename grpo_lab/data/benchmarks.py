@@ -125,17 +125,16 @@ def _answered(
     for number, row in enumerate(rows, start=1):
         example = {name: value for name, value in row.items() if name not in {question, gold, worked}}
         example["question"] = text_of(row, question, number, source)
+        answer: str | None = None
         if gold:
-            answer: str | None = text_of(row, gold, number, source)
-        else:
-            answer = None
+            answer = text_of(row, gold, number, source)
+        written = None
         if worked and (not gold or row.get(worked)):
             written = text_of(row, worked, number, source)
-        else:
-            written = None
         if written is not None:
             example["worked_solution"] = written
-            answer = final(written) if answer is None else answer
+            if answer is None:
+                answer = final(written)
         if not (answer or "").strip():
             raise ValueError(
                 f"{place_of(source, number)}: no {wanted} in column {worked!r}, which ends "

@@ -58,9 +58,8 @@ class ChatTemplate:
     after: str = ""
 
     def prompt(self, question: str) -> Prompt:
-        if self.system is None:
-            turns = []
-        else:
+        turns = []
+        if self.system is not None:
             turns = [{"role": "system", "content": self.system}]
         return [*turns, {"role": "user", "content": f"{self.before}{question}{self.after}"}]
 

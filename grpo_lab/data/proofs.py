@@ -101,10 +101,9 @@ class _Grown:
         if budget <= 0:
             return _Step(goal, "premise")
         introductions = {"&": "&i", "v": "vi", "->": "->i", "~": "~i", "#": "~e"}
+        ways = []
         if len(goal) > 1 or goal == FALSE:
             ways = [introductions[goal[0]]] * 4
-        else:
-            ways = []
         ways += ["->e", "&e", "~~e"]
         if budget >= 4 and goal != FALSE:
             ways += ["ve", "raa"]

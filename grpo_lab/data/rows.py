@@ -127,10 +127,9 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
     try:
         with data_set_reached(name):
             splits = datasets.get_dataset_split_names(name, config)
+            found = None
             if split in splits:
                 found = datasets.load_dataset(name, config, split=split)
-            else:
-                found = None
         if found is None:
             raise ValueError(f"{name!r} has no split {split!r}; it has {', '.join(splits)} (setting: split)")
         single = [one for one, kind in found.features.items() if getattr(kind, "dtype", "") == "float32"]
@@ -303,7 +302,9 @@ def load_file(
         )
     for number, row in enumerate(rows, start=1):
         _check_made_by(form, row["prompt"], number, source)
-    own = {} if made_with else {"template": form.name}
+    own = {}
+    if not made_with:
+        own = {"template": form.name}
     return dataset_of(row | own | ({"question": row.get(question)} if question else {}) for row in rows)
 
 
@@ -324,11 +325,12 @@ def _form_of(prompt: Any, number: int, source: str | Path) -> str:
 def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str | Path) -> None:
     """Prompts that are there look as the template asked for makes them: they stay, so it must not be said in vain."""
     if isinstance(form, ChatTemplate):
-        first = prompt[0] if isinstance(prompt, list) else {}
+        first = {}
+        if isinstance(prompt, list):
+            first = prompt[0]
+        system = None
         if first.get("role") == "system":
             system = first.get("content")
-        else:
-            system = None
         fits = isinstance(prompt, list) and form.system in (None, system)
     else:
         fits = isinstance(prompt, str) and prompt.startswith(form.before) and prompt.endswith(form.after)

@@ -292,6 +292,8 @@ def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list
 
 def _result(left: int, operation: str, right: int) -> int | None:
     if operation == "/":
-        return left // right if left % right == 0 else None
+        if left % right == 0:
+            return left // right
+        return None
     result = {"+": left + right, "-": left - right, "*": left * right}[operation]
     return result if result > 0 else None

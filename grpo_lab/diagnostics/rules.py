@@ -128,9 +128,8 @@ def all_dead(history: History, facts: Facts) -> str | None:
     if len(history) < PERSISTENCE and any(values(history, "reward") or [1.0]):
         return None
     cause = "too hard" if reward == 0 else "too hard, too easy"
-    if reward is None:
-        level = ""
-    else:
+    level = ""
+    if reward is not None:
         level = f" (mean reward {reward:.3g}: {cause}, or the reward cannot read the answers)"
     return f"all groups are dead, every completion of a group got the same reward{level}, so nothing is learned"
 

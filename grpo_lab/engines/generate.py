@@ -66,9 +66,8 @@ def generate_by_groups(
     reason = not_by_groups(model, generation_config, more)
     if reason is None:
         held = prompts_read_once(model, input_ids, attention_mask, room)
-        if held is not None:
-            reason = None
-        else:
+        reason = None
+        if held is None:
             reason = "it does not keep a prompt's keys and values as they are read"
     if held is None:
         say_left_to_stock(str(reason))

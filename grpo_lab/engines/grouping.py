@@ -35,7 +35,9 @@ class GroupedEngine:
     @property
     def adapter(self) -> Any:
         """The one that it samples with; None: with the weights alone."""
-        return self.adapters[-1] if self.adapters else None
+        if self.adapters:
+            return self.adapters[-1]
+        return None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["llm"], name)
@@ -64,10 +66,9 @@ class GroupedEngine:
         return rows
 
     def _checked(self, requests: Sequence[Any], parameters: Any, use_tqdm: bool) -> list[Any]:
+        more = {}
         if self.adapters:
             more = {"lora_request": self.adapter}
-        else:
-            more = {}
         outputs = self.llm.generate(requests, sampling_params=parameters, use_tqdm=use_tqdm, **more)
         try:
             check_logprobs(outputs)

@@ -199,7 +199,9 @@ def _bounded() -> Iterator[None]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = Path("/proc/self/statm")
-    pages = int(used.read_text().split()[0]) if used.is_file() else 0
+    pages = 0
+    if used.is_file():
+        pages = int(used.read_text().split()[0])
     limit = TEMPLATE_BYTES + pages * resource.getpagesize()
     before = handle(late, signal.SIGALRM)
     try:
@@ -265,7 +267,9 @@ class TransformersSampler:
         self.model.train(False)
         # manual_seed below seeds every GPU that the process uses, so the state of every one is put back. To ask for the
         # state of one that it does not use would begin to use it.
-        forked = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        forked = []
+        if torch.cuda.is_initialized():
+            forked = list(range(torch.cuda.device_count()))
         label = "greedy" if temperature == 0 else f"{n} samples at T={temperature:g}"
         try:
             with (
@@ -358,7 +362,9 @@ def too_long(which: str, tokens: int, max_new_tokens: int, context: int) -> str:
 
 def stop_token_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's EOS and those of the model's generation config: Qwen's models name different ones there."""
-    configured = None if generation is None else generation.eos_token_id
+    configured = None
+    if generation is not None:
+        configured = generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     stops = [int(token) for token in [tokenizer.eos_token_id, *listed] if token is not None]
     if not stops:

@@ -286,10 +286,9 @@ def result_rows(found: Comparison) -> list[list[str]]:
     before = [dict(_column(run.before)).get("greedy accuracy", NOT_RECORDED) for run in found.runs]
     columns = [dict(_column(run.after)) for run in found.runs]
     names = dict.fromkeys(name for column in columns for name in column)
+    rows = []
     if any(text != NOT_RECORDED for text in before):
         rows = [["greedy accuracy before", *before]]
-    else:
-        rows = []
     rows += [[name, *(column.get(name, NOT_RECORDED) for column in columns)] for name in names]
     rows.append(["problems", *(f"{run.after.n_problems:,}" if run.after else NOT_RECORDED for run in found.runs)])
     rows.append(["optimizer steps", *(str(run.last_step or NOT_RECORDED) for run in found.runs)])

@@ -30,10 +30,9 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
         share = f"{report.kept / report.rows:.1%} of the rows"
     else:
         share = "no rows"
+    mean = []
     if rates:
         mean = [Card("Mean pass rate of the kept", f"{100 * sum(rates) / len(rates):.1f}", "%")]
-    else:
-        mean = []
     settings = {name: value for name, value in (summary or {}).items() if name not in ("finished", "report")}
     stayed = Table(["row", "question", "gold", "pass rate"], kept_examples(rows), words={1})
     return Page(
@@ -58,7 +57,9 @@ def read_curation(folder: Path) -> Page:
     try:
         found = read_record(folder / "curation.json")
         if found.get("finished"):
-            rows = _read_rows(table) if table.is_file() else []
+            rows = []
+            if table.is_file():
+                rows = _read_rows(table)
             written = found["report"]
             examples = [tuple(DroppedExample(**example) for example in one["examples"]) for one in written["filters"]]
             filters = tuple(FilterOutcome(**{**one, "examples": e}) for one, e in zip(written["filters"], examples))

@@ -159,10 +159,9 @@ _UNITS = [("share|ratio|frac_", "share"), ("length|tokens", "tokens"), ("^(eval_
 def panels_of(*records: RunRecord) -> list[Panel]:
     """`PANELS` after the reward, which has a line for each of several rewards. With a critic no group is dead."""
     names = sorted({name for record in records for name in record.metrics if _EACH_REWARD.fullmatch(name)})
+    single = {}
     if len(names) > 1:
         single = {name.removeprefix("rewards/").removesuffix("/mean"): (name,) for name in names}
-    else:
-        single = {}
     meaning = "Mean over the completions of a step: training problems, sampled. Components before weighting."
     reward = Panel("Reward", meaning, "reward per completion", {"total": ("reward",), **single}, shape=FROM_ZERO)
     critic = any(record.first_of("ppo/task_reward") for record in records)

@@ -170,10 +170,9 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
 def _words(stage: PipelineStage) -> list[list[str]]:
     """Its kind, how far it is and its time; its facts."""
     found = numbers_of(stage)
+    took = []
     if "seconds" in found:
         took = [duration(found.pop("seconds"))]
-    else:
-        took = []
     each = {name: [value] for name, value in found.items()}
     facts = [f"{name.replace('_', ' ')} {_cell(each, name)}" for name in FACTS if name in found]
     return [[stage.kind, stage.status, *took], facts]
@@ -258,14 +257,12 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
         if (folder / stage / "metrics.jsonl").is_file():
             named = f"{name}: {stage}" if len(runs) > 1 else stage
             found.append(replace(read_run(folder / stage), name=named))
+    figures = []
     if found:
         figures = [one for one in comparison_figures(found[:_MOST_LINES]) if one.title.startswith(_CURVES)]
-    else:
-        figures = []
+    foot = ""
     if len(found) > _MOST_LINES:
         foot = f"The first {_MOST_LINES} of {len(found)} stages are drawn."
-    else:
-        foot = ""
     return Section("Curves of the stages", f"One line a stage. {CURVES}", figures=figures, foot=foot)
 
 

@@ -79,10 +79,9 @@ def write_outcomes(outcomes: Sequence[Outcome], folder: Path) -> None:
     import pyarrow as pa
 
     records = [encodable(asdict(outcome) | {"correct": outcome.correct}) for outcome in outcomes]
+    measures = []
     if outcomes:
         measures = sorted(outcomes[0].measures)
-    else:
-        measures = []
     asked = {"measures": bool(measures), "group": any(one.group is not None for one in outcomes)}
     names = [f.name for f in fields(Outcome) if asked.get(f.name, True)] + ["correct"]
     records = [{name: record[name] for name in names} for record in records]
@@ -229,9 +228,8 @@ class EvaluationResult:
         votes: dict[int, list[Vote]] = {}
         for outcome in sorted(self.sampled, key=lambda o: (o.problem, o.sample)):
             if outcome.correct is not None:
-                if outcome.answer is None:
-                    name = None
-                else:
+                name = None
+                if outcome.answer is not None:
                     name = vote_key(outcome.answer)
                 votes.setdefault(outcome.problem, []).append((name, outcome.correct))
         return list(votes.values())
@@ -265,10 +263,9 @@ class EvaluationResult:
         """How sure it was against how right: by the log-prob of greedy answers, by the agreement of samples."""
         sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
+        agreed = []
         if max(self.majority_at, default=0) > 1:
             agreed = agreement(self._votes)
-        else:
-            agreed = []
         return {name: calibrated(found) for name, found in (("log_prob", sure), ("agreement", agreed)) if found}
 
     @property
@@ -351,10 +348,9 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def _in_order(group: str) -> tuple[bool, float, str]:
     """Numbers by value, in front of other texts."""
+    number = None
     if _DECIMAL.fullmatch(group):
         number = float(group)
-    else:
-        number = None
     return number is None, number or 0.0, group
 
 

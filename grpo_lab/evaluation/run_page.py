@@ -79,10 +79,9 @@ def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
     else:
         page = {ROUNDS: rounds_page, PIPELINE: pipeline_page}.get(record.kind, run_page)(record)
     others = " and ".join(record.kinds[1:])
+    more = []
     if others:
         more = [f"the folder also holds what a {others} left; this page is not about that"]
-    else:
-        more = []
     return replace(page, notices=[*page.notices, *more])
 
 
@@ -109,7 +108,8 @@ def run_page(record: RunRecord) -> Page:
     settings = record.summary or (record.after.settings if record.after and record.kind == EVALUATION else {})
     figures, missing = panel_figures(record)
     if not record.metrics:
-        figures = figures if record.during else []
+        if not record.during:
+            figures = []
         missing = ["Curves (metrics.jsonl)"] * trained + [EVALUATIONS] * (not (record.before or record.after))
     if record.kind != EVALUATION and bool(record.before) != bool(record.after):
         side = "after" if record.before else "before"
@@ -189,7 +189,9 @@ def _length_card(record: RunRecord) -> list[Card]:
     after = record.after
     if after is None or after.mean_length_correct is None:
         return []
-    earlier = before.mean_length_correct if before else None
+    earlier = None
+    if before:
+        earlier = before.mean_length_correct
     if earlier is None:
         note = f"all answers: {after.mean_length:.1f}"
     else:
@@ -211,10 +213,9 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     else:
         lead = "" if comparable else _OTHER_PROBLEMS
     sampling = describe_sampling(now)
+    beside = ""
     if both and record.kind == TRAINING:
         beside = f" {_CONTROL}"
-    else:
-        beside = ""
     foot = f"{_HOW_MEASURED}{f' Samples: {sampling}.' if sampling else ''} – : not recorded.{beside}"
     if both:
         names = ["before", "after", "change, points or tokens"]
@@ -355,10 +356,9 @@ def rounds_figures(lines: Lines) -> list[Figure]:
 
     def series(key: str, label: str, over: str = "round") -> Line:
         found = [line for line in lines if key in line and over in line]
+        bars = []
         if key == "accuracy":
             bars = [_limits(line) for line in found]
-        else:
-            bars = []
         return Line(label, [(line[over], line[key]) for line in found], bars, markers=True)
 
     accuracy = "share of problems correct"

@@ -124,10 +124,9 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
+    inside = ()
     if evaluations.is_dir():
         inside = evaluations.iterdir()
-    else:
-        inside = ()
     named = [(re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII), path) for path in inside]
     for step, path in sorted((int(match[1]), path) for match, path in named if match):
         if (result := _read_evaluation(path, record.notices)) is not None:
@@ -177,10 +176,9 @@ def _kinds_of(record: RunRecord) -> list[str]:
     elif pipeline == ROUNDS or (has_rounds and not record.summary):
         found = [ROUNDS]
     else:
+        found = []
         if anything:
             found = [LONG2SHORT if pipeline == LONG2SHORT else TRAINING]
-        else:
-            found = []
         found += [ROUNDS] if has_rounds else []
     others = {CURATION: "curation.json", EVALUATION: "outcomes.jsonl"}
     return found + [kind for kind, name in others.items() if (folder / name).is_file()]
@@ -388,8 +386,7 @@ def facts_of(record: RunRecord) -> Facts:
     named = [accumulation, settings.get("steps_per_generation") or accumulation, settings.get("num_iterations", 1)]
     last = settings.get("max_steps", 0)
     known = all(isinstance(n, int) and n > 0 for n in named) and settings.get("generation_batch_size") is None
+    updates = None
     if known:
         updates = named[1] * named[2] / named[0]
-    else:
-        updates = None
     return Facts(updates, last if isinstance(last, int) else 0, bool(record.summary.get("own_loss")))

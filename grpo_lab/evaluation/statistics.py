@@ -54,9 +54,8 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     centre = share + slack / 2
     half = Z * math.sqrt(share * (1 - share) / n + slack / (4 * n))
     # The limits are exactly 0 and 1 at the ends; rounding would leave ±1e-17.
-    if successes == 0:
-        low = 0.0
-    else:
+    low = 0.0
+    if successes != 0:
         low = (centre - half) / (1 + slack)
     if successes == n:
         high = 1.0

@@ -47,7 +47,9 @@ def write_sweep(found: Sequence[Measured], folder: Path) -> None:
 def read_sweep(folder: Path) -> list[Measured]:
     """What `write_sweep` left; empty where there was one condition. ValueError: damaged."""
     file = folder / SWEEP
-    rows = read_json(file) if file.is_file() else []
+    rows = []
+    if file.is_file():
+        rows = read_json(file)
     if not isinstance(rows, list):
         raise ValueError(f"{file} holds no list of conditions")
     for row in rows:

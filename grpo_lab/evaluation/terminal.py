@@ -57,7 +57,9 @@ def terminal_summary(
         console.print(f"sampled: {describe_sampling(after)}", style="dim")
     for warning in _warnings(after):
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    took = None if seconds is None else duration(seconds)
+    took = None
+    if seconds is not None:
+        took = duration(seconds)
     training = [("training,", health.line if health else None), ("training,", left_out)]
     named = [*training, ("run time:", took), ("model:", model_path), ("report:", report)]
     lines = [f"{name} {said}" for name, said in named if said is not None]
@@ -87,7 +89,9 @@ def _table(before: EvaluationResult | None, after: EvaluationResult, title: str)
     for name in ["result"] if before is None else ["before", "after", "change"]:
         table.add_column(name, justify="right", no_wrap=True)
     for name, old, new, change in comparison_rows(before, after):
-        style = "bold" if name == "greedy accuracy" else None
+        style = None
+        if name == "greedy accuracy":
+            style = "bold"
         table.add_row(*[name, new] if before is None else [name, old, new, change], style=style)
     return table
 
@@ -162,12 +166,13 @@ def describe_sampling(result: EvaluationResult) -> str:
 def comparison_rows(before: EvaluationResult | None, after: EvaluationResult) -> list[tuple[str, str, str, str]]:
     """(what, before, after, change) as text: the table of the terminal and of the report. A change of a share is in
     percentage points, of a length in tokens; brackets are 95% intervals."""
-    if before is None:
-        gain = None
-    else:
+    gain = None
+    if before is not None:
         gain = paired_gain(before, after)
     rows = [("greedy accuracy", _limits(before.accuracy if before else None), _limits(after.accuracy), points(gain))]
-    old_shares = dict(_other_shares(before)) if before else {}
+    old_shares = {}
+    if before:
+        old_shares = dict(_other_shares(before))
     for name, share in _other_shares(after):
         old = old_shares.get(name)
         change = _change(old.value if old else None, share.value if share else None, 100)

@@ -187,8 +187,6 @@ class Arms:
                 recipe = self.with_changes(options, {**self.changes(arm, self.said.seeds[0], options), "name": arm})
                 if given:
                     recipe = replace(recipe, model=ModelSection(given), cold_start=None)
-                else:
-                    recipe = recipe
                 try:
                     recipe = numbers_read(recipe)
                     jobs[arm] = Job.resolve(recipe, lab_config(recipe), here_only=True, cold_start=not jobs)
@@ -228,9 +226,8 @@ class Arms:
             rows = ()
         log = [{name: value for name, value in row.items() if value is not None} for _, row in rows]
         curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
-        if before is None:
-            numbers = None
-        else:
+        numbers = None
+        if before is not None:
             numbers = self.numbers(before, [])
         return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
@@ -252,7 +249,9 @@ class Arms:
 
     def numbers(self, result: Any, log: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Title → number, NaN where there is nothing to count. ``log``: empty before training. ValueError: no such."""
-        summary = {} if result is None else result.summary()
+        summary = {}
+        if result is not None:
+            summary = result.summary()
         found = {}
         for title, name in self.said.columns.items():
             of_log, _, metric = name.partition(".")
@@ -260,9 +259,7 @@ class Arms:
                 found[title] = float(load_named(name, f"columns.{title}")(result, log))
             elif of_log in OF_LOG:
                 values = [row[metric] for row in log if metric in row]
-                if of_log == "mean":
-                    values = values
-                else:
+                if of_log != "mean":
                     values = values[-max(1, len(values) // 4) :]
                 found[title] = fmean(values) if values else math.nan
             else:

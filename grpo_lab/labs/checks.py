@@ -25,9 +25,8 @@ def check_shown(
 ) -> None:
     """ValueError for a column or a curve that no run can have. ``jobs``: arm → what it trains; ``known_later``: there
     are further arms. Where a team's code may log, a metric is looked for in the runs (`not_logged`)."""
-    if known_later:
-        logged = None
-    else:
+    logged = None
+    if not known_later:
         logged = _logged_by(jobs.values())
     for title, name in columns.items():
         of_log, _, metric = name.partition(".")

@@ -152,10 +152,9 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     cells = _cells(experiment, arms, options)
     due = {cell.name: cell.due() for cell in cells}
     runs = any(due.values()) and options.at_most != 0
+    facts = {}
     if runs or options.dry_run:
         facts = experiment.check(arms, options)
-    else:
-        facts = {}
     if options.dry_run:
         from grpo_lab.runs.console import show
 

@@ -108,7 +108,9 @@ class AdaptiveKL:
     def rate_of(self, completions: int) -> float:
         """K for a generation batch of so many completions; ValueError where one batch could take β to 0 or below."""
         if self.horizon is None:
-            return RATE if self.rate is None else self.rate
+            if self.rate is None:
+                return RATE
+            return self.rate
         rate = completions / self.horizon
         if rate * LARGEST_ERROR >= 1:
             raise ValueError(

@@ -173,9 +173,8 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
     filters = recipe.filters
 
     def stage(name: str, run: Any, rules: Any, whole: bool = True, inputs: tuple[str, ...] = ()) -> Stage:
-        if rules is None:
-            words = {}
-        else:
+        words = {}
+        if rules is not None:
             words = {f"filter: {name}": told(rules)}
         return Stage(name, run, lambda: words, inputs, remembered=False, whole=whole)
 
@@ -196,7 +195,9 @@ def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
     rows = resolve(recipe, overwrite, here_only=True)[0].rows
     samples = None
     file = recipe.output_dir / PASS_RATES
-    columns = [] if rows is None else rows.column_names
+    columns = []
+    if rows is not None:
+        columns = rows.column_names
     if recipe.model is not None and to_be_measured(columns, recipe.filters):
         samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
     plan = plan_of(stages_of(recipe, samples))

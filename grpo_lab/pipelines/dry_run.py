@@ -50,10 +50,9 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     schedule, optimizer = (str(getattr(one, "value", one)) for one in (config.lr_scheduler_type, config.optim))
     limit = config.max_completion_length
     preset = PRESETS.get(algorithm.names.get("objective", ""))
+    values = ""
     if preset and preset.paper:
         values = f"; the paper's values: {dict(preset.paper)}"
-    else:
-        values = ""
     facts = {
         "model": recipe.model.name,
         "takes": Estimates().of(recipe).strip(),

@@ -57,10 +57,9 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
     ``half``: under bf16 or fp16."""
     kind = launch.get("distributed_type")
     ranks = launch.get("num_processes", 1)
+    zero = 0
     if kind == "DEEPSPEED":
         zero = (launch.get("deepspeed_config") or {}).get("zero_stage", 2)
-    else:
-        zero = 0
     own = [p for p in model.parameters() if p.requires_grad and trained]
     n = sum(p.numel() for p in own)
     weights = sum(p.nbytes for p in own)
@@ -69,10 +68,9 @@ def states(model: Any, launch: Mapping[str, Any], trained: bool = True, half: bo
         return (base + 16 * n) // ranks + (4 * sizes(model)[-1] if n else 0)
     if zero:
         return base + 4 * n + 12 * n // ranks
+    copies = 0
     if half and n:
         copies = sum(2 * p.numel() for p in model.parameters() if p.itemsize == 4)
-    else:
-        copies = 0
     return base + (5 if str(kind).startswith("MULTI_") else 4) * weights + copies
 
 
@@ -97,17 +95,17 @@ def flat(stage: Any) -> dict[str, Any]:
             method = getattr(stage, "method", "sft")
     if given is None or method == "merge" or found.get("data", 0) is None:
         return {**found, "method": None}
-    method = method if method in ("rl", *COLUMNS) else "sft"
+    if method not in ("rl", *COLUMNS):
+        method = "sft"
     if method == "rl":
         config = LabConfig
     else:
         config = trl_of(method)[0]
     kl = given.get("kl")
     defaults = {one.name: one.default for one in fields(config)} | FIXED.get(method, {})
+    beta = {}
     if isinstance(kl, Mapping) and kl.get("coefficient") is not None:
         beta = {"beta": kl["coefficient"]}
-    else:
-        beta = {}
     return {**found, **defaults, **typed(given, config), **beta, "method": method}
 
 
@@ -137,24 +135,20 @@ class Estimates:
         section, model = self._model(s["model"])
         if s["method"] in ("rl", "reward") and not isinstance(model, str):  # loaded by TRL
             asked = str((s["model_init_kwargs"] or {}).get("dtype") or "float32")
-            if asked == "auto":
-                model = model
-            else:
+            if asked != "auto":
                 model = deepcopy(model).to(getattr(torch, asked))
         self.left[str(folder / getattr(kind, "leaves", {}).get("model", "."))] = section, model
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
         """Of what was asked about so far."""
+        known = []
         if self.most:
             known = [f"{self.most / 2**30:.1f} GiB a process"]
-        else:
-            known = []
         known += [f"{count:,} tokens {what}" for what, count in self.tokens.items() if count]
+        more = []
         if self.open:
             more = ["more where a line says that something is not known"]
-        else:
-            more = []
         return "; ".join(([f"at most {', '.join(known)}"] if known else []) + more)
 
     def _model(self, named: Any) -> tuple[ModelSection, Any]:
@@ -175,14 +169,12 @@ class Estimates:
                 rows = None
             else:
                 rows = rows_here(data, "data")
-            if rows is None:
-                known = None
-            else:
+            known = None
+            if rows is not None:
                 known = tokenizer_and_config(section, here_only=True)
+            longest = 0
             if rows is not None and known:
                 longest = longest_prompt(rows["prompt"], known[0])
-            else:
-                longest = 0
             self.rows[key] = None if rows is None else len(rows), longest
         return self.rows[key]
 
@@ -210,9 +202,7 @@ class Estimates:
             parts |= {} if s.get("use_vllm") else {"writing": writing}
         else:
             rows = s["per_device_train_batch_size"] * (2 if COLUMNS.get(method) == PAIR else 1)
-            if method in ("rl", "distill"):
-                length = length
-            else:
+            if method not in ("rl", "distill"):
                 length = s["max_length"] or 0
             if section.lora is None and (method == "dpo" or (method == "rl" and s["beta"])):
                 parts["reference"] = states(model, launch, trained=False)
@@ -228,13 +218,14 @@ class Estimates:
             parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
         self.most = max(self.most, sum(parts.values()))
         each = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts.items())
-        engine = ", besides what vLLM takes" if s.get("use_vllm") else ""
+        engine = ""
+        if s.get("use_vllm"):
+            engine = ", besides what vLLM takes"
         count = model.num_parameters()
         total = sum(parts.values()) / 2**30
+        unknown = ""
         if method in (None, "rl", "distill") and not prompt and length:
             unknown = " and the prompt"
-        else:
-            unknown = ""
         if length:
             at_once = f"{rows} × {prompt + length:,} tokens{unknown}"
         else:
@@ -303,8 +294,6 @@ def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[
             rows = s["data"]
     if steps > 0:
         times = steps * together * accumulated
-    else:
-        times = times
     if method == "rl":
         update = s["update"]
         batch = s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)

@@ -68,9 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(rows, "--limit", "problems at most; of those that are made: how many", type=_at_least_one)
     for name, loaders in loader_arguments().items():
         if name not in _ROWS:
-            if name in _TAKEN:
-                words = []
-            else:
+            words = []
+            if name not in _TAKEN:
                 words = [f"--{name.replace('_', '-')}"]
             of = f"of the loader{'s' * (len(loaders) > 1)} {', '.join(loaders)}"
             shown: Any = {"metavar": "VALUE", "help": of, "default": argparse.SUPPRESS}
@@ -135,9 +134,7 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
                 if not result.outcomes:
                     raise
                 place = "above (--output FOLDER keeps the answers themselves)"
-                if known.output is None:
-                    place = place
-                else:
+                if known.output is not None:
                     place = f"in {known.output}"
                 kept = f"the {len(result.outcomes):,} answers that were there: {place}"
             if not main:
@@ -349,9 +346,8 @@ def _as_written(section: Any) -> Any:
     """The form of a recipe, out of a run's own copy, where the arguments of rows and reward stand apart."""
     if not isinstance(section, Mapping):
         return section
+    arguments = None
     if isinstance(section.get("arguments"), Mapping):
         arguments = section["arguments"]
-    else:
-        arguments = None
     own = {name: _as_written(one) for name, one in section.items() if one is not None and one is not arguments}
     return {**own, **(arguments or {})}

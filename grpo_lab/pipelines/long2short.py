@@ -234,10 +234,9 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
         ]
     if recipe.evaluation is None:
         return stages
+    before = []
     if recipe.evaluation.before:
         before = [measure("before", path)]
-    else:
-        before = []
     return [*before, *stages, measure("after", str(recipe.output_dir))]
 
 

@@ -132,9 +132,7 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
     count = recipe.rounds.count
     done = kept(recipe)
     start = recipe.model.name
-    if recipe.model.path is None:
-        start = start
-    else:
+    if recipe.model.path is not None:
         start = model_of(recipe.model.path)
     if (section := recipe.cold_start) is not None:
         rows = count_of(cold_rows, section.data)
@@ -261,10 +259,9 @@ class RoundStages:
     def of_start(self) -> list[Stage]:
         """The start model is made where the recipe makes one, and measured where it has held-out rows."""
         recipe = self.recipe
+        made = []
         if recipe.model.path is None or recipe.cold_start:
             made = [Stage("train", self.begin)]
-        else:
-            made = []
         measured = recipe.evaluation is not None and recipe.evaluation.before
         return made + ([Stage("evaluate", self.evaluate, whole=True)] if measured else [])
 

@@ -146,9 +146,8 @@ def rounds_recipe_from(written: Mapping[str, Any], default_name: str = "rounds")
         raise ValueError(f"`method` is {method!r}{one_of(method, sorted(METHODS))}")
     sections = {}
     for name, given in METHODS[str(method)].items():
-        if written.get(name) is None:
-            said = {}
-        else:
+        said = {}
+        if written.get(name) is not None:
             said = written[name]
         if not isinstance(said, Mapping):
             raise ValueError(f"`{name}` is {said!r}; it must be a mapping of settings")
@@ -179,7 +178,8 @@ def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
         begin = "the start model"
     else:
         begin = model_of(str(recipe.base.path))
-    begin = begin if recipe.rounds.train_from == "base" else last
+    if recipe.rounds.train_from != "base":
+        begin = last
     return {
         "1. sample": f"{which}{total}, by {who}; {told(sampling)}",
         "2. select": f"{what}: {told(way)}",

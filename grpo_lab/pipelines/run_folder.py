@@ -119,7 +119,9 @@ def _recipe_of(folder: Path) -> dict[str, Any] | None:
         then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
     except (OSError, ValueError):
         return None
-    return then if isinstance(then, dict) else None
+    if isinstance(then, dict):
+        return then
+    return None
 
 
 def _put_aside(recipe: Recipe) -> None:
@@ -147,7 +149,9 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
     begun = not overwrite and is_to_go_on_with(recipe)
     changed = refuse_folder(recipe, overwrite)
     measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
-    found = read_marker(folder / RUN) if begun else {}
+    found = {}
+    if begun:
+        found = read_marker(folder / RUN)
     gone = gone_from(folder, found)
     folder.mkdir(parents=True, exist_ok=True)
     if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
@@ -164,10 +168,9 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
         write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
     elif measured or longer or gone:  # there is something left to do in a finished run
         without_model = any(not one.startswith(MEASURED) for one in gone)
+        trained = None
         if longer or without_model:
             trained = found.pop("trained", None)
-        else:
-            trained = None
         if longer and trained is not None and newest_whole(folder)[0] is None:
             raise ValueError(
                 f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot "
@@ -204,9 +207,8 @@ def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
             f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
             "read); choose another `--output_dir`, or give --overwrite"
         )
-    if then is None:
-        changed = []
-    else:
+    changed = []
+    if then is not None:
         changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
     newest = newest_whole(folder)[0]
     check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))

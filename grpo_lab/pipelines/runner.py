@@ -248,9 +248,8 @@ def plan_of_pipeline(
                 if only in (None, one.name) and not (run and stands[one.name].state == NOTHING):
                     words = outlook.words(one.name, one.kind, one.section.launch)
                     plan[f"{one.number}. {one.name}"] = ": ".join(filter(None, [one.section.stage, words]))
-                if run:
-                    takes = ""
-                else:
+                takes = ""
+                if not run:
                     takes = estimates.of(one.kind, one.section.launch, one.folder)
                 if f"{one.number}. {one.name}" in plan:
                     plan[f"{one.number}. {one.name}"] += takes
@@ -263,8 +262,7 @@ def plan_of_pipeline(
     plan |= {} if run else {"in all": estimates.in_all()}
     done = [name for name, one in stands.items() if one.state == NOTHING]
     left = [f"{name} ({one.why})" for name, one in stands.items() if one.state != NOTHING]
+    more = {}
     if any(one.state != NEW for one in stands.values()) and left:
         more = {"to do": ", ".join(left)}
-    else:
-        more = {}
     return {**plan, "done already": ", ".join(done) or "nothing", **more, "output folder": str(recipe.output_dir)}

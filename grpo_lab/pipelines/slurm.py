@@ -43,10 +43,9 @@ def write_batch_scripts(recipe: PipelineRecipe) -> Path:
         write_whole_text(script, JOB.format(options=said, command=command))
         job, *before = (f"job_{name.replace('-', '_')}" for name in (one.name, *one.before))
         after = ":".join(f"${{{name}}}" for name in before)
+        waits = []
         if after:
             waits = [f'"--dependency=afterok:{after}"', "--kill-on-invalid-dep=yes"]
-        else:
-            waits = []
         words = ["sbatch", "--parsable", *waits, shlex.quote(str(script))]
         lines += [f"{job}=$({' '.join(words)})", f'echo "{one.name}: job ${{{job}}}"']
     submit = folder / "submit.sh"

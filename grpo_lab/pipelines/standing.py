@@ -161,10 +161,9 @@ def stages_now(folder: Path) -> list[PipelineStage]:
             why = stands.why
         elif stands.state == AGAIN:
             why = stands.why
+        edited = ""
         if stands.edited:
             edited = f"{', '.join(stands.edited)} edited since"
-        else:
-            edited = ""
         error = record.error if record.status == FAILED else edited
         shown.append(replace(record, status=status, why=why, error=error))
     return shown
@@ -216,9 +215,8 @@ def left_in(folder: Path, places: Sequence[str]) -> list[str]:
 
 def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
     """For the dry run of a command: what its finished run in ``folder`` misses."""
-    if overwrite:
-        gone = []
-    else:
+    gone = []
+    if not overwrite:
         gone = gone_from(folder, read_marker(folder / RUN))
     if gone:
         return {"to make again": ", ".join(gone)}

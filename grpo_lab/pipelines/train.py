@@ -94,7 +94,9 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
     """The stages that are left, on every process; the main one evaluates and writes."""
     main = PartialState().is_main_process
     folder = job.folder
-    record = read_marker(folder / RUN) if resume else {}
+    record = {}
+    if resume:
+        record = read_marker(folder / RUN)
     if record.get("finished"):  # left alone: no step more, no evaluation again
         console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
         found = read_run(folder)
@@ -106,10 +108,9 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
 
     def report(at: At, stage: str, took: float | None) -> None:
         if took is None:
+            of = ""
             if stage == REINFORCEMENT:
                 of = f": {job.trainer.__name__}"
-            else:
-                of = ""
             console.rule(f"{stage.replace('_', ' ')}{of}")
         elif stage != REINFORCEMENT:  # which counts its own, over all resumes
             seconds[stage] = round(took, 1)
@@ -139,10 +140,9 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
     cold = job.cold_start is not None
     trained = record.get("trained")
     place = folder / "cold_start"
+    checkpoint = None
     if resume and not trained:
         checkpoint = going_on(folder, job.config.max_steps, record, console)
-    else:
-        checkpoint = None
     made = cold or job.model.path is None or job.model.tokenizer is not None
     start = str(place if made else job.model.path)
     here: Any = {"remembered": False, "whole": True}
@@ -193,10 +193,9 @@ def shared_start(
         cold_start(loaded, tokenizer, rows, start, arguments, chat_template_kwargs=chat_template_kwargs)
         tokenizer.save_pretrained(start)
 
+    told = {}
     if chat_template_kwargs:
         told = {"chat_template_kwargs": dict(chat_template_kwargs)}
-    else:
-        told = {}
     made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **told}, make)
     return start
 
@@ -314,7 +313,9 @@ def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[st
 def _is_measured(job: Job, resume: bool) -> bool:
     """Whether a resumed run has its evaluation of the start model, which is the same, whole (Ctrl-C leaves a part)."""
     there = resume and (job.folder / "evaluation" / "before" / "summary.json").is_file()
-    found = read_run(job.folder).before if there else None
+    found = None
+    if there:
+        found = read_run(job.folder).before
     if found is None or found.stopped is not None:
         return False
     console.print("evaluation before reinforcement: as it was made")
@@ -368,9 +369,8 @@ def rewards_in_force(sections: Sequence[RewardSection], trainer: Any) -> list[Re
 
 def _show_samples(before: EvaluationResult | None, after: EvaluationResult, count: int = 3) -> None:
     """The first held-out problems with the model's own words, so that a reader sees whether they are solutions."""
-    if before is None:
-        earlier = {}
-    else:
+    earlier = {}
+    if before is not None:
         earlier = {outcome.problem: outcome for outcome in before.greedy}
     console.rule("samples")
     for now in after.greedy[:count]:

@@ -237,9 +237,8 @@ def check_turns(recipe: Recipe, rollout: RolloutSettings, several: dict[str, Any
     """ValueError for tools or an environment, which make completions in turns, beside what needs them in one, or with
     rows (``several``, by section) that are no conversations; the trainer says it, too, when it is built: after a cold
     start, and beside its engine."""
-    if rollout.thinking_budget is None:
-        budget = None
-    else:
+    budget = None
+    if rollout.thinking_budget is not None:
         budget = "thinking_budget"
     setting = budget or rollout.earlier_policy
     turns = turns_of(recipe.tools, recipe.environment_factory)

@@ -230,7 +230,9 @@ def questions(
     check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
     judge = parts.build_reward(reward, "reward")
-    rows = None if data is None else load(data, "data")
+    rows = None
+    if data is not None:
+        rows = load(data, "data")
     if rows is not None:
         if not len(rows):
             raise ValueError("`data` has no rows; at least one question is needed")

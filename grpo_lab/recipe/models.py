@@ -73,10 +73,9 @@ def model_files(model: str) -> dict[str, str]:
         folder = Path(config).parent  # the snapshot of one commit
     found = {file.relative_to(folder).as_posix(): _digest(file) for file in files_of_model(folder)}
     adapter = folder / "adapter_config.json"
+    base = None
     if adapter.is_file():
         base = _said_in(adapter).get("base_model_name_or_path")
-    else:
-        base = None
     if base and str(base) != model:
         found |= {f"base: {name}": digest for name, digest in model_files(str(base)).items()}
     return found

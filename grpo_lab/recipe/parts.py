@@ -176,8 +176,6 @@ def trainer_parts(recipe: Recipe) -> dict[str, Any]:
         given = typed(environment.arguments, factory, "environment_factory")
         if given:
             factory = functools.partial(factory, **given)
-        else:
-            factory = factory
     return {
         "callbacks": [_callback(section) for section in recipe.callbacks],
         "tools": [load_named(tool.name, "tools") for tool in recipe.tools] or None,

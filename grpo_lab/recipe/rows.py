@@ -33,10 +33,9 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
     load, place = _loader_with_arguments(section, where)
     parameters = inspect.signature(load).parameters
     takes = "template" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    template = {}
     if takes:
         template = {"template": section.template}
-    else:
-        template = {}
     try:
         found = load(**typed(section.arguments, load, where), **template)
     except (ValueError, OSError) as error:

@@ -104,17 +104,15 @@ def parsed(text: str, what: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        line = ""
         if mark is not None and "\n" in text.strip():
             line = f", line {mark.line + 1}"
-        else:
-            line = ""
         said = ", ".join(part for part in (error.context, error.problem) if part)
         raise ValueError(f"{what}{line}: {'' if error.context is None else 'no YAML: '}{said}") from error
     except yaml.reader.ReaderError as error:
+        line = ""
         if "\n" in text.strip():
             line = f", line {text.count(chr(10), 0, error.position) + 1}"
-        else:
-            line = ""
         raise ValueError(f"{what}{line}: no YAML: the character {chr(error.character)!a} is not allowed") from error
     except ValueError as error:  # a whole number of more digits than Python reads
         raise ValueError(f"{what}: {error}") from error

@@ -122,7 +122,8 @@ def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
     value = values[int(node.id.strip("_"))]
     for one in reversed(operations):
         if isinstance(one, ast.UnaryOp):
-            value = -value if isinstance(one.op, ast.USub) else value
+            if isinstance(one.op, ast.USub):
+                value = -value
         else:
             right = _evaluated(one.right, values)
             if isinstance(one.op, ast.Pow):
@@ -149,10 +150,9 @@ def _judge_chain(sides: list[str], known: dict[str, Fraction]) -> list[Equation]
         worded = any(kind == "word" for *_, kind in _tokens(before))
         starts = place == 0 or worded
         if starts:
+            name = None
             if left is not None and re.fullmatch(r"[A-Z]", left):
                 name = left
-            else:
-                name = None
         sets = starts and name is not None
         values = None if sets else _value(left, known), _value(right, known)
         # a lone number behind words set to another (`4 boxes with 6 = 24`): what was counted is not written

@@ -318,15 +318,15 @@ class ThinkFormatReward(RowReward):
             ids = [None] * len(completions)
         else:
             ids = completion_ids
-        opening = "" if self.think_opened == "prompt" else THINK
+        opening = ""
+        if self.think_opened != "prompt":
+            opening = THINK
         both = zip(completions, ids, strict=True)
         return [whole_text(completion, own, self.tokenizer, opening) for completion, own in both]
 
     def score(self, text: str, *row: Any) -> float:
         if self.think_opened == "prompt":
             text = THINK + text
-        else:
-            text = text
         tags, filled = _LAYOUTS[self.form]
         return float(_TAG.findall(text) == tags and [bool(part.strip()) for part in _TAG.split(text)] in filled)
 

@@ -187,7 +187,9 @@ class LanguageShares(NamedTuple):
     def dominant(self) -> str | None:
         """The language of more than half of the words; ``None`` if there is none or no language we know."""
         best = max(self.shares, key=lambda language: self.shares[language], default=OTHER)
-        return best if best != OTHER and self.shares[best] > 0.5 else None
+        if best != OTHER and self.shares[best] > 0.5:
+            return best
+        return None
 
 
 def language_shares(text: str, expected: str | None = None) -> LanguageShares:
@@ -221,10 +223,9 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
         return {languages[0]: 1.0}
     counted = Counter(words)
     counts = np.array([count * _words_in(word) for word, count in counted.items()], dtype=np.float64)
+    place = None
     if expected in languages:
         place = languages.index(expected)
-    else:
-        place = None
     shares = mixture_shares(word_likelihoods(list(counted), group), counts, place)
     return {language: float(share) for language, share in zip((*languages, OTHER), shares) if share > 0}
 

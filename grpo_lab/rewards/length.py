@@ -87,9 +87,8 @@ class KimiLengthReward(GroupReward):
             name = str(getattr(inner, "__name__", type(inner).__name__))
         if truncated not in get_args(Truncated):
             raise ValueError(f"`truncated` must be one of {get_args(Truncated)}, got {truncated!r}")
-        if isinstance(correctness, str):
-            sources = None
-        else:
+        sources = None
+        if not isinstance(correctness, str):
             sources = {name: correctness}
         super().__init__(num_generations=num_generations, sources=sources)
         self.requires = (name,)

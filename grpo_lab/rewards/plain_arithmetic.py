@@ -24,7 +24,9 @@ _DIVIDED = re.compile(
 def _vulgar(match: re.Match[str]) -> str:
     whole = match[1]
     part = value_of_sign(match[2])
-    return f"({whole}+{part})" if whole else f"({part})"
+    if whole:
+        return f"({whole}+{part})"
+    return f"({part})"
 
 
 def _mixed(match: re.Match[str]) -> str:

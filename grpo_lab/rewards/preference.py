@@ -144,7 +144,9 @@ class PreferenceReward:
         """The share of ``pairs`` that it has the right way round, ties as halves; None without any."""
         better, worse = (self.scores([(one["prompt"], one[side]) for one in pairs]) for side in PAIR[1:])
         found = right_way_round(zip(better, worse, strict=True))
-        return sum(found) / len(found) if found else None
+        if found:
+            return sum(found) / len(found)
+        return None
 
     def earlier(self) -> list[Pair]:
         """The ``comparisons`` that it may learn."""

@@ -317,4 +317,6 @@ def group_reward(
     def make(score: Callable[[Group], Sequence[float | None]]) -> GroupReward:
         return _FunctionReward(score, tuple(requires), num_generations, sources, reads_environments)
 
-    return make if score is None else make(score)
+    if score is None:
+        return make
+    return make(score)

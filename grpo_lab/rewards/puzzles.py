@@ -132,9 +132,8 @@ class SortingReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         try:
-            if row[0] is None:
-                wanted = []
-            else:
+            wanted = []
+            if row[0] is not None:
                 wanted = [int(one) for one in row[0]]
         except (TypeError, ValueError):
             wanted = None
@@ -239,10 +238,9 @@ class CoinReward:
         if completions is None:
             raise ValueError("CoinReward needs completions=[...]; got none")
         step = int(getattr(trainer_state, "global_step", 0))
+        call = 0
         if self._last[0] == step:
             call = self._last[1] + 1
-        else:
-            call = 0
         self._last = (step, call)
         throws = np.random.default_rng([self.seed, int(os.environ.get("RANK", "0")), step, call])
         return [float(heads) for heads in throws.random(len(completions)) < self.p]

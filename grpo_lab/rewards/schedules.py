@@ -83,13 +83,14 @@ class Warmup(Schedule):
     value: Float
 
     def weight(self, step: int) -> float:
-        return 0.0 if step < self.start else self.value
+        if step < self.start:
+            return 0.0
+        return self.value
 
     def in_words(self, factor: float = 1.0) -> str:
+        before = ""
         if self.start:
             before = f" from step {self.start} on, 0 before"
-        else:
-            before = ""
         return f"{factor * self.value:g}{before}"
 
 

@@ -124,9 +124,7 @@ class _FunctionStepReward(StepReward):
         named: Any = score
         while isinstance(named, functools.partial):
             named = named.func
-        if hasattr(named, "__qualname__"):
-            named = named
-        else:
+        if not hasattr(named, "__qualname__"):
             named = type(named)
         self._by_address = named is score  # a partial or an object has none of its own
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -218,7 +216,9 @@ def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
 
 def mean_score(steps: StepScores) -> float | None:
     scores = [score for _, score in steps if score is not None]
-    return sum(scores) / len(scores) if scores else None
+    if scores:
+        return sum(scores) / len(scores)
+    return None
 
 
 class SplitStepReward(StepReward):

@@ -148,10 +148,9 @@ def _prose(text: str) -> str:
 
 def _blank(span: str) -> str:
     prose = " ".join(_PROSE_IN_FORMULA.findall(span))
+    rest = ""
     if not span.isascii():
         rest = _LATIN_OR_GREEK.sub(" ", _PROSE_IN_FORMULA.sub(" ", span))
-    else:
-        rest = ""
     return f" {prose} {rest} "
 
 
@@ -262,7 +261,9 @@ def _characters(language: str) -> dict[str, float]:
                 frequency.setdefault(chr(code), TRADITIONAL * frequency.get(simplified, 0.0))
     total = sum(frequency.values())
     logs = {character: max(log(max(weight, 1e-12) / total), RARE_CHARACTER) for character, weight in frequency.items()}
-    kana = 0.0 if language == "ja" else KANA_IN_CHINESE
+    kana = 0.0
+    if language != "ja":
+        kana = KANA_IN_CHINESE
     return logs | {chr(code): kana for code in range(0x3041, 0x3100)}
 
 

@@ -38,9 +38,8 @@ def told(settings: Any) -> str:
         return "not applied"
     if isinstance(settings, DataSection):
         rest = ", ".join(f"{name} {value}" for name, value in settings.arguments.items())
-        if settings.limit is None:
-            limit = ""
-        else:
+        limit = ""
+        if settings.limit is not None:
             limit = f", the first {settings.limit:,}"
         return f"{settings.loader} ({rest}, template {settings.template}{limit})"
     if isinstance(settings, RewardSection):
@@ -125,7 +124,9 @@ def _silence(stack: contextlib.ExitStack) -> None:
     datasets.disable_progress_bars()
     stack.enter_context(warnings.catch_warnings())
     for category in (FutureWarning, DeprecationWarning, UserWarning):
-        message = NO_ACCELERATOR if category is UserWarning else ""
+        message = ""
+        if category is UserWarning:
+            message = NO_ACCELERATOR
         warnings.filterwarnings("ignore", message=message, category=category, module=FOR_DEVELOPERS)
     warnings.filterwarnings("ignore", message=EXPERIMENTAL, category=UserWarning)
     stack.enter_context(logging_redirect_tqdm())

@@ -111,7 +111,9 @@ def _shown(value: Any) -> str:
             text = repr(value)
         else:
             text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}…"
+    if len(text) <= 120:
+        return text
+    return f"{text[:117]}…"
 
 
 def rows_fingerprint(rows: Any) -> dict[str, Any]:

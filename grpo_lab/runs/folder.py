@@ -161,10 +161,9 @@ def kept(recipe: Any) -> str:
     pipeline also what the stage under way has."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
+    found = []
     if isinstance(seconds, Mapping):
         found = list(seconds)
-    else:
-        found = []
     names = [str(one.name) for one in getattr(recipe, "stages", ())]
     done = [name for name in names if read_marker(folder / name / STAGE).get("status") == "done"]
     found += [*done, *_half_done(folder)]
@@ -180,7 +179,9 @@ def _half_done(folder: Path) -> list[str]:
     """The newest checkpoint and the problems that were sampled in ``folder``, a command's, and in those of its
     rounds."""
     steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
-    found = [f"checkpoint-{max(steps)}"] if steps else []
+    found = []
+    if steps:
+        found = [f"checkpoint-{max(steps)}"]
     for name in ("pass_rates", "guesses", "samples"):
         count = sum(problems_in(file) for file in folder.glob(f"{name}.jsonl"))
         found += [f"{name.replace('_', ' ')} of {count:,} problems"] if count else []

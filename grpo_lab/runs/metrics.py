@@ -35,10 +35,9 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     damaged: dict[int, str] = {}
     for number, found in json_lines(file):
         try:
+            row = None
             if isinstance(found, dict):
                 row = checked_object(found, {"step": int})
-            else:
-                row = None
         except ValueError as error:
             row = None
             found = str(error)

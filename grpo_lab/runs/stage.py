@@ -77,10 +77,9 @@ def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage
         if missing := [name for name in stage.inputs if name not in at.facts]:
             raise ValueError(f"stage {stage.name!r} reads {missing}, and before it come {list(at.facts)}")
         marker = at.folder / f"{stage.name}.json"
+        found = None
         if stage.remembered:
             found = read_facts(marker)
-        else:
-            found = None
         if found is None:
             began = time.perf_counter()
             report(at, stage.name, None)
@@ -143,9 +142,8 @@ class StagedRun:
 
     def report(self, at: At, stage: str, seconds: float | None) -> None:
         """A rule on the terminal before each stage; its seconds afterwards."""
-        if at.folder == self.folder:
-            place = ""
-        else:
+        place = ""
+        if at.folder != self.folder:
             place = f"{at.folder.name.replace('-', ' ')}, "
         if seconds is None:
             console.rule(f"{place}{stage}")

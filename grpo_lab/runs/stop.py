@@ -149,9 +149,8 @@ class StopRequests:
 
     def _leave(self, step: int | None = None) -> None:
         if self.name == CTRL_C:
-            if step is None:
-                where = ""
-            else:
+            where = ""
+            if step is not None:
                 where = f" (step {step} of the training under way)"
             raise StoppedByUser(f"what is done{where}, in {self.folder} (the same command goes on)")
         if self.name == STOP_FILE:
@@ -168,10 +167,9 @@ class StopRequests:
     @contextlib.contextmanager
     def patient(self, *more: int) -> Iterator[None]:
         """The signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask and break nothing off."""
+        before = {}
         if self._before:
             before = handle(self._heard, *more)
-        else:
-            before = {}
         self._held += 1
         try:
             yield
@@ -234,10 +232,9 @@ def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
         raise Interrupted(signal.Signals(number).name, None, folder)
 
     strategy = getattr(config.save_strategy, "value", config.save_strategy)
+    before = {}
     if str(strategy) != "no" or config.enable_jit_checkpoint:
         before = handle(leave, *SIGNALS)
-    else:
-        before = {}
     try:
         yield
     finally:

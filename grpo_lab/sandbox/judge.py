@@ -120,7 +120,8 @@ def _judged(job: dict[str, Any]) -> dict[str, Any]:
     for given, expected in tests:  # each to a run of its own, as a script
         right, ended = _script(job, up, given, expected, deadline)
         passed += right
-        end = end if ended else "limit"
+        if not ended:
+            end = "limit"
         if (not right and job["stop_early"]) or _clock_ran_out(deadline):
             break
     return _verdict(end, passed, total)
@@ -200,9 +201,8 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
     """``KilledFromOutside``: its end says nothing of the program. Where a program may end itself so, it is its own."""
     if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
-        if process.usage is None:
-            peak = 0
-        else:
+        peak = 0
+        if process.usage is not None:
             peak = peak_bytes(process.usage)
         unbounded = "seccomp" not in cell.walls  # memory in files of its own is no part of the peak
         greedy = unbounded or took_much(peak, cell.memory_bytes)
@@ -233,4 +233,6 @@ def _missing(name: str, view_too: bool = True) -> str:
         right, _ = _script(job, frozenset(up), "", "1", time.monotonic() + 20.0)
     except (RuntimeError, OSError) as error:
         return str(error)
-    return "" if right else "a trial program did not run behind it"
+    if right:
+        return ""
+    return "a trial program did not run behind it"

@@ -40,10 +40,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _SYS_MOUNT_SETATTR = 442  # as all syscalls above 423, the same on every machine
 _SYS_PIVOT_ROOT, _SYS_CAPSET = (155, 126) if platform.machine() == "x86_64" else (41, 91)
+_LIBC: Any = None
 if sys.platform == "linux":
-    _LIBC: Any = ctypes.CDLL(None, use_errno=True)
-else:
-    _LIBC = None
+    _LIBC = ctypes.CDLL(None, use_errno=True)
 _CREATE = 444
 _ADD = 445
 _RESTRICT = 446

@@ -149,7 +149,9 @@ class Patience:
     @property
     def share(self) -> float:
         """How much of its time the next job has."""
-        return 0.1 if self.lost >= self._allowed / 2 else 1.0
+        if self.lost >= self._allowed / 2:
+            return 0.1
+        return 1.0
 
     def __str__(self) -> str:
         return f"{self.lost:.3g} s of this batch went to answers that end at their limit (`batch_s`)"

@@ -73,7 +73,9 @@ class ProgramServer:
         if "leave" in request:
             thing = self.objects[request["leave"]]
             error = request["error"]
-            theirs = None if error is None else _as_error(error)
+            theirs = None
+            if error is not None:
+                theirs = _as_error(error)
             left = type(thing).__exit__(thing, None if theirs is None else type(theirs), theirs, None)
             return {"value": bool(left), "args": None}
         if "get" in request:  # a name of the program; else a method of its class `Solution`, as judges of contests ask
@@ -131,10 +133,9 @@ class ProgramServer:
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
+        about = None
         if _is_exception(value):
             about = [[str(kind.__module__), kind.__name__] for kind in value.__mro__]
-        else:
-            about = None
         return {"object": [number, about, type(value).__name__]}
 
     def _unpack(self, data: Any) -> Any:

@@ -138,7 +138,9 @@ def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
 
 def numbers(calls: str) -> dict[str, int]:
     """Of the system calls in a text as above, those that this machine has."""
-    here = 0 if platform.machine() == "x86_64" else -1
+    here = 0
+    if platform.machine() != "x86_64":
+        here = -1
     words = calls.split()
     found = zip(words[::2], (word.split("/")[here] for word in words[1::2]), strict=True)
     return {name: int(number) for name, number in found if number != "-"}

@@ -179,7 +179,9 @@ def pack_name(value: Any) -> Any:
     module = getattr(value, "__module__", None)
     name = getattr(value, "__name__", None)
     owner = getattr(value, "__objclass__", None)
-    kind = owner.__name__ if isinstance(owner, type) else ""
+    kind = ""
+    if isinstance(owner, type):
+        kind = owner.__name__
     if kind and vars(builtins).get(kind) is owner and isinstance(name, str):
         return {"name": ["builtins", f"{kind}.{name}"]}  # there: `str.format` here would read this process
     if module == "_operator":
@@ -242,10 +244,9 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
         text = str(error)[:1000]
     except BaseException:
         text = ""
+    given = {}
     if type(vars(error)) is dict:
         given = vars(error)
-    else:
-        given = {}
     names = [one for one in list(given)[:50] if isinstance(one, str) and not one.startswith("_")]
     held = {name: plain for name in names if (plain := _plain(given[name])) is not None}
     args = _plain(error.args)
@@ -257,7 +258,9 @@ def _plain(value: Any) -> Any:
     """Packed, or None for what is no plain data, or long."""
     try:
         packed = pack(value, refuse)
-        return packed if len(json.dumps(packed)) < 10_000 else None
+        if len(json.dumps(packed)) < 10_000:
+            return packed
+        return None
     except Exception:
         return None
 

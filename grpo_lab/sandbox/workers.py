@@ -96,7 +96,9 @@ class ForkServerProcess:
         """How it ended, in words; empty where it was killed from outside, or runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it is over
             code = self.process.wait(_ANSWER_SECONDS)
-            return "" if -code in FROM_OUTSIDE else _how(code)
+            if -code in FROM_OUTSIDE:
+                return ""
+            return _how(code)
         return ""
 
     def kill(self, number: int) -> None:

@@ -65,7 +65,9 @@ class Source:
         loaded = rows_here(self.data, f"rows.{name}.data")
         if loaded is not None and GOLD not in loaded.column_names:
             raise ValueError(f"`rows.{name}`: {told(self.data)} has no column {GOLD!r}; it has {loaded.column_names}")
-        return None if loaded is None else len(loaded)
+        if loaded is None:
+            return None
+        return len(loaded)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
         """One after the other: a file's are never in memory together."""
@@ -225,7 +227,9 @@ def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
     for number, row in enumerate(rows, start=1):
         asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
         if row["mode"] == "think":
-            block = "" if row["flag"] == "cut" else "<think>"
+            block = ""
+            if row["flag"] != "cut":
+                block = "<think>"
         else:
             block = EMPTY_BLOCK
         if not whole.text.startswith(asked.text + block) or whole.ids[: len(asked.ids)] != asked.ids:

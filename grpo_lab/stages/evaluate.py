@@ -83,7 +83,9 @@ class Evaluate:
             facts |= {f"{name}.{one.place}": value for name, value in flat_facts(one.result).items()}
         for one, test in zip(found, compared(found).tests, strict=False):
             if test.difference is not None:
-                of = "" if one is found[0] else f".{one.name}"
+                of = ""
+                if one is not found[0]:
+                    of = f".{one.name}"
                 facts |= {f"difference{of}": test.difference.value, f"p_value{of}": test.p_value}
         if self.effort_by is not None:
             hard = self._difficulty(load_rows(self.section.data, "data"))
@@ -180,9 +182,8 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
 
 def told_template(section: EvaluationSection, way: Condition) -> dict[str, Any]:
     """What the chat template is told in a condition."""
-    if way.thinking is None:
-        mode = {}
-    else:
+    mode = {}
+    if way.thinking is not None:
         mode = {"enable_thinking": way.thinking}
     return {**(section.chat_template_kwargs or {}), **mode}
 
@@ -290,7 +291,9 @@ def measure_conditions(
         asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
-            folder = None if target is None else target / place
+            folder = None
+            if target is not None:
+                folder = target / place
             try:
                 result = ask(blocks=Blocks(section.batch_size, folder, identity))
             except EvaluationStopped as stop:

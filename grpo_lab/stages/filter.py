@@ -74,7 +74,9 @@ class Filtering(At):
 
 
 def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return (value,)
+    return value
 
 
 @settings()
@@ -201,10 +203,9 @@ class GuessFilter:
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """What rows to imitate have in common where they are about one problem: equal problems are sampled once."""
+    of_answer = ()
     if "completion" in row:
         of_answer = ("completion", "source", "length")
-    else:
-        of_answer = ()
     return {name: value for name, value in row.items() if name not in of_answer}
 
 
@@ -344,7 +345,9 @@ def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
 
 def shown_column(rows: Any) -> str:
     """The column of the questions' text."""
-    return "question" if "question" in rows.column_names else "prompt"
+    if "question" in rows.column_names:
+        return "question"
+    return "prompt"
 
 
 def text_of(prompt: Any) -> str:

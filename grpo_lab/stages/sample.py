@@ -303,16 +303,14 @@ def plan_of_samples(
 ) -> Words:
     """What will be sampled, and what an earlier run has left of it in ``file``."""
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
-    if rows is None:
-        total = ""
-    else:
+    total = ""
+    if rows is not None:
         total = f", at most {settings.n_samples * len(rows):,} in all"
     tokens = f"of at most {settings.max_completion_length} tokens each"
     there = problems_in(file)
+    forgotten = ""
     if overwrite and there:
         forgotten = " (--overwrite makes them anew)"
-    else:
-        forgotten = ""
     return {
         "reward": told(reward),
         "model": model_of(str(model)),

@@ -50,7 +50,9 @@ class Keep:
     right_calculations: Switch = False
 
     def rows(self, samples: Sequence[Sampled]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        sound = calculates_right if self.right_calculations else None
+        sound = None
+        if self.right_calculations:
+            sound = calculates_right
         given: Any = {"per_problem": self.per_problem, "same": SAME[self.distinct], "sound": sound}
         return right_answers(samples, **given, gold=GOLD if self.gold else None)
 

@@ -111,7 +111,9 @@ class Refine:
         lines = (reasoning_of(text) if tagged else text[: answer.start]).split("\n")
         kept = "\n".join(line for line, _ in groupby(map(str.rstrip, lines))).strip()
         written = self.form.replace("{reasoning}", kept).replace("{answer}", answer.text)
-        return [{**trace, "text": written}] if kept else []
+        if kept:
+            return [{**trace, "text": written}]
+        return []
 
 
 @settings()
@@ -186,10 +188,9 @@ class FilterTraces:
         if self.refine is not None:
             done = [one for trace in left for one in self.refine.refined(trace)]
             answers = [(one["problem"], one["text"]) for one in done]
+            scores = []
             if done:
                 scores = scores_of(answers, build_reward(self.reward, "reward"))
-            else:
-                scores = []
             yield "refine", (left := [*compress(done, [(score or 0) >= CORRECT_FROM for score in scores])])
         if self.per_problem is not None:
             groups = groupby(left, key=itemgetter("row"))

@@ -62,9 +62,8 @@ class Train:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
         known by, besides its rows; default: all settings."""
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
-        if reference is None:
-            more = {}
-        else:
+        more = {}
+        if reference is not None:
             more = {"ref_model": reference}
         return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
 
@@ -141,9 +140,8 @@ class ColdStart:
         words = known_model(self.model, whole=True)
         if self.data is not None:
             cold_start_rows(ColdStartSection(self.data, self.training), words, here_only=True, where="data")
-        if self.data is None:
-            rows = ""
-        else:
+        rows = ""
+        if self.data is not None:
             rows = f" on {told(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
@@ -157,8 +155,6 @@ class ColdStart:
             return {"steps": 0, "loss": None}
         if rows is None:
             rows = load_rows(self.data, "data")
-        else:
-            rows = rows
         return learn(self, at, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
 
 

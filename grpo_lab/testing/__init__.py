@@ -141,7 +141,8 @@ def tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
     if architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; allowed: {', '.join(ARCHITECTURES)}")
     if hidden_size % (2 * num_heads):
@@ -215,9 +216,8 @@ class ScriptedRollout:
         self.calls += 1
         prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
         prompt_ids = [list(ids) for ids in prompt_ids]
-        if self.sampler_logps is None:
-            logps = None
-        else:
+        logps = None
+        if self.sampler_logps is not None:
             logps = self.sampler_logps(prompt_ids, completions)
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
 

@@ -81,7 +81,9 @@ def _promoted(args: GRPOConfig) -> LabConfig:
 def _merged(cls: Any, name: str, configured: Any) -> Any:
     declared = getattr(cls, name)
     if declared is None or configured is None:
-        return configured if declared is None else declared
+        if declared is None:
+            return configured
+        return declared
     if isinstance(configured, dict):
         named = configured.get("name", declared)
     else:

@@ -139,9 +139,8 @@ class LabConfig(GRPOConfig):
             self.beta = ours.kl.coefficient  # TRL builds the reference model by `beta`
         algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
         refuse(AFTER, Case(self, ours, algorithm))
-        if algorithm.objective is None:
-            kl = None
-        else:
+        kl = None
+        if algorithm.objective is not None:
             kl = algorithm.objective.kl
         if kl is not None and kl.control is not None:
             kl.control.rate_of(self.generation_batch_size)

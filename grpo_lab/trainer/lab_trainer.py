@@ -250,7 +250,9 @@ class LabTrainer(ResumableTrainer):
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
+        if self.model.training:
+            return "train"
+        return "eval"
 
     @at("update")
     def compute_loss(
@@ -302,13 +304,11 @@ class LabTrainer(ResumableTrainer):
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            saved = None
-        else:
+        saved = None
+        if checkpoint is not None:
             saved = load_state(checkpoint)
-        if saved is None:
-            named = set[str]()
-        else:
+        named = set[str]()
+        if saved is not None:
             named = saved.without_moments
         with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, named):
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -47,9 +47,8 @@ class Parts:
         settings = given.settings
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
-        if algorithm.objective is None:
-            kl = None
-        else:
+        kl = None
+        if algorithm.objective is not None:
             kl = algorithm.objective.kl_in_reward
         own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)

@@ -156,7 +156,9 @@ class Recorder:
     @property
     def faults_in_training(self) -> Faults | None:
         """``faults``; None in an evaluation, where there is nothing to leave out."""
-        return self.faults if self.mode() == "train" else None
+        if self.mode() == "train":
+            return self.faults
+        return None
 
     def book(self, mode: str | None = None) -> MetricBook:
         """The pairs of a mode; of the one that the run is in by default."""

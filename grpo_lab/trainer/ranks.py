@@ -122,7 +122,9 @@ def how_it_broke(error: RuntimeError) -> str | None:
         return None
     if any(said in text for said in LATE):
         return "late"
-    return "gone" if any(said in text for said in GONE) else None
+    if any(said in text for said in GONE):
+        return "gone"
+    return None
 
 
 def is_of_lost_rank(error: Exception) -> bool:

@@ -173,7 +173,9 @@ class Bin:
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """For ``trl_bridge.completion_log_probs``."""
-        on_host = None if self.layout is None else self.layout.labels
+        on_host = None
+        if self.layout is not None:
+            on_host = self.layout.labels
         return self.input_ids, self.labels, self.position_ids, self.attention_mask, on_host
 
 
@@ -269,8 +271,6 @@ class RowTable:
         """
         if index is None:
             index = on_device([rows], self.offset.device)[0]
-        else:
-            index = index
         prompt, completion = (lengths[index] for lengths in self.lengths)
         padding = start = self.fields["prompt_ids"].size(1) - prompt
         length = 2

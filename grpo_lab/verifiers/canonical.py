@@ -129,10 +129,9 @@ def _peel_once(text: str) -> str:
 
 def _with_parentheses(function: re.Match[str]) -> str:
     name, braced_power, power, argument = function.groups()
+    exponent = ""
     if braced_power or power:
         exponent = f"^{{{braced_power or power}}}"
-    else:
-        exponent = ""
     return f"{name}{exponent}({argument.strip()})"
 
 
@@ -151,7 +150,9 @@ def _without_unit(text: str) -> str:
         return degrees[1]
     counted = _NUMBER_THEN_WORDS.fullmatch(text)
     named = counted and all(is_unit_word(word.rstrip(".")) for word in counted[2].split())
-    return counted[1] if counted and named else text
+    if counted and named:
+        return counted[1]
+    return text
 
 
 @lru_cache(maxsize=4096)
@@ -174,12 +175,8 @@ def canonical(text: str) -> str:
     text = re.sub(r"(?<!\\)%", r"\\%", text)
     if _SIGNED_CURRENCY.match(text):
         text = _SIGNED_CURRENCY.sub(r"\1", text)
-    else:
-        text = text
     if text[-1:] in CURRENCY[1:]:
         text = text.rstrip(CURRENCY.replace("$", "")).rstrip()
-    else:
-        text = text
     text = re.sub(r"^([+-]?\d[\d,.]*)\s*\\?\$$", r"\1", text)
     text = re.sub(r"^\+\s?(?=[.\d])", "", text)
     text = _THOUSANDS_TIE.sub(" ", text)
@@ -196,9 +193,8 @@ def canonical(text: str) -> str:
 def prose_words(text: str) -> list[str]:
     r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
     bare = SUPERSCRIPTS.sub(" ", _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text)))
-    if r"\begin" in text:
-        names = []
-    else:
+    names = []
+    if r"\begin" not in text:
         names = _NAME_WITH_AND.findall(bare)
     words = [word for word in _WORD.findall(bare) if word.lower() not in FUNCTIONS]
     return names + [word for word in words if len(word) > 3 or word.lower() in _SMALL_WORDS or not word.isascii()]

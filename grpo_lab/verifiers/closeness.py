@@ -86,7 +86,9 @@ def _value(side: Any) -> Any:
     sure = sum(part.is_Float or part.is_Rational for part in parts)
     if not parts:
         return Integer(0)
-    return value if sure == len(parts) else None
+    if sure == len(parts):
+        return value
+    return None
 
 
 def _same(gold: Any, answer: Any, decimals: bool) -> bool:

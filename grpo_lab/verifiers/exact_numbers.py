@@ -90,7 +90,9 @@ def compare_numbers(gold: str, answer: str) -> bool | None:
         return False
     if "." not in gold + answer:
         return wanted == given
-    return False if _far(wanted, given) else None
+    if _far(wanted, given):
+        return False
+    return None
 
 
 def _far(a: Fraction, b: Fraction) -> bool:

@@ -84,7 +84,9 @@ def _deeper(depth: int) -> int:
 
 
 def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
-    token = tokens[place] if place < len(tokens) else ""
+    token = ""
+    if place < len(tokens):
+        token = tokens[place]
     if token == "~":
         inside, place = _single(tokens, place + 1, _deeper(depth - 1) + 1)  # one more than of anything else
         return ("~", inside), place
@@ -110,7 +112,9 @@ def write(formula: Formula) -> str:
 
 def atoms(formula: Formula) -> set[str]:
     if len(formula) == 1:
-        return set() if formula == FALSE else {formula[0]}
+        if formula == FALSE:
+            return set()
+        return {formula[0]}
     return set().union(*(atoms(part) for part in formula[1:]))
 
 
@@ -149,10 +153,9 @@ class _Proof:
         self.open = [_Part(0)]
 
     def add(self, number: int, line: str) -> None:
+        found = None
         if len(line) <= MOST_CHARACTERS:
             found = _LINE.match(line)
-        else:
-            found = None
         rule = found and _RULE.match(found[4].replace("→", "->").translate(_SPELLED).strip())
         if not found or not rule or int(found[1]) != number:
             raise NotAProof(f"not of the form `{number}. formula [rule lines]`")

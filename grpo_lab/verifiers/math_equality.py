@@ -174,10 +174,9 @@ class MathVerifier:
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
         """The verdict where no worker is needed; None where one is."""
+        same = None
         if self.fast_path:
             same = compare_plain_numbers(gold, answer)
-        else:
-            same = None
         if same is not None:
             return _COMPARED[same]
         if len(gold) > MOST_CHARACTERS:
@@ -194,10 +193,9 @@ class MathVerifier:
             return MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "compared as text")
         if is_many(gold, answer):
             return MathVerdict(Verdict.NOT_EQUAL, MANY)
+        same = None
         if self.fast_path:
             same = compare_numbers(gold, answer)
-        else:
-            same = None
         if same is not None:
             return _COMPARED[same]
         return self._known.get((gold, answer))
@@ -226,7 +224,9 @@ def _named_alike(answer: Any, gold: list[Any]) -> Any:
     symbols = {symbol.name: symbol for one in gold for symbol in getattr(one, "free_symbols", ())}
     own = getattr(answer, "free_symbols", ())
     other = {symbol: symbols[symbol.name] for symbol in own if symbols.get(symbol.name, symbol) != symbol}
-    return answer.xreplace(other) if other else answer
+    if other:
+        return answer.xreplace(other)
+    return answer
 
 
 @lru_cache(maxsize=256)

@@ -104,7 +104,9 @@ def exact_value(text: str) -> Fraction | None:
     """The value of a text that is one quantity through and through, without a percent sign or a letter at its end."""
     found = read_quantity(text)
     whole = found is not None and found.end == len(text) and not (found.percent or found.suffix)
-    return found.value if found is not None and whole else None
+    if found is not None and whole:
+        return found.value
+    return None
 
 
 def in_digits(value: Fraction) -> str:
@@ -130,10 +132,9 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
         plain = True
         mixed = _MIXED.match(text, end) or _VULGAR.match(text, end)
         over = _OVER.match(text, end)
+        part = None
         if mixed and value.denominator == 1:
             part = _fraction_of(mixed)
-        else:
-            part = None
         if mixed and part is not None and part < 1:
             value = value + part
             end = mixed.end()
@@ -174,10 +175,9 @@ class _Reader:
 
     def read(self) -> Quantity | None:
         for _ in range(_MOST_WORDS):
+            group = None
             if self.last == "power":
                 group = _NEXT_GROUP.match(self.text, self.end)
-            else:
-                group = None
             if group:  # `500` of `2 million 500 thousand`
                 self.current = Fraction(group[1].replace(",", ""))
                 self.last = "figure"
@@ -211,7 +211,9 @@ class _Reader:
             self.end = part.end()
             return True
         following = _WORD.match(self.text, word.end())
-        name = following[1].lower() if following else ""
+        name = ""
+        if following:
+            name = following[1].lower()
         if following and self.last in ("hundred", "power") and (name in _ONES or name in _TENS):
             return self._takes(name, following.end())
         return False
@@ -290,10 +292,9 @@ class _Reader:
         self.part = True
         self.end = end
         of_a = _OF_A.match(self.text, end)
+        following = None
         if of_a:
             following = _WORD.match(self.text, of_a.end())
-        else:
-            following = None
         if of_a and following and (following[1].lower() in ("hundred", *_POWERS, *_COUNTS)):
             self.end = of_a.end()
         return True
@@ -302,7 +303,9 @@ class _Reader:
         if name not in ("a", "an") or self.last:
             return False
         following = _WORD.match(self.text, end)
-        next_one = following[1].lower() if following else ""
+        next_one = ""
+        if following:
+            next_one = following[1].lower()
         if next_one not in ("hundred", *_POWERS, *_COUNTS, *_PARTS):
             return False
         self.current = Fraction(1)

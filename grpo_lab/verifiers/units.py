@@ -137,14 +137,12 @@ def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
 
 def _ends_in_unit(value: str) -> bool:
     last = max(value.rfind("\\math"), value.rfind("\\text"), value.rfind("\\mbox"))
+    found = None
     if last >= 0:
         found = _UPRIGHT.match(value, last)
-    else:
-        found = None
+    name = ""
     if found:
         name = (found["inside"] or found["bare"]).strip()
-    else:
-        name = ""
     return found is not None and name in UPRIGHT_UNITS and _BETWEEN_UNITS.fullmatch(value, found.end()) is not None
 
 
@@ -170,6 +168,10 @@ def without_unit_at_end(expression: str, letters: bool = False) -> str:
             unit = word in _PLAIN_LETTERS and letters and found["gap"]
         else:
             unit = word in UPRIGHT_UNITS
-        return found["value"] if unit else expression
+        if unit:
+            return found["value"]
+        return expression
     units = all(is_unit_word(word) and len(word) > 1 for word in words)
-    return found["value"] if units else expression
+    if units:
+        return found["value"]
+    return expression

@@ -58,9 +58,8 @@ def checked_scores(
     """What ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
     handed on. ``ValueError``: in one line who, what was seen and where, what is allowed."""
     try:
-        if isinstance(values, str | bytes | Mapping | Set):
-            number = None
-        else:
+        number = None
+        if not isinstance(values, str | bytes | Mapping | Set):
             number = len(values)
     except TypeError:  # a number, a tensor without dimensions, a coroutine
         number = None

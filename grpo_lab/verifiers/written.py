@@ -35,7 +35,9 @@ class WrittenFloat(float):
 
 def whole_number(text: str) -> int | str:
     """The integer that ``text`` writes; the text itself where it is longer than Python reads."""
-    return int(text) if len(text) <= _LONGEST else text
+    if len(text) <= _LONGEST:
+        return int(text)
+    return text
 
 
 def number_text(value: Any) -> str | None:

@@ -224,7 +224,9 @@ class Guard:
         checked: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_checked() -> Message:
-            return checked.pop() if checked else await receive()
+            if checked:
+                return checked.pop()
+            return await receive()
 
         async def send_to_no_other_origin(message: Message) -> None:
             kept = [pair for pair in message.get("headers", ()) if not pair[0].lower().startswith(b"access-control-")]
@@ -243,10 +245,9 @@ class Guard:
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode("latin-1"), self._token):
             needed = f"a token is needed: {VARIABLE}, or the token file that `grpo-lab serve` named"
             raise HTTPException(401, needed, {"www-authenticate": "Bearer"})
+        method = None
         if not scope.get("root_path"):
             method = ROUTES.get(scope["path"])
-        else:
-            method = None
         if method is None:
             raise HTTPException(404, "this route is closed")
         if scope["method"] != method:

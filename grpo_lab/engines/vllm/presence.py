@@ -33,10 +33,9 @@ def why_not(kernels: bool = True) -> str | None:
     try:
         from vllm.platforms import current_platform
 
+        found = None
         if kernels:
             found = _without_kernels(current_platform)
-        else:
-            found = None
     except Exception as error:  # whatever half an installation raises
         note_broken(described(error))
         return f"vLLM is broken here ({_broken})"

@@ -101,10 +101,9 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
     for key, value in extra.items():
         if key not in KEYS[engine]:
             others = [WHERE[other] for other in WHERE if key in KEYS[other]]
+            hint = ""
             if others:
                 hint = f"; it is one of {others[0]}"
-            else:
-                hint = ""
             raise ValueError(
                 f"`generation_kwargs.{key}` is no key of {WHERE[engine]} that a training takes: it would be ignored, or"
                 f" change what is read from the answer{hint}{did_you_mean(key, KEYS[engine])}"

@@ -214,9 +214,8 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
     choices = answer["choices"]
     group = sampling.get("n", 1)
     asked_for = group * len(prompts)
-    if len(choices) == asked_for:
-        wrong = []
-    else:
+    wrong = []
+    if len(choices) != asked_for:
         wrong = [f"{len(choices)} completions for {asked_for}"]
     most = sampling.get("max_tokens") or math.inf
     for row, choice in enumerate(choices if not wrong else ()):

@@ -68,7 +68,9 @@ class Bearer:
 
 def token_of(session: Any) -> str | None:
     found = getattr(session, "auth", None)
-    return found._token if isinstance(found, Bearer) else None
+    if isinstance(found, Bearer):
+        return found._token
+    return None
 
 
 def tokens_folder() -> Path:
@@ -119,7 +121,9 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
         file = default_file(base_url)
     else:
         file = Path(named).expanduser()
-    return read(file) if file.is_file() else None
+    if file.is_file():
+        return read(file)
+    return None
 
 
 def write(file: Path, token: str, *, anew: bool = False) -> None:

@@ -124,9 +124,8 @@ def draw_probe(
     """
     from vllm import SamplingParams
 
-    if lora_request is None:
-        more = {}
-    else:
+    more = {}
+    if lora_request is not None:
         more = {"lora_request": lora_request}
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=max_tokens, logprobs=0)
     requests = [{"prompt_token_ids": list(ids)} for ids in prompt_ids]

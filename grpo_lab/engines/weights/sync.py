@@ -78,10 +78,9 @@ def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in listed and parameter.numel():
             owner = model.get_submodule(name.rpartition(".")[0])
+            rows = 0
             if parameter.ndim:
                 rows = int(getattr(owner, "org_vocab_size", parameter.shape[0]))
-            else:
-                rows = 0
             yield name, parameter.detach()[:rows] if parameter.ndim else parameter.detach()
 
 

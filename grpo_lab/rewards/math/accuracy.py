@@ -72,7 +72,9 @@ class Judgement:
     def reward(self) -> float | None:
         if self.verdict in _UNSCORED:
             return None
-        return 1.0 if self.verdict is Verdict.EQUAL else 0.0
+        if self.verdict is Verdict.EQUAL:
+            return 1.0
+        return 0.0
 
 
 @dataclass(frozen=True)

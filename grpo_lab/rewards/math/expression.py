@@ -164,10 +164,9 @@ def math_spans(text: str) -> list[Span]:
                 spans.append(Span(opened[1], token.end(), inside))
                 opened = None
                 continue
+        opened = None
         if mark in _CLOSING:
             opened = (mark, token.start(), token.end())
-        else:
-            opened = None
     return spans
 
 
@@ -221,10 +220,9 @@ def _leading_number(content: str) -> str | None:
     if leading:
         return content[: whole_number(content, 0, leading.end())]
     sign = _SIGN_IN_WORDS.match(content)
+    rest = None
     if sign:
         rest = _leading_number(content[sign.end() :])
-    else:
-        rest = None
     return f"-{rest}" if rest else None
 
 
@@ -244,10 +242,9 @@ def _after_last_verb(content: str) -> str | None:
     heads = [head for head in _TAIL_HEAD.finditer(content) if not any(s.start < head.start() < s.end for s in spans)]
     if not heads:
         return None
+    between = None
     if len(heads) > 1:
         between = _NEXT_SUBJECT.fullmatch(content, heads[-2].end(), heads[-1].start())
-    else:
-        between = None
     if between and not _SUMMARY.search(between[1]):
         return None  # `x is 3 and y is 5`, `Anna: 3, Tomas: 5`: one of two, not what the text comes to
     return _whole_or_leading(content[heads[-1].end() :])
@@ -280,7 +277,8 @@ def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
             end = max(match.end(), read.end)
         between = text[max(0, match.start() - 9) : match.start()].rstrip("$\\ ").lower().endswith("between")
         share = (_BETWEEN_TWO if between else _SHARE_AFTER).match(text, end)
-        end = share.end() if share else end
+        if share:
+            end = share.end()
         done = end if end <= stop else match.end()
         found.append((done, text[match.start() : done]))
     return found

@@ -87,10 +87,9 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
     pending: re.Match[str] | None = None
     for token in _BOX_TOKEN.finditer(text, first):
         mark = token[0]
+        head = None
         if pending is not None and pending.end() == token.start():
             head = pending
-        else:
-            head = None
         pending = None
         if mark.startswith((r"\boxed", r"\fbox")):
             pending = token
@@ -124,7 +123,8 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
     text = _after_thinking(completion)
     if text is None and mode == "strict":
         return None
-    text = completion if text is None else text
+    if text is None:
+        text = completion
     text = text[: next_turn_start(text)]
     found = _markers(text)
     if not found:
@@ -150,7 +150,9 @@ def _after_thinking(completion: str) -> str | None:
         if not closed:
             return None
         again = text.find(THINK)
-    return text if again == -1 else text[:again]
+    if again == -1:
+        return text
+    return text[:again]
 
 
 def _markers(text: str) -> list[Answer]:
@@ -228,7 +230,9 @@ def _answer_tags(text: str) -> list[Answer]:
         inner_start = text.rfind("<answer>", start, stop) + len("<answer>")
         content = text[inner_start:stop]
         inner = _untagged_markers(content)
-        final = _final(inner, content) if inner else None
+        final = None
+        if inner:
+            final = _final(inner, content)
         if final is None:
             stated = _read(content)
         else:
@@ -267,10 +271,9 @@ def _labelled(content: str) -> str | None:
 
 
 def _behind_label(content: str) -> str:
+    choice = None
     if len(content) <= _WINDOW:
         choice = read_choice(content.strip())
-    else:
-        choice = None
     if choice is not None and choice.behind:
         return choice.behind
     return content
@@ -297,10 +300,9 @@ def _hashes(text: str) -> list[Answer]:
 
 def _phrases(text: str) -> list[Answer]:
     found = []
+    begin = 0
     if text.isascii():
         begin = text.lower().find("ans")
-    else:
-        begin = 0
     for head in _first_and_last(list(_PHRASE.finditer(text, begin)) if begin >= 0 else []):
         start = head.end()
         for _ in range(3):
@@ -329,7 +331,9 @@ def _line(text: str, start: int) -> str:
     """To the end of the line, or to a new task within it."""
     window = text[start : start + _WINDOW].partition("\n")[0]
     task = _TASK_IN_LINE.search(window)
-    return window[: task.start()] if task else window
+    if task:
+        return window[: task.start()]
+    return window
 
 
 def _first_and_last(places: list[T]) -> list[T]:

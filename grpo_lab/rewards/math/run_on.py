@@ -59,10 +59,9 @@ def _opens_new_task(line: str) -> bool:
 
 def _asks_a_question(line: str) -> bool:
     line = line.strip().rstrip("*_\"' ")
+    first = None
     if len(line) >= 24 and line.endswith("?"):
         first = re.search(r"[A-Za-z']+", line[:_LOOK_AHEAD])
-    else:
-        first = None
     return first is not None and first[0].lower() not in _SELF_TALK
 
 

@@ -70,7 +70,9 @@ class _Question:
         """FSDP or DEEPSPEED, under which a forward of ours would want all ranks' weights."""
         found = self._trainer.accelerator.distributed_type
         kind = str(getattr(found, "value", found))
-        return kind if kind in ("FSDP", "DEEPSPEED") else None
+        if kind in ("FSDP", "DEEPSPEED"):
+            return kind
+        return None
 
 
 class BinProbe(_Question):
@@ -202,7 +204,9 @@ class MaskProbe(_Question):
         if few is None or many is None:
             code = 1
         else:
-            code = 0 if [size * MANY // FEW for size in few] == many else 2
+            code = 0
+            if [size * MANY // FEW for size in few] != many:
+                code = 2
         flag = torch.tensor([code], device=trainer.accelerator.device)
         return _REASONS[int(trainer.accelerator.gather(flag).max())]
 

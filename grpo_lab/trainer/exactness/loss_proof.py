@@ -82,9 +82,8 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
         raise ValueError(f"the loss of {named} is not finite on the toy batch: {found.item()}")
     if gradient.abs().sum() == 0:
         raise ValueError(f"the loss of {named} has no gradient on the toy batch: nothing would train")
-    if own_hook:
-        expected = None
-    else:
+    expected = None
+    if not own_hook:
         expected = literal_loss(objective, batch)
     if expected is None:
         return f"{named} has parts of its own: finite and with a gradient, not compared to a formula"

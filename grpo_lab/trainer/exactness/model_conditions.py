@@ -94,7 +94,9 @@ def _text_config(model: nn.Module) -> Any:
 def position_limit(model: nn.Module) -> int | None:
     """How many positions the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
     limit = getattr(_text_config(model), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    if isinstance(limit, int) and limit > 0:
+        return limit
+    return None
 
 
 def padding_reaches_state(model: nn.Module) -> bool:

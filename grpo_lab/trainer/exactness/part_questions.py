@@ -182,10 +182,9 @@ def _put_back(value: Any, before: Any) -> Any:
 
 
 def _random_states() -> list[Any]:
+    gpu = []
     if torch.cuda.is_initialized():
         gpu = torch.cuda.get_rng_state_all()
-    else:
-        gpu = []
     return [torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state(legacy=True)]
 
 
@@ -209,17 +208,15 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     parts = [*of_token, *of_average]
     names = " and ".join(parts)
     per_token = " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
+    hook = []
     if trainer.team_overrides_token_loss:
         hook = [trainer.token_loss]
-    else:
-        hook = []
     stock = None
     with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
+            stock = None
             if of_token:
                 stock = _why_not_row_by_row(trainer.token_loss, objective)
-            else:
-                stock = None
             silent = loss_proof.vanishes_without_advantage
             if objective.kl_in_loss is not None or silent(trainer.token_loss, objective):
                 pull = ""
@@ -249,10 +246,9 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
     """In words: what of a team's makes the loss of a token, and what averages it."""
+    found = []
     if trainer.team_overrides_token_loss:
         found = [f"`{teams(trainer, 'token_loss')}`"]
-    else:
-        found = []
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
     return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]

@@ -115,15 +115,13 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
     """TRL's ``_init_vllm`` in this process, with our options."""
     # where the options name no seed: the run's; TRL's 0 in a drop-in run
-    if getattr(args, "objective", None) is None:
-        seed = 0
-    else:
+    seed = 0
+    if getattr(args, "objective", None) is not None:
         seed = int(args.seed)
     dtype = next(generation.model.parameters()).dtype
     options = EngineOptions.from_mapping(settings.engine or {})
-    if generation.adapters is None:
-        lora = None
-    else:
+    lora = None
+    if generation.adapters is not None:
         lora = generation.adapters.max_rank
     factory = engine_factory(options, trainer_dtype=dtype, run_seed=seed, max_lora_rank=lora)
     with replaced(trl_vllm, "LLM", factory):

@@ -95,10 +95,9 @@ class PolicySampler:
                 "`evaluation.log_probs` with `evaluation.every` needs all weights on each process, and FSDP or "
                 "DeepSpeed keeps them in parts; leave one of the two out"
             )
+        engine = None
         if trainer.use_vllm and trainer.vllm_mode == "colocate":
             engine = trainer.vllm_generation.llm.llm_engine
-        else:
-            engine = None
         config: Any = trainer.accelerator.unwrap_model(trainer.model).config
         if engine:
             self.context = engine.model_config.max_model_len
@@ -167,7 +166,9 @@ def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
         return rows
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
     shared = trainer.use_vllm and (trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
-    return most if shared else max(rows, min(most, 1))
+    if shared:
+        return most
+    return max(rows, min(most, 1))
 
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:

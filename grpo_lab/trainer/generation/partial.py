@@ -136,7 +136,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
     def versions(self) -> list[int] | None:
         """Of each row of the generation batch at hand: optimizer steps that the policy of its first segment had taken;
         None where all are of one policy, that of the step or of ``overlap``."""
-        return self._versions if self.trainer.model.training else None
+        if self.trainer.model.training:
+            return self._versions
+        return None
 
     def _oldest_whole(self, inputs: Rows) -> tuple[Groups, Groups]:
         """(groups to train on, groups that wait)."""

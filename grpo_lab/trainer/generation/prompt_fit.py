@@ -41,9 +41,8 @@ def refuse_long(
     """``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
     for ids in prompts:
         if len(ids) > context - room:
-            if decode is None:
-                text = ""
-            else:
+            text = ""
+            if decode is not None:
                 text = f" (it begins {decode(list(ids[:60]))[:160]!r})"
             raise PromptTooLong(_no_room(f"a prompt of {len(ids)} tokens{text} leaves", context, room))
 
@@ -55,9 +54,8 @@ def fill_rooms(
     it. A request has one ``max_tokens`` for all its prompts, so each row is one; the server takes them together."""
 
     def row(number: int) -> dict[str, Any]:
-        if features is None:
-            shown = None
-        else:
+        shown = None
+        if features is not None:
             shown = features[number : number + 1]
         room = context - len(prompts[number])
         return ask([prompts[number]], features=shown, **{**sampling, "max_tokens": room})
@@ -81,10 +79,9 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
         )
     if trainer.use_vllm:
         refuse_long(prompts, trainer.vllm_generation.context, 1, trainer._tokenizer.decode)
+    limit = None
     if trainer.use_vllm:
         limit = trainer.args.vllm_max_model_length
-    else:
-        limit = None
     config = trainer.accelerator.unwrap_model(trainer.model).config
     risk = check_prompt_lengths([len(ids) for ids in prompts], config, completion_limit(trainer.args), limit)
     if risk is not None:
@@ -111,10 +108,9 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
         found = too_long(trainer, rows["prompt"], generation.context - room)
         if found:
             named = ", ".join(f"row {row} ({length} tokens)" for row, length in found[:NAMED])
+            more = ""
             if len(found) > NAMED:
                 more = f" and {len(found) - NAMED} more"
-            else:
-                more = ""
             raise ValueError(_no_room(f"`{setting}`: {named}{more} leave", generation.context, room))
 
 

@@ -83,16 +83,14 @@ class PromptOrder:
             return None
         shape = {"mini_repeat_count": self._group_size, "repeat_count": self._every, "seed": self._args.seed}
         shape["batch_size"] = self._args.generation_batch_size // self._group_size
+        rates = None
         if settings.column:
             rates = list(dataset[settings.column])
-        else:
-            rates = None
         how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:
             if settings.name == "prioritized":  # a problem without a pass rate (nothing was scorable) starts from 0
-                if rates is None:
-                    initial = 0.0
-                else:
+                initial = 0.0
+                if rates is not None:
                     initial = [0.0 if rate is None else float(rate) for rate in rates]
                 self.sampler = PrioritizedSampler(dataset, **shape, initial=initial, **how)
             else:

@@ -72,7 +72,9 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
     wrong = [f"{name}: {other.get(name, 'not there')}, the trainer's {mine.get(name, 'not there')}" for name in names]
     if not wrong:
         return []
-    more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    more = ""
+    if len(wrong) > 4:
+        more = f" and {len(wrong) - 4} more"
     return [f"shapes of its parameters ({'; '.join(wrong[:4])}{more})"]
 
 

@@ -352,10 +352,9 @@ def save_for_resume(trainer: GRPOTrainer, then: str) -> str:
     trainer.accelerator.wait_for_everyone()
     folder = checkpoint_folder(trainer)
     weights_only = trainer.args.save_only_model
+    partly = ""
     if weights_only:
         partly = " (weights only, as `save_only_model` asks: the optimizer starts anew)"
-    else:
-        partly = ""
     return (
         f"A checkpoint of step {step} was written to {folder}{partly}. {then}: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

@@ -79,9 +79,8 @@ class HealthLine(TrainerCallback):  # type: ignore[misc]
             return
         optimizer = more.get("optimizer")
         updates = args.steps_per_generation * args.num_iterations
-        if optimizer is None:
-            moves = None
-        else:
+        moves = None
+        if optimizer is not None:
             moves = any(float(group["lr"]) != 0 for group in optimizer.param_groups)
         facts = Facts(updates / args.gradient_accumulation_steps, int(state.max_steps), self.own_loss, moves)
         verdict = diagnose([row for row in state.log_history if "loss" in row], facts)

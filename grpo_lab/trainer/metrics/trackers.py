@@ -161,10 +161,9 @@ def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
         place = tracker.run.folder / "runs"
     else:
         place = Path(given) / (args.run_name or tracker.run.name)
+    purged = None
     if state.global_step:
         purged = state.global_step + 1
-    else:
-        purged = None
     writer = tracker.inner._SummaryWriter(str(place / tracker.run.identity), purge_step=purged)
     tracker.inner.tb_writer = writer
     tracker._close = writer.close

@@ -180,9 +180,8 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
         if is_of_lost_rank(error):
             raise  # nobody is left to be told
         fault = error
-    if fault is None:
-        own = None
-    else:
+    own = None
+    if fault is not None:
         own = f"{type(fault).__name__}: {fault}"
     told = [own] if alone else gather_object([own])
     problem = next((f"rank {rank}: {why}" if len(told) > 1 else why for rank, why in enumerate(told) if why), None)

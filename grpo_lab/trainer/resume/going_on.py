@@ -51,7 +51,8 @@ def chosen(trainer: Any, given: Any) -> Any:
             raise ValueError(f"{none}: {'; '.join(passed)}")
         for why in passed:
             trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
-        given = given if newest is None else WasRead(newest)
+        if newest is not None:
+            given = WasRead(newest)
     if isinstance(given, str | os.PathLike):
         if not isinstance(given, WasRead):
             _refuse_damaged(Path(given), reads)
@@ -61,9 +62,8 @@ def chosen(trainer: Any, given: Any) -> Any:
 
 def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
     """transformers takes a checkpoint without optimizer, schedule or random numbers, and says nothing."""
-    if trainer.accelerator.num_processes == 1:
-        rank = ""
-    else:
+    rank = ""
+    if trainer.accelerator.num_processes != 1:
         rank = f"_{trainer.accelerator.process_index}"
     own = [name for name in lacking(checkpoint) if name != "rng_state.pth"]
     own += [] if (checkpoint / f"rng_state{rank}.pth").is_file() else [f"rng_state{rank}.pth"]
@@ -77,10 +77,9 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
 
 def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
     """``newest_whole`` by its content: one process of a node ``reads``, and the oldest answer holds on every rank."""
+    own = None
     if reads:
         own = newest_whole(folder, read=True)
-    else:
-        own = None
     told = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in told for why in words))
     found = min((place for place, _ in told if place is not None), key=step_of, default=None)
@@ -88,15 +87,13 @@ def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
+    own = None
     if reads:
         own = broken_pickles(checkpoint) or damaged(checkpoint)
-    else:
-        own = None
     if why := next(filter(None, gather_object([own])), None):
+        despite = ""
         if (checkpoint / MARK).is_file():
             despite = f"; to go on from this one all the same, remove {MARK} in it"
-        else:
-            despite = ""
         raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
@@ -129,7 +126,9 @@ class ResumableTrainer(InOrder, RankAwareTrainer):
         epochs, batches = super()._init_training_state(max_steps, updates_per_epoch, num_epochs, checkpoint, trial)
         done = checkpoint is not None and 0 < max_steps <= self.state.global_step
         self._at_its_end = checkpoint if done else None
-        return (num_epochs, 0) if done else (epochs, batches)
+        if done:
+            return (num_epochs, 0)
+        return (epochs, batches)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         return super().train(chosen(self, resume_from_checkpoint), *args, **kwargs)

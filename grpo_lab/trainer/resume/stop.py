@@ -148,10 +148,9 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             signal.raise_signal(number)  # to whoever would have had it
         elif self._asked is None and not breaks_off:
             self._asked = name
+            again = ""
             if name == CTRL_C:
                 again = "; a second Ctrl-C ends at once, without one"
-            else:
-                again = ""
             logger.warning("%s: this step is finished and a checkpoint written%s", name, again)
         elif self._asked is None or name == CTRL_C:  # a scheduler may say SIGTERM twice
             self.broke_off_a_wait = name if self._asked is None else None
@@ -251,7 +250,9 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
     @property
     def late(self) -> str | None:
         """What this process was asked after the last moment at which it could be answered."""
-        return self._asked if self.reason is None else None
+        if self.reason is None:
+            return self._asked
+        return None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

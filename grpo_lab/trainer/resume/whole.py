@@ -126,14 +126,12 @@ def broken_pickles(checkpoint: Path) -> str | None:
     for file in sorted(checkpoint.glob("*.pt*")):
         try:  # torch.save writes a zip file, whose list of contents stands at its end
             with zipfile.ZipFile(file) as archive:
+                bad = None
                 if file.stat().st_size <= SMALL:
                     bad = archive.testzip()
-                else:
-                    bad = None
+            named = []
             if file.name.startswith(LOADED):
                 named = get_unsafe_globals_in_checkpoint(str(file))
-            else:
-                named = []
         except Exception:  # flipped bits: a compression that is none, a name that is no text, a key that is asked for
             return f"{file.name} is not whole"
         for name in named:

@@ -166,10 +166,9 @@ def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Te
     one = torch.ones((), device=returns.device)
     book.add_alike("value/explained_variance", one * (explained or 0.0), float(explained is not None))
     book.add_alike("value/return_mean", one * of_returns.mean, 1.0)
+    moments = None
     if value.whiten_advantages:
         moments = _moments(trainer, each, counted)
-    else:
-        moments = None
     if moments is None:
         each = each.masked_fill(~counted, 0.0)
     else:

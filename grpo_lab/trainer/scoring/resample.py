@@ -97,10 +97,9 @@ class Resampler:
         trainer = self.trainer
         last = rounds[-1]
         size = self.group_size
+        kept = []
         if chosen:
             kept = [Rewarded.joined([r.rewarded for r in rounds]).picked(self._rows(chosen))]
-        else:
-            kept = []
         if kept:
             table = Rewarded.joined([*kept, last.rewarded]).table
         else:

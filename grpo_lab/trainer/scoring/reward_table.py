@@ -159,10 +159,9 @@ def without_infinite(values: Tensor, names: tuple[str, ...], faults: Faults | No
     infinite = values.isinf()
     for column in infinite.any(dim=0).nonzero().flatten().tolist():
         rows = infinite[:, column].nonzero().flatten().tolist()
+        more = ""
         if rows[1:]:
             more = f" and {len(rows) - 1} more"
-        else:
-            more = ""
         seen = f"{values[rows[0], column].item()} for completion {rows[0]}{more} of {values.size(0)}"
         said = f"{home.format(repr(names[column]))} returned {seen}"
         if faults is None:

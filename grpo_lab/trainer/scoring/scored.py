@@ -143,10 +143,9 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
         )
     record_rewards(trainer, rewarded)
     resamples = trainer.lab_settings.update.dead_groups == "resample"
+    columns = None
     if resamples:
         columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel())
-    else:
-        columns = None
     return Scored(batch, rewarded, forwards, columns)
 
 

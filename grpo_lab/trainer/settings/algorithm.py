@@ -130,20 +130,18 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
     average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
     beside = chosen.advantage or row.rule
     named, own = knobs.advantage_choice(settings.advantage, beside)
+    other = None
     if chosen.advantage:
         other = knobs.advantage_choice(None, chosen.advantage)[0]
-    else:
-        other = None
     if other is not None and other != named:
         raise ValueError(
             f"`advantage` is {name_of(named)!r} and `objective.advantage` is {name_of(other)!r}: they are one setting; "
             "leave one out"
         )
     rule = knobs.advantage_from(settings.advantage, beside)
+    value = None
     if reads_values(rule):
         value = settings.value or ValueSettings()
-    else:
-        value = None
     rule = _with_discounts(rule, value, own)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
     objective = Objective(chosen.name or "custom", push, average, ratio, kl)
@@ -154,9 +152,8 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
     """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
     for name in ("gamma", "lam"):
-        if value is None:
-            number = None
-        else:
+        number = None
+        if value is not None:
             number = getattr(value, name)
         if number is None:
             continue
@@ -195,13 +192,11 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
     kl = objective.kl
     said = "none"
     if kl is not None:
-        if kl.per == "sequence":
-            tokens = ""
-        else:
+        tokens = ""
+        if kl.per != "sequence":
             tokens = f", per token (γ={kl.gamma:g})"
-        if kl.control is None:
-            target = ""
-        else:
+        target = ""
+        if kl.control is not None:
             target = f", steered to {kl.control.target:g} nats a completion"
         said = f"{kl.coefficient}·{kl.estimator} in the {kl.placement}{tokens}{target}"
     return {
@@ -247,9 +242,8 @@ def _kl_term(args: Any, chosen: KLSettings | None, per: str) -> KLTerm | None:
         )
     per = chosen.per or (per if chosen.placement == "reward" else "sequence")
     gamma = 1.0 if chosen.gamma is None else chosen.gamma
-    if chosen.target is None:
-        control = None
-    else:
+    control = None
+    if chosen.target is not None:
         control = AdaptiveKL(chosen.target, chosen.rate, chosen.horizon)
     weighted = bool(chosen.ratio_weighted)
     return KLTerm(coefficient, chosen.estimator, chosen.placement, weighted, per=per, gamma=gamma, control=control)
@@ -279,7 +273,9 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
     """TRL's field → (what ours make it, our setting, its value)."""
     chosen = ours.objective
     if chosen is None:
-        rule = None if ours.advantage is None else ours.advantage.name
+        rule = None
+        if ours.advantage is not None:
+            rule = ours.advantage.name
         if rule is None:
             return {}
         return {"scale_rewards": (_scaling(rule), "advantage", rule)}
@@ -312,7 +308,9 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
                 f"`{name}`={getattr(args, name)!r} acts in TRL's own loss or advantages, and `{place[0]}`={place[1]!r} "
                 "does not honour it: leave one out"
             )
-    loss_type = None if chosen is None else _loss_type(chosen)
+    loss_type = None
+    if chosen is not None:
+        loss_type = _loss_type(chosen)
     for name, (expected, setting, value) in said.items():
         found = getattr(args, name)
         # as written here before; a saved record may hold a part by another name
@@ -334,10 +332,9 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
 
 def clip_in_force(args: Any, algorithm: Algorithm) -> None:
     """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
+    surrogate = None
     if algorithm.objective is not None:
         surrogate = algorithm.objective.surrogate
-    else:
-        surrogate = None
     for name in set(CLIP) & set(registry.knobs_of(surrogate)):
         setattr(args, name, getattr(surrogate, name))
 

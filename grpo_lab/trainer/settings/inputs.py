@@ -123,10 +123,9 @@ def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
     known = (*LOSS_TYPES, *TRLS_OWN)
     own = teams(cls, "_compute_loss") or teams(cls, "compute_loss")
     if algorithm.objective is None and args.loss_type not in known and own is None:
+        ours = ""
         if args.loss_type in PRESETS:
             ours = f"; {args.loss_type!r} is an `objective` here"
-        else:
-            ours = ""
         raise ValueError(f"`loss_type` is {args.loss_type!r}{one_of(args.loss_type, sorted(known))}{ours}")
 
 
@@ -218,9 +217,8 @@ def check_prompt_lengths(
             f"the longest prompt has {longest} tokens: with `max_completion_length`={room} a completion may run beyond "
             f"the context of {context} tokens ({setting})"
         )
-    if room is None:
-        better = ""
-    else:
+    better = ""
+    if room is not None:
         better = f", and with `max_completion_length`={room} at most {max(context - room, 1)}"
     raise ValueError(
         f"a prompt of {longest} tokens leaves no room in a context of {context} tokens ({setting}); allowed are "

@@ -113,7 +113,9 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
     """Which rule, and the knobs that are set: those of ``advantage`` go over those beside ``objective``'s rule."""
-    knobs = {} if settings is None else settings.knobs
+    knobs = {}
+    if settings is not None:
+        knobs = settings.knobs
     if settings is not None and settings.name is not None:
         return settings.name, knobs
     name, beside = _named(fallback, "objective.advantage")
@@ -169,7 +171,9 @@ def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: 
                 f"`{where}.{name}`={chosen[name]} has no effect on the {what} "
                 f"{name_of(part)!r}{reads if is_class else ' given as an object; set it there'}"
             )
-    found = typed(chosen, part, where) if chosen else {}
+    found = {}
+    if chosen:
+        found = typed(chosen, part, where)
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value) and value != known[name]:
             raise ValueError(f"`{where}.{name}` is {value}; it must be a finite number")

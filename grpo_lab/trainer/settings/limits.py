@@ -154,10 +154,9 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     for name, (words, holds) in ranges.items():
         value = values.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and not holds(value):
+            more = ""
             if name == "save_steps":
                 more = ", or `save_strategy: no` for no checkpoints"
-            else:
-                more = ""
             raise ValueError(f"`{prefix}{name}` is {value}; it must be {words}{more}")
 
 

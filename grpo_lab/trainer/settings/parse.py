@@ -371,7 +371,9 @@ class LabSettings:
             if self.objective is None:
                 return None
             return GuardSettings()
-        return None if self.guard.is_off else self.guard
+        if self.guard.is_off:
+            return None
+        return self.guard
 
     @property
     def keeps_nan(self) -> bool:

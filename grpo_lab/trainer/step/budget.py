@@ -109,7 +109,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
     @property
     def number(self) -> int | None:
         """What is in force; None: the stock micro-batch's footprint."""
-        return self.tokens if self.is_auto else self.asked
+        if self.is_auto:
+            return self.tokens
+        return self.asked
 
     def of(self, footprint: int) -> int:
         """Tokens of a forward; ``footprint``: those of the stock micro-batch."""
@@ -119,7 +121,9 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
     def overhead(self) -> int:
         """What one more forward costs in the plan, in tokens."""
         is_measured = self.memory is not None and self.tokens is not None
-        return LAUNCHES if is_measured else DEFAULT_OVERHEAD_TOKENS
+        if is_measured:
+            return LAUNCHES
+        return DEFAULT_OVERHEAD_TOKENS
 
     def described(self) -> dict[str, Any]:
         """For ``run.json``: with ``auto`` the number in force."""

@@ -260,10 +260,9 @@ class ExactUpdate:
             scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
         logps = _of_completions(scored, rows)
+        values = None
         if heard:
             values = _of_completions(heard[0], rows)
-        else:
-            values = None
         batch = token_batch(trainer, logps, entropies.gather(1, rows.take), rows.loss_mask, rows.fields, values)
         record_tokens(trainer, trainer.recorder.book("train"), batch, self._origin(rows.micro_batch, denominators))
         if isinstance(denominators.tokens, float):  # rows of several generation batches: each has its own count

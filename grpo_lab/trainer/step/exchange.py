@@ -107,7 +107,9 @@ class Exchange:
         marked = torch.where(inside, prompts, ~prompts)  # < 0: a hole
         sent = {**local.fields, "prompt_ids": marked, _OFFSET: local.offset}
         del sent["prompt_mask"]
-        came = self._swapped(sent) if self._moves else {}
+        came = {}
+        if self._moves:
+            came = self._swapped(sent)
         index = torch.as_tensor(stay - self._first, device=self._device)
         fields = {}
         for name, value in sent.items():
@@ -248,7 +250,9 @@ def _within(lengths: Ints, width: int, device: Any, on_the_right: bool) -> Tenso
 
 def _laid_out(name: str, flat: Tensor, lengths: Ints, further: tuple[int, ...]) -> Tensor:
     """``[rows, longest, …]`` of the rows' numbers one after the other."""
-    width = int(lengths.max()) if lengths.size else 0
+    width = 0
+    if lengths.size:
+        width = int(lengths.max())
     keep = _within(lengths, width, flat.device, is_of_prompt(name)).reshape(len(lengths), width, *(1 for _ in further))
     shape = (len(lengths), width, *further)
     return torch.full(shape, FILL.get(name, 0), dtype=flat.dtype, device=flat.device).masked_scatter(keep, flat)

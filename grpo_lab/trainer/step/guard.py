@@ -145,9 +145,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if not bad and not self._seen:
             return
         trainer = self.trainer
-        if self._seen:
-            fine = 0
-        else:
+        fine = 0
+        if not self._seen:
             fine = trainer.state.global_step - trainer._globalstep_last_logged
         self._seen = True
         counted = {"left_out": bool(bad)} | {kind: kind in bad for kind in KINDS}
@@ -177,18 +176,16 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         kinds = ", ".join(bad)
         facts = {"step": step, "not_finite": bad, "grad_norm": str(float(norm))}
         facts |= {"in_a_row": self.in_a_row, "max_bad_steps": limit}
+        kept = None
         if self.settings.save:
             kept = keep_bad_step(self.trainer, faults, facts)
-        else:
-            kept = None
         said = f"step {step} is left out: {kinds} not finite ({self.in_a_row} in a row, {limit} stop the run)"
         self.trainer.recorder.say(said if kept is None else f"{said}; {kept}", level=logging.WARNING)
         if self.in_a_row >= limit:
             folder = str(self.trainer.args.output_dir)
+            batches = ""
             if self.settings.save:
                 batches = f" The batches are in {folder}/{FOLDER}."
-            else:
-                batches = ""
             raise NumbersError(
                 f"{limit} optimizer steps in a row could not be taken, the last one {step}: {kinds} not finite "
                 f"(`guard.max_bad_steps`). The weights are as after step {self.taken}.{batches} "
@@ -230,9 +227,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         """What is bad and how many steps were, for a checkpoint; None where nothing ever was."""
         if self.faults is None or not self._seen:
             return None
-        if self.trainer.phase.at_end:
-            bad = []
-        else:
+        bad = []
+        if not self.trainer.phase.at_end:
             bad = sorted(self.faults.bad)
         return {"in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
 

@@ -145,7 +145,9 @@ def idle_pull(trainer: StepPort) -> str | None:
     objective = trainer.algorithm.objective
     args = trainer.args
     phase = trainer.phase
-    push = None if objective is None else objective.surrogate
+    push = None
+    if objective is not None:
+        push = objective.surrogate
     idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
     if not idle or phase.every > phase.accumulation:
         return None

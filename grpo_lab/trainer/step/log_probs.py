@@ -224,7 +224,9 @@ class OldPolicy:
     def _ahead(self) -> list[int]:
         """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch."""
         wanted = trl_bridge.wants_old_log_probs(self._trainer)[0] and self._buffer
-        return self._trainer.phase.ahead() if wanted else []
+        if wanted:
+            return self._trainer.phase.ahead()
+        return []
 
     def again(self, window: int) -> list[int | None]:
         """Places of this step's micro-batches that come again and have no old log-probs yet; None for others."""

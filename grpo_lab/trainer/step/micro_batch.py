@@ -98,10 +98,9 @@ def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any]
         logps, entropies, router_loss = trl_bridge.stock_forward(
             trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
         )
+    values = None
     if heard:
         values = heard[0][:, -logps.size(1) :]
-    else:
-        values = None
     batch = token_batch(trainer, logps, entropies, loss_mask(inputs), inputs, values)
     if mode == "train":
         accumulation = trainer.current_gradient_accumulation_steps

@@ -147,10 +147,9 @@ def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
         "rows": "live only" if found.stock is None and found.all_rows is None else "all",
         "because": found.stock or found.all_rows,
     }
+    randomness = {}
     if found.draws and found.stock is None:
         randomness = {"randomness": "same_distribution"}
-    else:
-        randomness = {}
     names = ("first_step_tokens", "first_step_tokens_live_in_bins", "first_step_tokens_stock")
     return described | randomness | dict(zip(names, price, strict=False))
 

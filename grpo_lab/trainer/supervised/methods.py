@@ -138,7 +138,9 @@ def _tokens(
     pairs = render_pairs(zip(batch["prompt"], batch["completion"], continues, strict=True), tokenizer, kwargs)
     found: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for asked, row in pairs:
-        begins = 0 if whole else _alike(asked.ids, row.ids)
+        begins = 0
+        if not whole:
+            begins = _alike(asked.ids, row.ids)
         if not whole and begins < len(asked.ids):
             _warn_of_split(tokenizer.decode(asked.ids[begins:]))
         found["input_ids"].append(row.ids)
@@ -301,10 +303,9 @@ def weighted_cpo() -> tuple[Any, Any]:
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)
             if self.alpha == 0.0:
+                margin = 0.0
                 if self.loss_type == "simpo":
                     margin = float(self.simpo_gamma)
-                else:
-                    margin = 0.0
                 weights = self.accelerator.gather_for_metrics(implicit_weight(found[1], found[2], margin))
                 self.store_metrics({WEIGHT: weights.mean().item()}, "train" if self.model.training else "eval")
             return found

@@ -72,9 +72,8 @@ class StoppableTraining:
         what was there before is as it was."""
         answer = _Answer(trainer, self)
         trainer.add_callback(answer)
-        if self.checkpoint is None:
-            given = None
-        else:
+        given = None
+        if self.checkpoint is not None:
             given = str(self.checkpoint)
         try:
             with plain_cpu(trainer.args), saving(self.place):

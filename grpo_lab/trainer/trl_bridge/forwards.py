@@ -44,12 +44,12 @@ def completion_log_probs(
     backbone, as one row of ``shift_labels``, and nobody waits; not under ``torch.compile``, for which it is a setting
     of torch whether a changed hook is noticed.
     """
-    if attention_mask is None:
-        mask = {}
-    else:
+    mask = {}
+    if attention_mask is not None:
         mask = {"attention_mask": attention_mask}
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
-    on_host = labels if input_ids.device.type == "cpu" else on_host
+    if input_ids.device.type == "cpu":
+        on_host = labels
     if on_host is None or is_compiled(trainer, model):
         device = input_ids.device
         with trainer.accelerator.autocast(), one_sequence_a_row(device), of_any_shape(device):
@@ -215,10 +215,9 @@ def positions_given(
 def without_autocast(trainer: Any) -> Iterator[None]:
     """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
     inner = trainer.accelerator.unwrap_model(trainer.model)
+    plain = None
     if trainer.accelerator.mixed_precision != "no":
         plain = getattr(inner, "_original_forward", None)
-    else:
-        plain = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(trainer.accelerator, "autocast", contextlib.nullcontext))
         if plain is not None:

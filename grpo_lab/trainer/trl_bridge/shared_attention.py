@@ -178,9 +178,8 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
         for row, one in enumerate(held):
             back[one.queries] = done + row * queries.shape[1] + np.arange(one.queries.size)
         done += queries.size
-        if causal:
-            seen = None
-        else:
+        seen = None
+        if not causal:
             seen = _seen(held, queries.shape[1], keys.shape[1], device)
         calls.append(Tile(len(held), queries.shape[1], keys.shape[1], seen))
         asked.append(queries.ravel())
@@ -206,8 +205,6 @@ def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) 
     before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
     if (before == before[0]).all():
         before = before[:1]
-    else:
-        before = before
     reach = sent(torch.from_numpy(before), device).unsqueeze(1) + torch.arange(queries, device=device)
     return (torch.arange(keys, device=device) < reach.unsqueeze(2)).unsqueeze(1)
 
@@ -293,7 +290,9 @@ def form_of(attention: str | None) -> Form:
     """What a model reads whose attention transformers knows under this name."""
     if is_flash(attention):
         return "varlen"
-    return "flex" if attention in (FLEX, SHARED_FLEX) else "tiles"
+    if attention in (FLEX, SHARED_FLEX):
+        return "flex"
+    return "tiles"
 
 
 def served_as(attention: str | None) -> str:
@@ -303,7 +302,9 @@ def served_as(attention: str | None) -> str:
         assert attention is not None
         reads_packed_rows(attention)
         return attention
-    return SHARED_FLEX if form == "flex" else SHARED_PROMPT
+    if form == "flex":
+        return SHARED_FLEX
+    return SHARED_PROMPT
 
 
 for _name in (SHARED_PROMPT, SHARED_FLEX):
