@@ -154,10 +154,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any, left: bool = Fa
     width = max(map(len, rows))
     place = torch.arange(width, device=device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
-    if left:
-        mask = place >= width - lengths
-    else:
-        mask = place < lengths
+    mask = place >= width - lengths if left else place < lengths
     ids = torch.full(mask.shape, pad, device=device)
     ids[mask] = torch.tensor([token for row in rows for token in row], dtype=ids.dtype, device=device)
     return ids, mask.long()

@@ -93,10 +93,7 @@ def json_lines(
     """(Line number from 1, its object, or why it holds none) of a file of JSON lines; blank ones are passed over.
     ``halves``: half characters (lone surrogates, which can be neither tokenized nor written) are let through;
     ``numbers``: what makes a whole number, and another one, of its text."""
-    if numbers is None:
-        decoder = _DECODER
-    else:
-        decoder = _decoder(*numbers)
+    decoder = _DECODER if numbers is None else _decoder(*numbers)
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -81,10 +81,7 @@ def built(part: Any, knobs: Mapping[str, Any], what: str) -> Any:
 
 def address(part: Any, before_name: str = ".") -> str:
     """``module.name`` of a class or function, of its class for an object; with ``":"`` what ``load_named`` reads."""
-    if hasattr(part, "__qualname__"):
-        kind = part
-    else:
-        kind = type(part)
+    kind = part if hasattr(part, "__qualname__") else type(part)
     return f"{kind.__module__}{before_name}{kind.__qualname__}"
 
 

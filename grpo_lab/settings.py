@@ -264,10 +264,7 @@ def _sentence(found: Any, path: list[str], root: str) -> Exception:
     if kind == "unexpected_keyword_argument":  # in Python
         return UnknownSettingError(f"{root} has no setting {path[-1]!r}")
     if kind.startswith("missing"):
-        if path[1:]:
-            above = f"`{'.'.join(path[:-1])}`"
-        else:
-            above = root
+        above = f"`{'.'.join(path[:-1])}`" if path[1:] else root
         return ValueError(f"{above} needs `{path[-1]}`, and has none")
     if kind in _FORMS:
         allowed = f"it must be {_FORMS[kind]}"

@@ -116,10 +116,7 @@ class Selection:
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
         """Apply a filter: `mask` over *all* rows, True keeps one; `setting` (the rule) and `reasons` are reported."""
-        if reasons is None:
-            why = [None] * len(self._rows)
-        else:
-            why = reasons
+        why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
         if any(outcome.name == name for outcome in self._outcomes):

@@ -76,10 +76,7 @@ def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Me
     if place in ("system", "both"):
         if turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": ""})
-        if place == "system":
-            flag = mode
-        else:
-            flag = MODES[mode == "think"]
+        flag = mode if place == "system" else MODES[mode == "think"]
         turns[0]["content"] = f"{turns[0]['content']} /{flag}".strip()
     if place in ("user", "both"):
         [turn for turn in turns if turn["role"] == "user"][-1]["content"] += f" /{mode}"

@@ -165,10 +165,7 @@ def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Pat
 def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
     """A non-empty cell as text, numbers as they are written."""
     value = row.get(column)
-    if isinstance(value, str):
-        text = value
-    else:
-        text = number_text(value)
+    text = value if isinstance(value, str) else number_text(value)
     if text is None or not text.strip():
         raise ValueError(f"{place_of(source, number)}: column {column!r} is {value!r}; text is needed")
     return text

@@ -129,10 +129,7 @@ def iter_word_problems(
     checked_range("steps", steps, 1, _MOST_STEPS)
     if largest < 10:
         raise ValueError(f"largest is {largest}; at least 10 is needed for the stories to have numbers to work with")
-    if families is None:
-        names = list(FAMILIES)
-    else:
-        names = list(families)
+    names = list(FAMILIES) if families is None else list(families)
     if not names or any(name not in FAMILIES for name in names):
         raise ValueError(f"families is {names!r}; allowed: one or more of {', '.join(FAMILIES)} (setting: families)")
     if not 0.0 <= misread <= 1.0:

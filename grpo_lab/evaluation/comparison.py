@@ -274,10 +274,7 @@ def test_cells(test: PairedTest) -> tuple[str, str, str, str]:
     """Difference in points with its interval, right only here, right only there, p."""
     if test.difference is None or test.p_value is None:
         return f"no test: {test.why_not}", "", "", ""
-    if test.p_value < 1e-4:
-        p = "< 0.0001"
-    else:
-        p = f"{test.p_value:.2g}"
+    p = "< 0.0001" if test.p_value < 1e-4 else f"{test.p_value:.2g}"
     return points(test.difference), str(test.gained), str(test.lost), p
 
 

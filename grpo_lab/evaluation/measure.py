@@ -344,10 +344,7 @@ class Blocks:
         from tqdm.auto import tqdm
 
         order = sorted(range(len(self.asked)), key=lambda place: -len(self.asked[place].prompt.ids))
-        if self.size:
-            size = max(1, self.size // n)
-        else:
-            size = len(order)
+        size = max(1, self.size // n) if self.size else len(order)
         left = [start for start in range(0, len(order), size) if f"{kind} {start}" not in self.found]
         own = left[self.rank :: self.ranks]
         silent = not (progress and self.size and self.rank == 0)

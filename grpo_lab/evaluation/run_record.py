@@ -158,10 +158,7 @@ def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
 
 def in_few_words(gone: Sequence[str]) -> str:
     """The first of the files that are gone, and how many more are."""
-    if len(gone) > 1:
-        more = f" and {len(gone) - 1} more are"
-    else:
-        more = " is"
+    more = f" and {len(gone) - 1} more are" if len(gone) > 1 else " is"
     return f"{gone[0]}{more}"
 
 
@@ -265,10 +262,7 @@ def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
     while left:
         one = known[left.pop()]
         named = one.settings.get("model")
-        if isinstance(named, dict):
-            path = named.get("path")
-        else:
-            path = named
+        path = named.get("path") if isinstance(named, dict) else named
         found |= {*one.before, f"{one.name} before", str(path)}
         left += one.before
     return found - {model}
@@ -281,10 +275,7 @@ def _read_numbers(path: Path, key: str, notices: list[str]) -> list[tuple[int, d
     not_finite: Counter[str] = Counter()
     repeated = 0
     for number, row in json_lines(path) if path.is_file() else ():
-        if isinstance(row, str):
-            at = row
-        else:
-            at = row.pop(key, None)
+        at = row if isinstance(row, str) else row.pop(key, None)
         if isinstance(row, str) or not is_number(at):
             if isinstance(row, str):
                 why = row

@@ -57,10 +57,7 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
     low = 0.0
     if successes != 0:
         low = (centre - half) / (1 + slack)
-    if successes == n:
-        high = 1.0
-    else:
-        high = (centre + half) / (1 + slack)
+    high = 1.0 if successes == n else (centre + half) / (1 + slack)
     return low, high
 
 

@@ -165,10 +165,7 @@ def _pushes(
     else:
         term = KLTerm(1.0, estimator, "reward", per="token" if place == "reward, per token" else "sequence")
         objective = Objective("kl", Reinforce(), token_mean)
-        if sampling.at_generation:
-            of = wrote
-        else:
-            of = logps.detach()
+        of = wrote if sampling.at_generation else logps.detach()
         weights = _weights(sampling, logps, wrote, mask)
         if term.per == "token":
             advantages = -reward_to_go(term.of_tokens(of, ref, mask), mask, term.gamma)

@@ -97,10 +97,7 @@ def flat(stage: Any) -> dict[str, Any]:
         return {**found, "method": None}
     if method not in ("rl", *COLUMNS):
         method = "sft"
-    if method == "rl":
-        config = LabConfig
-    else:
-        config = trl_of(method)[0]
+    config = LabConfig if method == "rl" else trl_of(method)[0]
     kl = given.get("kl")
     defaults = {one.name: one.default for one in fields(config)} | FIXED.get(method, {})
     beta = {}
@@ -124,10 +121,7 @@ class Estimates:
         team's. ``launch``: its accelerate file."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return ""
-        if hasattr(kind, "as_read"):
-            stage = kind.as_read()
-        else:
-            stage = kind
+        stage = kind.as_read() if hasattr(kind, "as_read") else kind
         s = flat(stage)
         said = read_yaml(launch) if launch else {}
         if s.get("model") is None or not (s["method"] or {"batch_size", "short_model"} & s.keys()):
@@ -288,10 +282,7 @@ def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[
     if steps > 0:
         rows = 1
     else:
-        if {"rows", "n_samples"} & s.keys():
-            rows = None
-        else:
-            rows = s["data"]
+        rows = None if {"rows", "n_samples"} & s.keys() else s["data"]
     if steps > 0:
         times = steps * together * accumulated
     if method == "rl":

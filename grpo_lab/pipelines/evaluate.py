@@ -207,10 +207,7 @@ def with_every_argument(section: DataSection) -> DataSection:
     anything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     for name in section.arguments:
         if name not in allowed and not anything:
-            if name in _ROWS:
-                option = f"--{name}"
-            else:
-                option = f"--data.{name}"
+            option = f"--{name}" if name in _ROWS else f"--data.{name}"
             raise ValueError(f"{option}: the loader {section.loader!r} takes {', '.join(allowed)}")
     return replace(section, arguments=every_argument(section))
 
@@ -315,10 +312,7 @@ class HeldOut:
 def held_out_like(run: str | Path) -> HeldOut:
     """The evaluation of ``run``: an output folder with a `recipe.yaml`, or a recipe. ValueError: there is none."""
     path = Path(run)
-    if path.is_dir():
-        file = path / "recipe.yaml"
-    else:
-        file = path
+    file = path / "recipe.yaml" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f"--like {str(run)!r}: {'it has no recipe.yaml' if path.is_dir() else 'no such folder or file'}; it "

@@ -142,10 +142,7 @@ def kind_of(name: str, where: str) -> Any:
     """The kind called ``name``, or a team's at ``module:attribute``. ValueError for one that cannot be run."""
     if ":" not in name and name not in KINDS:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
-    if name in KINDS:
-        kind = KINDS[name]
-    else:
-        kind = load_named(name, where)
+    kind = KINDS[name] if name in KINDS else load_named(name, where)
     if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
         raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(at)`")
     return kind

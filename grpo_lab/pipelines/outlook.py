@@ -51,10 +51,7 @@ class Outlook:
         """The model that its own is made from; None: it makes none, or nobody knows (a team's)."""
         if not type(kind).__module__.startswith("grpo_lab."):
             return None
-        if hasattr(kind, "as_read"):
-            asked = kind.as_read()
-        else:
-            asked = kind
+        asked = kind.as_read() if hasattr(kind, "as_read") else kind
         named = getattr(asked, "model", None)
         if named is None:
             return None

@@ -136,10 +136,7 @@ def _put_aside(recipe: Recipe) -> None:
 def _starts_from(recipe: Recipe) -> list[Path]:
     """Folders of the model, and of the critic, that ``recipe`` begins with."""
     value = recipe.arguments.get("value")
-    if isinstance(value, Mapping):
-        critic = value.get("model")
-    else:
-        critic = value
+    critic = value.get("model") if isinstance(value, Mapping) else value
     return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
 
 

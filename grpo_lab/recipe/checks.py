@@ -118,10 +118,7 @@ def shortest_prompt(
     shortest: int | None = None
     for prompt in sorted(prompts, key=_bytes):
         tokens = len(render_prompt(prompt, words, chat_template_kwargs).ids)
-        if shortest is None:
-            shortest = tokens
-        else:
-            shortest = min(shortest, tokens)
+        shortest = tokens if shortest is None else min(shortest, tokens)
         if tokens <= room:
             break
     return shortest

@@ -40,10 +40,7 @@ def read_tests(value: Any, entry_point: str | None = None) -> Tests:
         value = "\n".join(value)
     if isinstance(value, str) and value.strip():
         return Tests("assertions", value, entry_point)
-    if isinstance(value, Mapping):
-        cases = _columns(value)
-    else:
-        cases = value
+    cases = _columns(value) if isinstance(value, Mapping) else value
     if not isinstance(cases, list | tuple) or not cases:
         raise ValueError(f"no tests: {value!r:.60}; {_FORMS}")
     cases = [_case(one) for one in cases]

@@ -147,10 +147,7 @@ class WrongLabelReward(_Noisy):
             )
         last = numbers[-1]
         slip = 1 + int(draw(self.seed, "slip", prompt) * 2 * _LARGEST_SLIP)
-        if slip <= _LARGEST_SLIP:
-            off = slip
-        else:
-            off = _LARGEST_SLIP - slip
+        off = slip if slip <= _LARGEST_SLIP else _LARGEST_SLIP - slip
         text = f"{written[: last.start()]}{Decimal(last[0].replace(',', '')) + off}{written[last.end() :]}"
         if isinstance(solution, str):
             return text

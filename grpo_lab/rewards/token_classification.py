@@ -92,10 +92,7 @@ class TokenClassificationSteps(SplitStepReward):
     ) -> list[list[float | None]]:
         if self.column is not None and self.column not in columns:
             raise ValueError(f"{self.name} reads the column {self.column!r} (`column`); rows have {sorted(columns)}")
-        if self.column is None:
-            heads = prompts
-        else:
-            heads = columns[self.column]
+        heads = prompts if self.column is None else columns[self.column]
         begun: dict[str, list[int]] = {}  # the completions of a group have one prompt
         read = []
         for head, texts in zip(heads, steps, strict=True):

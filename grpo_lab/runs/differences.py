@@ -107,10 +107,7 @@ def _shown(value: Any) -> str:
     if value is None:
         text = "not set"
     else:
-        if isinstance(value, str):
-            text = repr(value)
-        else:
-            text = str(value)
+        text = repr(value) if isinstance(value, str) else str(value)
     if len(text) <= 120:
         return text
     return f"{text[:117]}…"

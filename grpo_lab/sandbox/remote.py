@@ -151,10 +151,7 @@ class Program:
         text = str(said["text"])
         own = kind.__module__ == "builtins"
         try:
-            if own:
-                error = kind(*args)
-            else:
-                error = kind.__new__(kind, *args)
+            error = kind(*args) if own else kind.__new__(kind, *args)
         except TypeError:
             error = ValueError(text)
         error.__dict__["_text"] = text

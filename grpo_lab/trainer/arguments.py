@@ -38,10 +38,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
         args = LabConfig(f"{str(name).rstrip('/').split('/')[-1]}-{cls.__name__.removesuffix('Trainer')}")
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
-    if isinstance(args, LabConfig):
-        config = args
-    else:
-        config = _promoted(args)
+    config = args if isinstance(args, LabConfig) else _promoted(args)
     config.agree()  # a setting may have been changed since
     parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
     objective = _merged(cls, "objective", config.objective)

@@ -241,10 +241,7 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
     nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
     the policy; ``None``: it is in memory."""
     if critic is not None and state != {} and trainer.args.should_save:
-        if state is None:
-            whole = trainer.model.state_dict()
-        else:
-            whole = state
+        whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
 
 

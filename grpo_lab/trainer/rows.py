@@ -342,10 +342,7 @@ def fitted(name: str, value: Tensor, width: int) -> Tensor:
         if is_of_prompt(name):
             return value[:, -missing:]
         return value[:, :width]
-    if is_of_prompt(name):
-        edges = (missing, 0)
-    else:
-        edges = (0, missing)
+    edges = (missing, 0) if is_of_prompt(name) else (0, missing)
     return pad(value, (0, 0) * (value.dim() - 2) + edges, value=FILL.get(name, 0))
 
 

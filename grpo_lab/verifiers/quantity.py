@@ -232,10 +232,7 @@ class _Reader:
 
     def _takes(self, name: str, end: int) -> bool:
         """Takes one word into the number; False where it does not go on with it."""
-        if name in _COUNTS:
-            single = name
-        else:
-            single = name.removesuffix("s")
+        single = name if name in _COUNTS else name.removesuffix("s")
         taken = self._small(name) or self._larger(single) or self._part_of(name, end) or self._article(name, end)
         if taken:
             self.end = max(self.end, end)

@@ -164,10 +164,7 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
     if found is None or not found.plain:
         return text
     flat = _flat(text[found.end :])
-    if flat.startswith(("/", "*")):
-        rest = flat
-    else:
-        rest = f" {flat}"
+    rest = flat if flat.startswith(("/", "*")) else f" {flat}"
     spaced = text[found.end : found.end + 1] in " \\~" or (letters and "/" in rest)
     if not flat or not spaced or not _UNITS_AFTER.fullmatch(rest):
         return text

@@ -260,10 +260,7 @@ PROBE_TEXT = "  Tom has 1234 apples;\n\tthey cost $5.07 – “naïve” 苹果 
 
 def end_ids(declared: int | list[int] | None, tokenizer_id: int | None) -> list[int]:
     """Token ids that end a completion: the generation config's (``declared``) and the tokenizer's."""
-    if isinstance(declared, list):
-        ids = declared
-    else:
-        ids = [declared]
+    ids = declared if isinstance(declared, list) else [declared]
     return sorted({token for token in (*ids, tokenizer_id) if token is not None})
 
 

@@ -233,24 +233,15 @@ def _answer_tags(text: str) -> list[Answer]:
         final = None
         if inner:
             final = _final(inner, content)
-        if final is None:
-            stated = _read(content)
-        else:
-            stated = final.text
+        stated = _read(content) if final is None else final.text
         if final is None:
             labelled = _labelled(content)
         else:
             labelled = final.labelled
         if stated:
-            if end == -1:
-                after = len(text)
-            else:
-                after = end + len("</answer>")
+            after = len(text) if end == -1 else end + len("</answer>")
             found.append(Answer(stated, "answer_tag", start, after, labelled=labelled))
-        if end == -1:
-            start = -1
-        else:
-            start = text.find("<answer>", end)
+        start = -1 if end == -1 else text.find("<answer>", end)
     return found
 
 

@@ -313,10 +313,7 @@ def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
 def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:
     """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
     for one, other in zip(expected, found, strict=True):
-        if one.numel():
-            size = max(1.0, float(one.abs().max()))
-        else:
-            size = 1.0
+        size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
         if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():
             return False
     return True

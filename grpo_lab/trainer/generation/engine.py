@@ -299,10 +299,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         proves = self.settings.verify_every > 0
         self.doubted = proves and self._doubts < DOUBTS
         self._doubts += 1
-        if self._done == 0:
-            last = "never"
-        else:
-            last = f"at step {self._last}"
+        last = "never" if self._done == 0 else f"at step {self._last}"
         self._warn(
             f"`{LOGP_DIFFERENCE}` is {gap:.3g} nats at step {state.global_step}, and rounding explains {limit:.3g}: "
             f"the engine may not hold the trainer's weights (proven last: {last}). "

@@ -149,10 +149,7 @@ def generate_in_step(
         ids, logprobs = trainer._generate_single_turn(rows, None, {}, num_generations=group)
     ends = trainer.eos_token_ids
     version = int(trainer.state.global_step)
-    if logprobs is None:
-        scored = [None] * len(ids)
-    else:
-        scored = logprobs
+    scored = [None] * len(ids) if logprobs is None else logprobs
     made = [
         Completion(row, row[-1:] != [] and row[-1] in ends, own, version) for row, own in zip(ids, scored, strict=True)
     ]

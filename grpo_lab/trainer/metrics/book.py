@@ -101,10 +101,7 @@ class MetricBook:
     def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
         """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``."""
         values = values.detach().float().masked_fill(~where, WORST[how])
-        if how == "min":
-            rows = values.amin(1)
-        else:
-            rows = values.amax(1)
+        rows = values.amin(1) if how == "min" else values.amax(1)
         places, number = self._places(name, rows, origin)
         found = torch.full((number,), WORST[how], device=rows.device)
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
@@ -130,10 +127,7 @@ class MetricBook:
         for name, column in zip(names, columns[: len(names)], strict=True):
             self._settle(name, column.sum(0).view(-1, 2))
         for (name, how), column in zip(extremes, columns[len(names) :], strict=True):
-            if how == "min":
-                found = column.amin(0)
-            else:
-                found = column.amax(0)
+            found = column.amin(0) if how == "min" else column.amax(0)
             seen = found.isfinite()
             self._settle(name, torch.stack([found.masked_fill(~seen, 0.0), seen.float()], dim=1))
         self._fresh.clear()
@@ -335,10 +329,7 @@ def by_length(
         mask: bool ``[B, T]``, tokens that carry loss.
         quartiles: long ``[B]``.
     """
-    if weights.size(1) == 1:
-        chosen = mask.any(1, keepdim=True)
-    else:
-        chosen = mask
+    chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
     for quartile in range(QUARTILES):
         where = chosen & (quartiles == quartile).unsqueeze(1)
         count = where.sum()

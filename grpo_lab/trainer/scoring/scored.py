@@ -102,10 +102,7 @@ def without_faulty(
     budget, whose log-probs are NaN). EngineFault: in an evaluation (``faults`` is None), where there is no step to
     leave out."""
     for row, of_tokens in enumerate(logprobs or []):
-        if sampled is None:
-            made = [1] * len(of_tokens)
-        else:
-            made = sampled[row]
+        made = [1] * len(of_tokens) if sampled is None else sampled[row]
         numbers = [(token, value) for token, value in enumerate(of_tokens) if made[token] and value is not None]
         bad = [token for token, value in numbers if not math.isfinite(value)]
         if not bad:

@@ -34,10 +34,7 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
     """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
     by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
-    if limit is None:
-        budget = float("nan")
-    else:
-        budget = float(limit)
+    budget = float("nan") if limit is None else float(limit)
     return Denominators(rows, token_denominator(trainer, inputs), budget, micro_batches)
 
 

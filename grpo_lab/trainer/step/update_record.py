@@ -199,10 +199,7 @@ def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: T
     gap = (batch.old_logps - carried.behaviour_logps).abs()
     scored = mask & ~gap.isnan()
     gap = gap.nan_to_num(nan=0.0)
-    if weights.size(1) == 1:
-        chosen = mask.any(1, keepdim=True)
-    else:
-        chosen = mask
+    chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
     difference, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
     book.add_tokens(f"{difference}/mean", gap, scored, origin)
     book.add_tokens(f"{ratio}/mean", weights, mask, origin)
