@@ -77,8 +77,8 @@ def draw(
     first = min(steps)
     last = max(steps)
     if first == last:
-        first = first - 1
-        last = last + 1
+        first -= 1
+        last += 1
     edge = WIDTH - RIGHT - (SECOND_AXIS if right else 0.0)
     x = _scale(first, last, LEFT + 6, edge - 6)
     y_at, y = _axis(lines, from_zero or share, share)
@@ -118,11 +118,9 @@ def _axis(lines: Sequence[Line], from_zero: bool, share: bool) -> tuple[list[flo
             high = max(high, 0.01 if share else 0.0)
     if high - low < 1e-12 * max(1.0, abs(high)):
         margin = abs(high) * 0.1 or 1.0
-        if from_zero and low == 0:
-            low = low
-        else:
-            low = low - margin
-        high = high + margin
+        if low != 0 or not from_zero:
+            low -= margin
+        high += margin
     at = nice_ticks(low, high, 4)
     return at, _scale(min(low, at[0]), max(high, at[-1]), HEIGHT - BOTTOM, TOP)
 

@@ -200,8 +200,10 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
         return duration(value)
     if isinstance(value, float):
         said = f"{value:.6g}"
+    elif "seed" in key:
+        said = str(value)
     else:
-        said = str(value) if "seed" in key else f"{value:,}"
+        said = f"{value:,}"
     if key in _UNITS:
         return f"{said} {_UNITS[key]}"
     return said

@@ -210,8 +210,10 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
     both = before is not None and after is not None
     if counts:
         lead = _SAME_PROBLEMS
+    elif comparable:
+        lead = ""
     else:
-        lead = "" if comparable else _OTHER_PROBLEMS
+        lead = _OTHER_PROBLEMS
     sampling = describe_sampling(now)
     beside = ""
     if both and record.kind == TRAINING:

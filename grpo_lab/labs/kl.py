@@ -208,8 +208,10 @@ def curves(seed: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
                 bias = one.value_bias * nats
                 if "gradient" in panel:
                     y = one.gradient_bias
+                elif "deviation" in panel:
+                    y = std
                 else:
-                    y = std if "deviation" in panel else bias
+                    y = bias
                 if "gradient" in panel:
                     label = f"{estimator}, {place.partition(',')[0]}"
                 else:

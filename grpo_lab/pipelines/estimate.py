@@ -88,11 +88,10 @@ def flat(stage: Any) -> dict[str, Any]:
     given = found.get("arguments", found.get("training"))
     if "rewards" in found:
         method = "rl"
+    elif "teacher" in found:
+        method = "distill"
     else:
-        if "teacher" in found:
-            method = "distill"
-        else:
-            method = getattr(stage, "method", "sft")
+        method = getattr(stage, "method", "sft")
     if given is None or method == "merge" or found.get("data", 0) is None:
         return {**found, "method": None}
     if method not in ("rl", *COLUMNS):
@@ -157,19 +156,8 @@ class Estimates:
         if not isinstance(data, DataSection):
             return None, 0
         key = f"{data} {section.path}"
-        source = str(data.arguments.get("source", ""))
         if key not in self.rows:
-            if looks_local(source) and not Path(source).exists():
-                rows = None
-            else:
-                rows = rows_here(data, "data")
-            known = None
-            if rows is not None:
-                known = tokenizer_and_config(section, here_only=True)
-            longest = 0
-            if rows is not None and known:
-                longest = longest_prompt(rows["prompt"], known[0])
-            self.rows[key] = None if rows is None else len(rows), longest
+            self.rows[key] = _rows_and_longest(data, section)
         return self.rows[key]
 
     def _memory(self, s: Mapping[str, Any], section: ModelSection, model: Any, launch: Mapping[str, Any]) -> str:
@@ -204,10 +192,7 @@ class Estimates:
             half = s["bf16"] is not False or bool(s["fp16"])
             parts["trained"] = states(model, launch, half=half)
             named = s.get("activation_checkpointing")  # transformers' name from 5.23 on, which goes before the old one
-            if named is None:
-                again = s["gradient_checkpointing"]
-            else:
-                again = named
+            again = s["gradient_checkpointing"] if named is None else named
             parts["activations"] = activations(model, tokens, again, half)
             parts["LM head"] = 40 * vocabulary * tokens if method == "distill" else 4 * vocabulary * h
         self.most = max(self.most, sum(parts.values()))
@@ -220,10 +205,9 @@ class Estimates:
         unknown = ""
         if method in (None, "rl", "distill") and not prompt and length:
             unknown = " and the prompt"
+        at_once = "rows of any length"
         if length:
             at_once = f"{rows} × {prompt + length:,} tokens{unknown}"
-        else:
-            at_once = "rows of any length"
         if method == "rl" and isinstance(s["update"], Mapping) and s["update"].get("max_tokens") == "auto":
             at_once += " or, on a GPU, as many as what is left holds (`update.max_tokens: auto`)"
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
@@ -244,28 +228,36 @@ class Estimates:
             steps = s.get("max_steps", 0)
             every = held_out.every
             each = held_out.max_new_tokens or length
+            if every and steps < 1:  # how often, the number of steps says
+                each = None
             times = held_out.before + rounds + (steps // every if every else 0)
-            each = None if every and steps < 1 else each  # how often, the number of steps says
             jobs.append(("generated", held_out.data, _answers(held_out) * times, each))
         if s["method"] is not None:
             jobs.append(_of_training(s, length, launch.get("num_processes", 1)))
         words = []
         for what, data, times, each in jobs:
-            if isinstance(data, int):
-                count = data
-            else:
-                count = self._prompts(data, section)[0]
+            count = data if isinstance(data, int) else self._prompts(data, section)[0]
             if count is None or each is None:
                 self.open = True
-                if each is None:
-                    some = "any number of"
-                else:
-                    some = f"{times * each:,}"
+                some = "any number of" if each is None else f"{times * each:,}"
                 words.append(f"at most {some} tokens {what} for each row (how many: not known yet)")
             else:
                 self.tokens[what] += count * times * each
                 words.append(f"at most {count * times * each:,} tokens {what}")
         return words
+
+
+def _rows_and_longest(data: DataSection, section: ModelSection) -> tuple[int | None, int]:
+    source = str(data.arguments.get("source", ""))
+    if looks_local(source) and not Path(source).exists():
+        return None, 0
+    rows = rows_here(data, "data")
+    if rows is None:
+        return None, 0
+    known = tokenizer_and_config(section, here_only=True)
+    if not known:
+        return len(rows), 0
+    return len(rows), longest_prompt(rows["prompt"], known[0])
 
 
 def _answers(section: EvaluationSection) -> int:
@@ -281,17 +273,16 @@ def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[
     accumulated = s["gradient_accumulation_steps"]
     if steps > 0:
         rows = 1
+        times = steps * together * accumulated
     else:
         rows = None if {"rows", "n_samples"} & s.keys() else s["data"]
-    if steps > 0:
-        times = steps * together * accumulated
     if method == "rl":
         update = s["update"]
         batch = s["generation_batch_size"] or together * (s["steps_per_generation"] or accumulated)
         if steps > 0:
             times = ceil(times / batch / s["num_iterations"]) * batch
         else:
-            times = times * s["num_generations"]
+            times *= s["num_generations"]
         again = isinstance(update, Mapping) and update.get("dead_groups") == "resample" and update.get("max_rounds", 4)
         return "generated", rows, times * (again or 1), length
     if method == "distill" and s["tokens"] is not None:  # it ends with the log after them

@@ -236,8 +236,10 @@ def _words_in(word: Word) -> int:
         return 1
     if word.group == "thai":
         language = "th"
+    elif has_kana(word.text):
+        language = "ja"
     else:
-        language = "ja" if has_kana(word.text) else "zh"
+        language = "zh"
     return max(1, round(len(word.text) / UNSPACED[language]))
 
 

@@ -106,8 +106,10 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _shown(value: Any) -> str:
     if value is None:
         text = "not set"
+    elif isinstance(value, str):
+        text = repr(value)
     else:
-        text = repr(value) if isinstance(value, str) else str(value)
+        text = str(value)
     if len(text) <= 120:
         return text
     return f"{text[:117]}…"

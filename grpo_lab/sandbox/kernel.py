@@ -149,10 +149,11 @@ def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
     tcp = 3 if known >= 4 else 0
     signals_and_sockets = 3 if known >= 6 else 0
     attributes = struct.pack("QQQ", handled, tcp, signals_and_sockets)
-    if known < 4:
-        size = 8
-    else:
-        size = 16 if known < 6 else 24
+    size = 8  # of the attributes that this kernel knows
+    if known >= 6:
+        size = 24
+    elif known >= 4:
+        size = 16
     ruleset = syscall(_CREATE, attributes, ctypes.c_size_t(size), ctypes.c_uint(0))
     for path in readable:
         _allow(ruleset, path, handled & (_EXECUTE | _READ_FILE | _READ_DIR))

@@ -128,7 +128,7 @@ class Faults:
     def generation(self) -> None:
         """What was said of an earlier batch goes; the rounds of one batch (``resample``) stay together."""
         if self._trained_on:
-            self.batch = self.batch + 1
+            self.batch += 1
             self.bad = set()
             self._trained_on = False
             self.said = []

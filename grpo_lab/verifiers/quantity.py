@@ -83,11 +83,10 @@ def is_value_word(word: str) -> bool:
 def read_quantity(text: str, start: int = 0) -> Quantity | None:
     """The quantity that begins at `start`, read as far as it goes; None where none begins there."""
     sign = _SIGN.match(text, start)
-    money = _CURRENCY.match(text, sign.end() if sign else start)
+    begin = sign.end() if sign else start
+    money = _CURRENCY.match(text, begin)
     if money:
         begin = money.end()
-    else:
-        begin = sign.end() if sign else start
     found = _from_figures(text, begin, money is not None)
     if found is None and _WORD.match(text, begin):
         found = _Reader(text, None, begin, False).read()
@@ -103,10 +102,9 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
 def exact_value(text: str) -> Fraction | None:
     """The value of a text that is one quantity through and through, without a percent sign or a letter at its end."""
     found = read_quantity(text)
-    whole = found is not None and found.end == len(text) and not (found.percent or found.suffix)
-    if found is not None and whole:
-        return found.value
-    return None
+    if found is None or found.end != len(text) or found.percent or found.suffix:
+        return None
+    return found.value
 
 
 def in_digits(value: Fraction) -> str:
@@ -136,11 +134,11 @@ def _from_figures(text: str, start: int, money: bool) -> Quantity | None:
         if mixed and value.denominator == 1:
             part = _fraction_of(mixed)
         if mixed and part is not None and part < 1:
-            value = value + part
+            value += part
             end = mixed.end()
             plain = False
         elif over and int(over[1]):
-            value = value / int(over[1])
+            value /= int(over[1])
             end = over.end()
             plain = False
     else:
@@ -221,7 +219,7 @@ class _Reader:
     def _point(self, start: int) -> bool:
         digits = ""
         while (word := _WORD.match(self.text, start)) and _ONES.get(word[1].lower(), 10) < 10:
-            digits = digits + str(_ONES[word[1].lower()])
+            digits += str(_ONES[word[1].lower()])
             start = word.end()
         if not digits or self.current is None:
             return False
@@ -256,14 +254,14 @@ class _Reader:
         if self.current is None:
             return False
         if name == "hundred" and self.last != "hundred":
-            self.current = self.current * 100
+            self.current *= 100
             self.last = "hundred"
         elif name in _COUNTS and self.last in ("figure", "one", "ten", "article", "half", "hundred"):
-            self.current = self.current * _COUNTS[name]
+            self.current *= _COUNTS[name]
             self.last = "count"
         elif name in _POWERS and 10 ** _POWERS[name] < self.scale:
             self.scale = 10 ** _POWERS[name]
-            self.total = self.total + self.current * self.scale
+            self.total += self.current * self.scale
             self.current = None
             self.last = "power"
         else:
@@ -284,7 +282,7 @@ class _Reader:
             or (self.figures and one == "quarter" and not re.match(r"\s+of\b", self.text[end : end + 8]))
         ):
             return False
-        self.current = self.current / _PARTS[one]
+        self.current /= _PARTS[one]
         self.last = "half"
         self.part = True
         self.end = end

@@ -96,9 +96,9 @@ def sync_gap(engine: Sequence[Sequence[float | None]], trainer: Sequence[Sequenc
                     f"log-prob of completion {row}, position {position}: engine {a}, trainer {b}; "
                     "weights, KV cache or activations hold NaN or infinity"
                 )
-            total = total + abs(a - b)
+            total += abs(a - b)
             largest = max(largest, abs(a - b))
-            count = count + 1
+            count += 1
     if count == 0:
         raise ValueError("the probe holds no token; the sync cannot be proven on it")
     return SyncGap(mean=total / count, largest=largest, tokens=count)

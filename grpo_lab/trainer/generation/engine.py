@@ -216,8 +216,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
         if trainer.args.bf16:
             training = torch.bfloat16
+        elif trainer.args.fp16:
+            training = torch.float16
         else:
-            training = torch.float16 if trainer.args.fp16 else own
+            training = own
         on_gpu = trainer.accelerator.device.type == "cuda"
         return self.settings.tolerance or tolerance_for(*engine, training, on_gpu=on_gpu)
 
@@ -247,7 +249,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         if gap is None or self.doubted:
             return
         self._last = trainer.state.global_step
-        self._done = self._done + 1
+        self._done += 1
         trainer.recorder.book("train").add_alike("rollout/sync_gap", torch.tensor([gap.mean]), 1)
 
     def _gap(self, probe: list[list[int]]) -> SyncGap:

@@ -108,7 +108,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         rows = [(group, one) for group in self._open for one in group.completions]
         step = int(trainer.state.global_step)
         first = trainer.accelerator.process_index * len(inputs)
-        ages, segments = (float(sum(of(one) for _, one in rows)) for of in (lambda one: step - _oldest(one), _segments))
+        ages = float(sum(step - _oldest(one) for _, one in rows))
+        segments = float(sum(len(one.segments) for _, one in rows))
         book = trainer.recorder.book("train")
         book.add_alike("rollout/staleness", torch.tensor([ages]), len(rows))
         book.add_alike("rollout/segments", torch.tensor([segments]), len(rows))
@@ -157,7 +158,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             if whole < wanted and rows is not None:
                 waiting += self._begin(rows)
             waiting, unscored = self._continue(waiting, bad + 1 >= TURNS)
-            turns = turns + 1
+            turns += 1
             bad = bad + 1 if unscored else 0
             whole = sum(group.whole for group in waiting)
         places = [place for place, group in enumerate(waiting) if group.whole][:wanted]
@@ -301,10 +302,6 @@ _LOST = "the groups that wait are then lost, and as many prompts of the epoch ar
 
 def _oldest(one: WaitingCompletion) -> int:
     return one.segments[0][0]
-
-
-def _segments(one: WaitingCompletion) -> int:
-    return len(one.segments)
 
 
 def _longest(group: WaitingGroup) -> int:

@@ -43,10 +43,12 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
     """``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
-    if chosen == "auto":
-        way = "nccl" if gpus else "shared_memory"
-    else:
+    if chosen != "auto":
         way = chosen
+    elif gpus:
+        way = "nccl"
+    else:
+        way = "shared_memory"
     extension = (server.get("parallel_config") or {}).get("worker_extension_cls")
     if way == "nccl" and not gpus:
         lacks = "`rollout.server.weights: nccl` needs a GPU on both sides: use shared_memory"

@@ -180,8 +180,10 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
                 late = limit is not None and hours_of_this_process() >= limit
                 if stop_file(args).exists():
                     asked = STOP_FILE
+                elif late:
+                    asked = MAX_HOURS
                 else:
-                    asked = MAX_HOURS if late else ""
+                    asked = ""
             code = REASONS.index(asked)
             if accelerator.num_processes > 1:
                 with at("whether one was asked to stop"):

@@ -171,10 +171,9 @@ class Exchange:
         """Numbers per token of the rows that were computed, to the ranks that generated the rows: ``[n, T]``, 0 where
         no bin held one, and bool ``[n, 1]``, where one did. A collective if any moved; ``on_the_way`` is their type
         between several ranks, the same on all (a rank may have made none)."""
+        dtype = on_the_way
         if made and self._ranks == 1:
             dtype = made[0][1].dtype
-        else:
-            dtype = on_the_way
         found = torch.zeros(self._shape, dtype=dtype, device=self._device)
         done = torch.zeros(self._shape[0], 1, dtype=torch.bool, device=self._device)
         away: dict[int, Tensor] = {}
