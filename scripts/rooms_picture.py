@@ -14,7 +14,7 @@ PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
 #: from the top down: what a floor is for, and its rooms with a word on each. A room that is not there is not drawn.
 FLOORS: tuple[tuple[str, dict[str, str]], ...] = (
-    ("what is typed", {"cli": "one table of commands"}),
+    ("what is typed", {"cli": "options, exit codes", "commands": "one table of commands"}),
     ("experiments", {"labs": "arms × seeds"}),
     ("what a command does", {"pipelines": "train, curate, rounds, long2short, evaluate"}),
     ("one piece of it", {"stages": "sample, filter, train, merge, measure"}),

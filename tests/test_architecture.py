@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": set(),
     "visible": set(),
     "requirements": set(),
+    "commands": set(),
     "signals": set(),
     "locks": set(),
     "registry": {"settings"},
@@ -52,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "stages": UPPER | {"evaluation", "recipe", "runs"},
     "pipelines": UPPER | {"evaluation", "testing", "recipe", "runs", "stages"},
     "labs": UPPER | {"evaluation", "pipelines", "recipe", "runs"},
-    "cli": UPPER | {"evaluation", "testing", "pipelines", "recipe", "requirements", "runs"},
+    "cli": UPPER | {"commands", "evaluation", "testing", "pipelines", "recipe", "requirements", "runs"},
     "__init__": {"trainer", "objectives", "advantages", "requirements"},
     "__main__": {"cli"},
 }
