@@ -34,12 +34,11 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     kept: list[int] = []
     damaged: dict[int, str] = {}
     for number, found in json_lines(file):
+        row = None
         try:
-            row = None
             if isinstance(found, dict):
                 row = checked_object(found, {"step": int})
         except ValueError as error:
-            row = None
             found = str(error)
         if row is None:
             damaged[number] = str(found)

@@ -214,7 +214,6 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     stock = None
     with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
         try:
-            stock = None
             if of_token:
                 stock = _why_not_row_by_row(trainer.token_loss, objective)
             silent = loss_proof.vanishes_without_advantage
