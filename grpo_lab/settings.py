@@ -80,10 +80,9 @@ def all_of(mistakes: Sequence[Exception]) -> Exception:
     said = dict.fromkeys(map(str, mistakes))
     if len(said) == 1:
         return mistakes[0]
+    kind = ValueError
     if all(isinstance(one, UnknownSettingError) for one in mistakes):
         kind = UnknownSettingError
-    else:
-        kind = ValueError
     return kind(f"{len(said)} mistakes. " + ". ".join(f"({at}) {one}" for at, one in enumerate(said, start=1)))
 
 

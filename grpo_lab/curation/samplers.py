@@ -246,7 +246,7 @@ class PrioritizedSampler(RoundSampler):
         if not 0 <= decay <= 1:
             raise ValueError(f"decay={decay} is not in [0, 1]")
         if isinstance(initial, int | float):
-            rates = [initial] * self.num_samples
+            rates: Sequence[float] = [initial] * self.num_samples
         else:
             rates = initial
         self._initial = checked_rates(rates, self.num_samples, "initial")

@@ -106,7 +106,7 @@ def read_outcome(row: dict[str, Any], where: str) -> Outcome:
     if missing := [name for name in names if name not in row]:
         raise ValueError(f"{where} no {missing}")
     if isinstance(row["measures"], dict):
-        measures = row["measures"].values()
+        measures = [*row["measures"].values()]
     else:
         measures = ["none"]
     wrong = [

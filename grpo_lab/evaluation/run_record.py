@@ -124,9 +124,9 @@ def read_run(folder: str | Path) -> RunRecord:
     evaluations = folder / "evaluation"
     record.before = _read_evaluation(evaluations / "before", record.notices)
     record.after = _read_evaluation(evaluations / "after", record.notices)
-    inside = ()
+    inside = list[Path]()
     if evaluations.is_dir():
-        inside = evaluations.iterdir()
+        inside = [*evaluations.iterdir()]
     named = [(re.fullmatch(r"step[-_]?(\d{1,12})", path.name, re.ASCII), path) for path in inside]
     for step, path in sorted((int(match[1]), path) for match, path in named if match):
         if (result := _read_evaluation(path, record.notices)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,10 +97,7 @@ class Arms:
     @staticmethod
     def read(name: str) -> Arms:
         """The lab of that name, or of that path. ValueError: there is none, or something in it cannot be."""
-        if name.endswith((".yaml", ".yml")):
-            file = Path(name)
-        else:
-            file = shipped_labs().get(name)
+        file = Path(name) if name.endswith((".yaml", ".yml")) else shipped_labs().get(name)
         if file is None:
             raise ValueError(f"no lab is called {name!r}{one_of(name, [*LABS, *shipped_labs()])}, or a lab.yaml's path")
         sys.path.append(str(file.parent.resolve()))
@@ -220,10 +217,9 @@ class Arms:
             for place in (folder / "evaluation" / "before", folder / "evaluation" / "after")
         )
         file = folder / "metrics.jsonl"
+        rows: Iterable[tuple[int, dict[str, Any]]] = ()
         if file.is_file():  # a run may log no step
             rows = read_json_lines(file, {"step": int})
-        else:
-            rows = ()
         log = [{name: value for name, value in row.items() if value is not None} for _, row in rows]
         curves = {one: self.curve(title, one, log, folder) for title, one in self.said.curves.items()}
         numbers = None

@@ -152,7 +152,7 @@ def carry_out(experiment: Experiment, options: Options) -> None:
     cells = _cells(experiment, arms, options)
     due = {cell.name: cell.due() for cell in cells}
     runs = any(due.values()) and options.at_most != 0
-    facts = {}
+    facts: Mapping[str, str] = {}
     if runs or options.dry_run:
         facts = experiment.check(arms, options)
     if options.dry_run:

@@ -272,7 +272,7 @@ def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[
     together = s["per_device_train_batch_size"] * ranks
     accumulated = s["gradient_accumulation_steps"]
     if steps > 0:
-        rows = 1
+        rows: Any = 1
         times = steps * together * accumulated
     else:
         rows = None if {"rows", "n_samples"} & s.keys() else s["data"]

@@ -217,7 +217,7 @@ class CodeReward:
     ) -> list[Trial]:
         """The same, with how many tests passed and how each trial ended. Equal programs of equal rows are run once."""
         if entry_point is None:
-            names = [None] * len(tests)
+            names: list[str | None] = [None] * len(tests)
         else:
             names = list(entry_point)
         if not len(completions) == len(tests) == len(names):

@@ -315,7 +315,7 @@ class ThinkFormatReward(RowReward):
     def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
         """As the model wrote them."""
         if completion_ids is None:
-            ids = [None] * len(completions)
+            ids: Sequence[Any] = [None] * len(completions)
         else:
             ids = completion_ids
         opening = ""
@@ -339,9 +339,8 @@ def asks_to_think(prompt: Any) -> bool:
 
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """
-    if isinstance(prompt, str):
-        turns = prompt
-    else:
+    turns = prompt
+    if not isinstance(prompt, str):
         turns = [turn for turn in prompt if turn.get("role") != "assistant"]
     flags: list[str] = ["", *_FLAG.findall(prompt_text(turns))]
     return flags[-1] == ""

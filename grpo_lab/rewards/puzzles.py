@@ -61,10 +61,9 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
     sign = -1 if right.startswith("-") else 1  # a target below 0
     try:
         value, used = value_and_numbers(left)
+        stated: Fraction | int = target
         if equals:
             stated = sign * value_and_numbers(right.removeprefix("-"))[0]
-        else:
-            stated = target
     except NotArithmetic:
         return False
     return value == stated == target and Counter(used) == Counter(numbers)

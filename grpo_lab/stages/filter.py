@@ -203,7 +203,7 @@ class GuessFilter:
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """What rows to imitate have in common where they are about one problem: equal problems are sampled once."""
-    of_answer = ()
+    of_answer: tuple[str, ...] = ()
     if "completion" in row:
         of_answer = ("completion", "source", "length")
     return {name: value for name, value in row.items() if name not in of_answer}

@@ -262,8 +262,5 @@ def take_up(
     try:
         critic.load_state_dict(load_file(folder / TENSORS))
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        if isinstance(error, RuntimeError):
-            why = mismatch(error)
-        else:
-            why = error
+        why = mismatch(error) if isinstance(error, RuntimeError) else error
         raise ValueError(f"`{setting}`: the critic of {checkpoint} does not fit `value.model`: {why}") from error

@@ -109,10 +109,7 @@ class LabTrainer(ResumableTrainer):
         found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
         self.lab_settings = found.settings
         self.algorithm = found.algorithm
-        if self.lab_settings.objective is None:
-            means = TrlBook
-        else:
-            means = MetricBook
+        means = TrlBook if self.lab_settings.objective is None else MetricBook
         self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
             super().__init__(

@@ -64,10 +64,7 @@ class Parts:
         self.resampler = Resampler(trainer)
         self.update = ExactUpdate(trainer)
         self.guard = NumbersGuard(trainer)
-        if given.args.reset_optimizer:
-            self.optimizer_reset = OptimizerReset(trainer)
-        else:
-            self.optimizer_reset = None
+        self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
         self.reference = MovingReference(trainer, given.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)

@@ -193,10 +193,8 @@ class Guard:
         self.app = app
         self._token = plain(os.environ.get(VARIABLE, "") if token is None else token, VARIABLE).encode("ascii")
         if hosts is None:
-            named = os.environ.get(HOSTS_VARIABLE, "").split(",")
-        else:
-            named = hosts
-        self.hosts = {host.lower() for host in (*LOCAL_NAMES, platform.node(), *named) if host}
+            hosts = os.environ.get(HOSTS_VARIABLE, "").split(",")
+        self.hosts = {host.lower() for host in (*LOCAL_NAMES, platform.node(), *hosts) if host}
         if max_bytes is None:
             self.max_bytes = int(os.environ.get(LIMIT_VARIABLE, MAX_BYTES))
         else:

@@ -76,14 +76,12 @@ class EngineOptions:
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """What `LLM` is started with, beside what TRL gives it."""
         of_trainer = self.dtype == "auto" and on_cpu and trainer_dtype is not None
-        if self.kv_cache_gib is None and on_cpu:
+        kv_cache_gib = self.kv_cache_gib
+        if kv_cache_gib is None and on_cpu:
             kv_cache_gib = 1.0
-        else:
-            kv_cache_gib = self.kv_cache_gib
-        if self.block_size is None and on_cpu:
+        block_size = self.block_size
+        if block_size is None and on_cpu:
             block_size = CPU_PAGE_TOKENS
-        else:
-            block_size = self.block_size
         if on_cpu and block_size is not None and block_size % CPU_PAGE_TOKENS:
             raise ValueError(f"engine block_size must be a multiple of {CPU_PAGE_TOKENS} on a CPU, got {block_size}")
         arguments = {

@@ -274,10 +274,7 @@ class HashesReward(RowReward):
 
     def score(self, text: str, *row: Any) -> float | None:
         """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
-        if isinstance(row[0], str):
-            gold = row[0]
-        else:
-            gold = number_text(row[0])
+        gold = row[0] if isinstance(row[0], str) else number_text(row[0])
         expected = without_thousands((gold or "").strip())
         if not expected:
             return None

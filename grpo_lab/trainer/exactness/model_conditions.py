@@ -125,9 +125,9 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
         for name, value in vars(module).items():
             if kind.search(name) and not any(other.search(name) for other in others):
                 if isinstance(value, dict):  # adapters: {adapter name: rate}
-                    rates = value.values()
+                    rates = [*value.values()]
                 else:
-                    rates = (value,)
+                    rates = [value]
                 found += [float(r) for r in rates if isinstance(r, (int, float)) and not isinstance(r, bool) and r > 0]
     return max(found)
 

@@ -100,7 +100,7 @@ class PolicySampler:
             engine = trainer.vllm_generation.llm.llm_engine
         config: Any = trainer.accelerator.unwrap_model(trainer.model).config
         if engine:
-            self.context = engine.model_config.max_model_len
+            self.context: int | None = engine.model_config.max_model_len
         else:
             self.context = context_of_config(config)
 
@@ -142,7 +142,7 @@ def generate_in_step(
     if not rows:
         return []
     if trainer.use_vllm:
-        engine = trainer.vllm_generation
+        engine: Any = trainer.vllm_generation
     else:
         engine = trainer.generation_config
     with replaced(engine, "max_completion_length" if trainer.use_vllm else "max_new_tokens", max_new_tokens):

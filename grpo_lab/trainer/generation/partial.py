@@ -151,10 +151,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         turns = bad = 0
         while whole < wanted or turns == 0:
             coming = number + len(waiting) // wanted  # what was begun waits, or was trained on in a batch before
-            if coming == number:
-                rows = inputs
-            else:
-                rows = self._rows(coming, number)
+            rows = inputs if coming == number else self._rows(coming, number)
             if whole < wanted and rows is not None:
                 waiting += self._begin(rows)
             waiting, unscored = self._continue(waiting, bad + 1 >= TURNS)

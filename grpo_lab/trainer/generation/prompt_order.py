@@ -89,16 +89,14 @@ class PromptOrder:
         how: dict[str, Any] = {knob: settings[knob] for knob in KNOBS[settings.name] if knob != "pass_rate_column"}
         try:
             if settings.name == "prioritized":  # a problem without a pass rate (nothing was scorable) starts from 0
-                initial = 0.0
+                initial: float | list[float] = 0.0
                 if rates is not None:
                     initial = [0.0 if rate is None else float(rate) for rate in rates]
                 self.sampler = PrioritizedSampler(dataset, **shape, initial=initial, **how)
+            elif settings.name == "curriculum":
+                self.sampler = CurriculumSampler(dataset, rates, **shape, **how)
             else:
-                if settings.name == "curriculum":
-                    curve = CurriculumSampler
-                else:
-                    curve = UniformThenHardSampler
-                self.sampler = curve(dataset, rates, **shape, **how)
+                self.sampler = UniformThenHardSampler(dataset, rates, **shape, **how)
         except ValueError as error:
             raise ValueError(f"`sampler`: {error}") from error
         return self.sampler

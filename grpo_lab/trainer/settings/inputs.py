@@ -157,7 +157,7 @@ def shared_names(names: list[str]) -> str | None:
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
     """A warning where an evaluation's last batch is not full: what is logged of it is not the mean over the rows."""
     if isinstance(eval_dataset, dict):
-        several = eval_dataset.values()
+        several = [*eval_dataset.values()]
     else:
         several = [eval_dataset]
     full = args.eval_batch_size * args.world_size

@@ -283,7 +283,7 @@ class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
             policy, *others = (one[:, -length:].sum(dim=1).chunk(2) for one in seen[:2])
             saved = self.precompute_ref_logps
             if saved:
-                reference = (inputs["ref_chosen_logps"], inputs["ref_rejected_logps"])
+                reference: Any = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
             else:
                 reference = others[0]
             rewards = [self.beta * (own - other) for own, other in zip(policy, reference, strict=True)]
