@@ -20,7 +20,7 @@ import pytest
 from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_ready
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
-from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation import all_ranks, server
 from grpo_lab.trainer.generation.all_ranks import raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server import LOSSES, ServerReturn, checkpoint_if_server_gone
@@ -268,7 +268,7 @@ def test_a_batch_that_the_server_dies_of_is_not_tried_for_ever(tell: Tell) -> No
 
 def main_has(monkeypatch: pytest.MonkeyPatch, news: Any) -> None:
     """Two ranks, of which the main one broadcasts ``news``."""
-    monkeypatch.setattr(server, "from_main", lambda accelerator, value: news)
+    monkeypatch.setattr(all_ranks, "from_main", lambda accelerator, value: news)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -17,7 +17,8 @@ from grpo_lab.visible import print_errors_visibly
 
 SCRIPT = """
 import os
-from grpo_lab.labs.experiment import Experiment, carry_out, parser, table, write_whole_text
+from grpo_lab.labs.experiment import Experiment, carry_out, parser, write_whole_text
+from grpo_lab.labs.tables import table
 
 def run(arm, seed, folder, options):
     if arm == "breaks" and not (options.folder / "well").exists():
