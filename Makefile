@@ -68,9 +68,10 @@ test-numeric: setup  ## the numeric tests with the kernels of another CPU (part 
 test-fast: setup  ## the part of the suite that takes under two minutes
 	$(BIN)/python -m pytest $(BY_FILE) -m "not slow and not not_fast and not thorough and not vllm"
 
-docs-index: setup  ## what of the docs is made: file index, picture of the rooms, command line, settings, measured runs
+docs-index: setup  ## what of the docs is made: file index, pictures of the rooms and of a step, command line, settings, measured runs
 	$(BIN)/python scripts/file_index.py
 	$(BIN)/python scripts/rooms_picture.py
+	$(BIN)/python scripts/step_picture.py
 	$(BIN)/python scripts/reference_pages.py
 	$(BIN)/python scripts/measured_runs.py
 

@@ -1,4 +1,4 @@
-"""The file index of docs/design.md, made from the first line of every module of grpo_lab.
+"""The file index, docs/files.md, made from the first line of every module of grpo_lab.
 
 python scripts/file_index.py            write it between its two marks
 python scripts/file_index.py --check    exit 1 where it is not what the modules say
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "design.md"
+PAGE = ROOT / "docs" / "files.md"
 MARKS = ("<!-- file index: make docs-index -->", "<!-- end of the file index -->")
 
 
@@ -27,9 +27,14 @@ def index(package: Path) -> str:
     rooms = sorted({path.parent for path in package.rglob("*.py")})
     for room in rooms:
         name = room.relative_to(package.parent).as_posix()
-        lines += [f"### `{name}/`", first_line(room / "__init__.py"), "", "| file | what |", "|---|---|"]
+        lines.append(f"## `{name}/`")
+        said = first_line(room / "__init__.py")
+        if said:
+            lines += [said, ""]
         files = [path for path in sorted(room.glob("*.py")) if path.name != "__init__.py"]
-        lines += [f"| `{path.name}` | {first_line(path)} |" for path in files] + [""]
+        rows = [f"| `{path.name}` | {first_line(path)} |" for path in files]
+        if rows:
+            lines += ["| file | what |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 

@@ -67,7 +67,7 @@ INSIDE_TRAINER = (
     ("TRL's private names", ("trl_bridge",)),
 )
 
-WIDTH, LEFT, GAP, HIGH = 1060, 170, 10, 52
+WIDTH, LEFT, GAP, HIGH, ABREAST = 1120, 190, 10, 52, 5
 COLOURS = ("#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#e8eefc", "#fdeccf", "#e2f3e5", "#ececf1")
 
 
@@ -105,6 +105,13 @@ def trainer(x: float, y: float, width: float, colour: str, said: str) -> list[st
     return drawn
 
 
+def in_rows(names: list[str]) -> list[list[str]]:
+    """The names in as few rows as hold at most ``ABREAST`` each, and as even as can be."""
+    count = -(-len(names) // ABREAST)
+    each = -(-len(names) // count)
+    return [names[start : start + each] for start in range(0, len(names), each)]
+
+
 def floor(number: int, y: float) -> tuple[list[str], float]:
     """The boxes of a floor and the height that they take; nothing where none of its rooms is there."""
     what, rooms = FLOORS[number]
@@ -122,7 +129,7 @@ def floor(number: int, y: float) -> tuple[list[str], float]:
             *box(LEFT + wide + GAP, y, rest, HIGH * 2.6, COLOURS[number], "evaluation", here["evaluation"]),
         ], HIGH * 2.6
     names = list(here)
-    rows = [names] if len(names) <= 5 else [names[: (len(names) + 1) // 2], names[(len(names) + 1) // 2 :]]
+    rows = in_rows(names)
     for row, line in enumerate(rows):
         one = (room - GAP * (len(line) - 1)) / len(line)
         for place, name in enumerate(line):
