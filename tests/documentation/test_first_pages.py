@@ -33,7 +33,7 @@ def test_the_readme_has_a_row_for_each_command_and_its_files_are_there() -> None
 
 def test_the_overview_names_rooms_that_are_there() -> None:
     text = (ROOT / "docs" / "overview.md").read_text(encoding="utf-8")
-    part = ("## Where each part is", "## Read code", "grpo_lab")
+    part = ("| part | page | room |", "## Read code", "grpo_lab")
     assert names_of_no_file(text, part) == []
     assert names_of_no_file(text.replace(part[1], f"`gone/` {part[1]}"), part) == ["gone/"]
     assert [name for name in re.findall(r"^\d\. `(.+?)`", text, re.M) if not (ROOT / name).is_file()] == []
