@@ -9,7 +9,7 @@ import pytest
 
 from documentation.blocks import ROOT, pages
 from documentation.links import links
-from grpo_lab.cli import COMMANDS
+from grpo_lab.commands import COMMANDS
 from test_trainer_room import names_of_no_file
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
