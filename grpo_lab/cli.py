@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.commands import COMMANDS, Command
-from grpo_lab.io import NO_ROOM
+from grpo_lab.io import EXIT_INTERRUPTED, NO_ROOM
 from grpo_lab.requirements import absent, failing, in_words
 from grpo_lab.visible import VisibleFormatter, print_errors_visibly, visible
 
-EXIT_INTERRUPTED = 75
 NOTHING = "nothing"
 SUBMIT = "write a batch script for each stage, each waiting for those that it reads, and submit nothing"
 TRACEBACK = "show the traceback of a user error or of Ctrl-C"

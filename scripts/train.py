@@ -6,7 +6,7 @@ import sys
 from accelerate import PartialState
 
 from grpo_lab.cli import main
-from grpo_lab.runs.stop import EXIT_INTERRUPTED
+from grpo_lab.io import EXIT_INTERRUPTED
 
 if __name__ == "__main__":
     code = main(["train", *sys.argv[1:]])

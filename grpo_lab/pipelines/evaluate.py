@@ -18,6 +18,7 @@ from typing import Any
 from grpo_lab.engines.sampler import check_template_kwargs
 from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import (
+    NEW_TOKENS,
     STRICT_ACCURACY,
     DataSection,
     EvaluationSection,
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             shown: Any = {"metavar": "VALUE", "help": of, "default": argparse.SUPPRESS}
             rows.add_argument(*words, f"--data.{name}", dest=f"data.{name}", **shown)
     add(how, "--mode", "how answers are read (default: strict)", choices=["strict", "lenient"])
-    add(how, "--max-new-tokens", "default: 512", type=int)
+    add(how, "--max-new-tokens", f"default: {NEW_TOKENS}", type=int)
     add(how, "--batch-size", "default: 64", type=int)
     add(how, "--n-samples", "sampled completions a problem, besides greedy (default: 0)", type=int)
     add(how, "--temperature", "of the samples (default: 1.0)", type=float)
@@ -117,7 +118,8 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
     from grpo_lab.evaluation import EvaluationStopped, terminal_summary, write_report
     from grpo_lab.evaluation.comparison import print_comparison
     from grpo_lab.evaluation.sweep import compared
-    from grpo_lab.runs.stop import EXIT_INTERRUPTED, StoppedByUser, as_ctrl_c
+    from grpo_lab.io import EXIT_INTERRUPTED
+    from grpo_lab.runs.stop import StoppedByUser, as_ctrl_c
     from grpo_lab.stages.evaluate import measure_conditions
 
     limits: Any = {"max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "tokenizer": known.tokenizer}
@@ -177,7 +179,7 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             reward = STRICT_ACCURACY
         else:
             reward = RewardSection(judge)
-        plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), 512, 0)
+        plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), NEW_TOKENS, 0)
         written = {"loader": said["data"]}
         if "split" in loader_signature(said["data"], "--data").parameters:
             written["split"] = "test"
@@ -324,7 +326,7 @@ def held_out_like(run: str | Path) -> HeldOut:
         raise ValueError(f"--like {str(run)!r}: that run has no `evaluation`; describe the rows with --data")
     flat = written.get("arguments", written)  # a run's own copy keeps the trainer's settings apart
     parsed = read(EvaluationSection, _as_written(section), "evaluation").rendered_as(template_kwargs_of(flat))
-    tokens = parsed.max_new_tokens or flat.get("max_completion_length", 512)
+    tokens = parsed.max_new_tokens or flat.get("max_completion_length", NEW_TOKENS)
     if tokens is None:
         raise ValueError(
             f"--like {str(run)!r}: that run's `max_completion_length` is null and it has no "

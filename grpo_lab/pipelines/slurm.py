@@ -25,7 +25,7 @@ while kill -0 $running 2>/dev/null; do code=0; wait $running || code=$?; done  #
 if [ $code = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
 """
-"""Asked to stop (exit code 75) it goes back into the queue, and the same command goes on."""
+"""Asked to stop (`io.EXIT_INTERRUPTED`) it goes back into the queue, and the same command goes on."""
 
 
 def write_batch_scripts(recipe: PipelineRecipe) -> Path:

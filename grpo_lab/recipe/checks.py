@@ -14,15 +14,13 @@ from datasets import Dataset
 
 from grpo_lab.engines.sampler import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
 from grpo_lab.recipe.rows import MADE, load_rows, rows_here
-from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, Recipe
+from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.settings.inputs import check_conversations, turns_of
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.supervised.methods import check_rows, check_training, worked_pairs
 
-EVALUATION_TOKENS = 512
-"""Of an evaluation where neither ``evaluation.max_new_tokens`` nor ``max_completion_length`` is written."""
 SFT_MAX_LENGTH = 1024
 """TRL's ``SFTConfig.max_length`` where the cold start does not say."""
 FEW = 1000
@@ -37,7 +35,7 @@ def evaluation_tokens(recipe: Recipe) -> int:
     """New tokens of an evaluation: ``evaluation.max_new_tokens``, else the training's ``max_completion_length``."""
     if recipe.evaluation is not None and recipe.evaluation.max_new_tokens is not None:
         return recipe.evaluation.max_new_tokens
-    written = recipe.arguments.get("max_completion_length", EVALUATION_TOKENS)
+    written = recipe.arguments.get("max_completion_length", NEW_TOKENS)
     if written is None:
         raise ValueError("`max_completion_length` is null: the evaluation needs a limit, `evaluation.max_new_tokens`")
     return int(written)

@@ -103,6 +103,8 @@ class RewardSection:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+#: tokens of a completion where neither ``max_new_tokens`` nor ``max_completion_length`` is written
+NEW_TOKENS = 512
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 
@@ -317,7 +319,7 @@ class SamplingSettings:
 
     n_samples: Positive = 10
     temperature: Temperature = 1.0
-    max_completion_length: Positive = 512
+    max_completion_length: Positive = NEW_TOKENS
     batch_size: Positive = 64
     problems_per_save: Positive = 32
     seed: Whole = 0

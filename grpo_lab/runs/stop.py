@@ -40,8 +40,6 @@ from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingSto
 
 log = logging.getLogger("grpo_lab")
 
-EXIT_INTERRUPTED = 75
-"""Of a run that stopped on request after its checkpoint (EX_TEMPFAIL: try again later). Not 0: it is not finished."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 WAITED = f"{STOP_FILE} ({{}} was there before this start, and is removed now)"
 SECONDS_BETWEEN_LOOKS = 1.0

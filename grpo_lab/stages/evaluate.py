@@ -22,7 +22,7 @@ from grpo_lab.recipe.ahead import check_engine, known_model
 from grpo_lab.recipe.checks import check_by, check_held_out
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.rows import every_argument, load_rows, rows_here
-from grpo_lab.recipe.sections import EvaluationSection, ModelSection
+from grpo_lab.recipe.sections import NEW_TOKENS, EvaluationSection, ModelSection
 from grpo_lab.runs.console import count_of, told
 from grpo_lab.runs.stage import At, Facts
 from grpo_lab.settings import Positive, Switch, Whole, settings
@@ -50,7 +50,7 @@ class Evaluate:
     section: EvaluationSection
     seed: Whole = 0
     use_cpu: Switch = False
-    max_completion_length: Positive = 512
+    max_completion_length: Positive = NEW_TOKENS
     against: str | None = None
     effort_by: str | None = None
 
