@@ -26,10 +26,10 @@ from typing import IO, Any
 LEFT = "left"
 """Field of a line of JSON that so many further lines of its batch follow; the last one, or a line alone, has none."""
 
-#: what a disk says that takes nothing more: full, over a quota or a limit, read-only, broken
 EXIT_INTERRUPTED = 75
 """Exit code of a command that stopped on request and can be gone on with (EX_TEMPFAIL). It is not 0: the command is not
 finished."""
+#: what a disk says that takes nothing more: full, over a quota or a limit, read-only, broken
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _NUMBER = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
 
