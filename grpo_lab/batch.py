@@ -18,33 +18,75 @@ which it is where the unselected branch was finite: make inputs safe first (``sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Carrier = TypeVar("Carrier", bound=type)
 
+
+def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
+    """Decorator of a carrier whose field ``old`` is called ``new`` now: for one release the old name can still be read,
+    given to the constructor and replaced (``dataclasses.replace``), with one DeprecationWarning per class."""
+
+    def decorate(carrier: Carrier) -> Carrier:
+        construct = carrier.__init__  # type: ignore[misc]
+
+        @functools.cache
+        def warn() -> None:
+            message = f"`{carrier.__name__}.{old}` is called `{new}` now; the old name goes with the next release"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+
+        @functools.wraps(construct)
+        def initialise(self: Any, *values: Any, **fields: Any) -> None:
+            if old in fields:
+                warn()
+                fields[new] = fields.pop(old)  # `replace` gives both: the one that it was asked for counts
+            construct(self, *values, **fields)
+
+        def read(self: Any) -> Any:
+            warn()
+            return getattr(self, new)
+
+        carrier.__init__ = initialise  # type: ignore[misc]
+        setattr(carrier, old, property(read, doc=f"Deprecated name of ``{new}``."))
+        return carrier
+
+    return decorate
+
+
+@earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class TokenBatch:
     """What a surrogate sees: one micro-batch of completions with everything the loss may read.
 
     Args:
         logps: ``[B, T]`` log-probs of the policy that is being trained; carries the gradient.
-        old_logps: ``[B, T]`` log-probs of the policy that made the completions (``logps.detach()`` when on-policy).
-        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``).
+        proximal_logps: ``[B, T]`` log-probs of the policy at the start of this batch's updates, the *proximal* policy
+            that the clipped ratio is taken against; no gradient. Before the first of these updates they equal
+            ``logps.detach()``. They need not be those of whoever sampled the tokens: an engine computes others, and
+            under ``rollout.overlap`` and ``rollout.cut_after`` an older policy sampled. The sampler's own are
+            ``extras["sampling_per_token_logps"]``, where an engine gave any; TRL's importance sampling corrects from
+            them to the proximal policy (``sampler_weights``).
+        log_ratio: ``[B, T]`` or ``[B, 1]`` log of the importance ratio at the objective's level (see ``ratios``):
+            of the policy in training against the proximal one.
         advantages: ``[B, 1]`` or ``[B, T]``.
         mask: bool ``[B, T]``, True where a token carries loss.
         ref_logps: ``[B, T]`` log-probs of the reference model, where a KL term reads them.
         entropies: ``[B, T]`` entropy of the policy at each token, nats, no gradient unless TRL gave one.
-        sampler_weights: ``[B, T]`` or ``[B, 1]`` correction for the sampler's mismatch (TRL's vLLM importance ratio).
+        sampler_weights: ``[B, T]`` or ``[B, 1]`` ratio of the proximal policy to the one that sampled, cut as TRL's
+            vLLM importance sampling says; ``None`` where nothing is corrected.
         extras: whatever else travelled with the rows (dataset-specific tensors with B rows), for team code.
         values: ``[B, T]`` of the critic, in units of the reward; carries its gradient. ``None`` without one.
     """
 
     logps: Tensor
-    old_logps: Tensor
+    proximal_logps: Tensor
     log_ratio: Tensor
     advantages: Tensor
     mask: Tensor
@@ -56,7 +98,7 @@ class TokenBatch:
 
     @property
     def ratio(self) -> Tensor:
-        """Importance ratio π_θ/π_old at the objective's level, ``[B, T]`` or ``[B, 1]``."""
+        """Importance ratio π_θ/π_proximal at the objective's level, ``[B, T]`` or ``[B, 1]``."""
         return self.log_ratio.exp()
 
 

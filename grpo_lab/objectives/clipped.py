@@ -15,22 +15,23 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import TokenBatch
+from grpo_lab.batch import TokenBatch, earlier_name
 
 
+@earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class LiteralRow:
     """The tokens of one completion that carry loss, in order.
 
     Args:
         logps: log-probs in nats, one a token.
-        old_logps: those that the ratio is taken against.
+        proximal_logps: those of the policy at the start of the batch's updates, which the ratio is taken against.
         log_ratios: log of the importance ratio at the objective's level, one a token.
         advantage: of the completion.
     """
 
     logps: list[float]
-    old_logps: list[float]
+    proximal_logps: list[float]
     log_ratios: list[float]
     advantage: float
 

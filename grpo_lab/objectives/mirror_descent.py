@@ -18,7 +18,8 @@ class MirrorDescent:
 
     Summed over the tokens of a response y this is −Â·log π(y) + (τ/2)·(log π(y) − log π_i(y))², with gradient −Â·∇log
     π(y) + (τ/2)·∇(log π(y)/π_i(y))². Â = r − r̄ within the group (r̄ stands for τ·log Z), no standard deviation, no
-    clipping. π_i made the responses (``old_logps``): the reference is the policy of each generation batch.
+    clipping. π_i (``proximal_logps``) is the policy before the first update on the responses: the reference becomes the
+    current policy with every generation batch. Where an older policy sampled them, that is the sampler's correction.
 
     Source: Kimi k1.5 (arXiv 2501.12599, section 2.3.2, eq. 3). Open there, ours: τ = 0.1; the mean over the responses
     of the step (``sequence_sum``); a sampler correction of the whole response multiplies both terms.
@@ -44,11 +45,11 @@ class MirrorDescent:
             raise ValueError(f"`objective.tau` is {self.tau}; it must be a finite number ≥ 0")
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        moved = safe(batch.logps - batch.old_logps, batch.mask)
+        moved = safe(batch.logps - batch.proximal_logps, batch.mask)
         response = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
         return -batch.advantages * batch.logps + 0.5 * self.tau * response * moved
 
     def literal(self, row: LiteralRow, t: int) -> float:
         """The formula over single floats."""
-        moved = [new - old for new, old in zip(row.logps, row.old_logps, strict=True)]
+        moved = [new - old for new, old in zip(row.logps, row.proximal_logps, strict=True)]
         return -row.advantage * row.logps[t] + self.tau / 2 * sum(moved) * moved[t]

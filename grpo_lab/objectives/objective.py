@@ -122,7 +122,7 @@ def _seen(found: Any) -> str:
 def _safe_inputs(batch: TokenBatch) -> TokenBatch:
     """0 at the masked positions of every ``[B, T]`` input: with a NaN there, selecting the loss is not enough (the
     backward forms 0 · NaN, and a sequence-level ratio would spread that over the whole row)."""
-    names = ("logps", "old_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
+    names = ("logps", "proximal_logps", "log_ratio", "advantages", "ref_logps", "entropies", "sampler_weights")
     inputs: dict[str, Any] = {name: getattr(batch, name) for name in names}
     whole: dict[str, Any] = {
         name: safe(one, batch.mask) for name, one in inputs.items() if one is not None and one.shape == batch.mask.shape

@@ -175,7 +175,7 @@ def test_padding_permuting_and_splitting(name: str, row: Preset, kl: KLTerm | No
 
 def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset) -> None:
     batch = batch_from_rewards(name, REWARDS)
-    still = rebuilt(batch, row.ratio, old_logps=batch.logps.detach())
+    still = rebuilt(batch, row.ratio, proximal_logps=batch.logps.detach())
     _, gradient = gradient_of(objective(name), still)
     _, flipped = gradient_of(objective(name), rebuilt(still, row.ratio, advantages=-still.advantages))
     assert torch.equal(flipped, -gradient)
@@ -184,7 +184,7 @@ def test_a_flipped_advantage_flips_the_on_policy_gradient(name: str, row: Preset
 
 def test_a_step_along_the_gradient_makes_the_better_completion_likelier(name: str, row: Preset) -> None:
     batch = batch_from_rewards(name, REWARDS)
-    still = rebuilt(batch, row.ratio, old_logps=batch.logps.detach())
+    still = rebuilt(batch, row.ratio, proximal_logps=batch.logps.detach())
     _, gradient = gradient_of(objective(name), still)
     assert (gradient[0][still.mask[0]] < 0).all()  # reward 1 against 0: up
     assert (gradient[5][still.mask[5]] < 0).all()  # reward 2 against 0.25

@@ -101,7 +101,7 @@ def test_shape(row: Row, ratio: str) -> None:
 
 def test_the_inputs_are_left_alone(row: Row, ratio: str) -> None:
     batch = random_batch(ratio=ratio)
-    fields = ("logps", "old_logps", "log_ratio", "advantages")
+    fields = ("logps", "proximal_logps", "log_ratio", "advantages")
     before = [getattr(batch, name).detach().clone() for name in fields]
     row.make()(batch)
     for name, value in zip(fields, before):
@@ -115,7 +115,7 @@ def test_gradcheck(row: Row, ratio: str) -> None:
         objective = Objective("row", row.make(), AGGREGATIONS["sequence_mean"], ratio)
 
         def scalar(logps: Tensor, batch: TokenBatch = batch, objective: Objective = objective) -> Tensor:
-            again = replace(batch, logps=logps, log_ratio=log_ratio(ratio, logps, batch.old_logps, batch.mask))
+            again = replace(batch, logps=logps, log_ratio=log_ratio(ratio, logps, batch.proximal_logps, batch.mask))
             return objective.loss(again, DENOMINATORS)
 
         assert torch.autograd.gradcheck(scalar, batch.logps.detach().clone().requires_grad_())
@@ -168,7 +168,7 @@ def test_mask_equals_slice(row: Row, ratio: str) -> None:
     cut = torch.zeros_like(batch.mask)
     cut[:, :3] = True
     loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio, mask=cut))
-    names = ("logps", "old_logps", "mask")
+    names = ("logps", "proximal_logps", "mask")
     short = rebuilt(
         replace(batch, mask=cut, ref_logps=None, entropies=None),
         ratio,
@@ -246,7 +246,7 @@ def test_homogeneous_in_the_advantage(row: Row, ratio: str) -> None:
 
 def test_whether_the_ratio_matters(row: Row, ratio: str) -> None:
     batch = random_batch(ratio=ratio, spread=0.05)
-    other = rebuilt(batch, ratio, old_logps=batch.old_logps - 0.1 * torch.arange(5).unsqueeze(1))
+    other = rebuilt(batch, ratio, proximal_logps=batch.proximal_logps - 0.1 * torch.arange(5).unsqueeze(1))
     same = torch.equal(loss_and_gradient(row, ratio, rebuilt(batch, ratio))[1], loss_and_gradient(row, ratio, other)[1])
     if row.reads_ratio and not (row.detached and row.make().bound < 1):
         assert not same
@@ -258,12 +258,14 @@ def test_float32_is_float64_rounded(row: Row, ratio: str) -> None:
     """Log-probs rounded on entry, the difference of two, exp, and sums over the tokens."""
     batch = random_batch(7, ratio=ratio, spread=0.1)
     single = rebuilt(
-        batch, ratio, **{name: getattr(batch, name).detach().float() for name in ("logps", "old_logps", "advantages")}
+        batch,
+        ratio,
+        **{name: getattr(batch, name).detach().float() for name in ("logps", "proximal_logps", "advantages")},
     )
     loss, gradient = loss_and_gradient(row, ratio, rebuilt(batch, ratio))
     found, found_gradient = loss_and_gradient(row, ratio, single)
     tokens = batch.mask.numel()
-    nats = max(batch.logps.abs().max().item(), batch.old_logps.abs().max().item(), 1.0)
+    nats = max(batch.logps.abs().max().item(), batch.proximal_logps.abs().max().item(), 1.0)
     push = row.make()(rebuilt(batch, ratio)).detach().abs().expand(batch.mask.shape).masked_fill(~batch.mask, 0.0)
     terms = AGGREGATIONS["fixed_budget"](push, batch.mask, DENOMINATORS).item()
     relative = nats * two_walks(torch.float32, tokens + 8)

@@ -192,7 +192,7 @@ def test_old_log_probs_have_masks_of_their_own(
 
         def spy(trainer: Any, book: Any, batch: Any, *rest: Any, _record: Any = record) -> None:
             if batch.logps.requires_grad:
-                seen.append((batch.logps[batch.mask].detach(), batch.old_logps[batch.mask]))
+                seen.append((batch.logps[batch.mask].detach(), batch.proximal_logps[batch.mask]))
             _record(trainer, book, batch, *rest)
 
         monkeypatch.setattr(room, "record_tokens", spy)

@@ -50,7 +50,7 @@ def random_batch(
     shape = shapes[weights]
     return TokenBatch(
         logps=logps,
-        old_logps=old,
+        proximal_logps=old,
         log_ratio=log_ratio(ratio, logps, old, mask),
         advantages=advantages,
         mask=mask,
@@ -69,7 +69,7 @@ def oracle_rows(batch: TokenBatch) -> list[Row]:
 
     columns = [
         spread(values)
-        for values in (batch.logps, batch.old_logps, batch.ref_logps, batch.advantages, batch.sampler_weights)
+        for values in (batch.logps, batch.proximal_logps, batch.ref_logps, batch.advantages, batch.sampler_weights)
     ]
     chosen = batch.mask.tolist()
     return [
@@ -82,7 +82,7 @@ def rebuilt(batch: TokenBatch, ratio: str, **changes: Tensor) -> TokenBatch:
     """``batch`` with some fields changed, its log-probs a fresh leaf and its log-ratio made anew from both."""
     batch = replace(batch, **changes)  # type: ignore[arg-type]
     logps = batch.logps.detach().clone().requires_grad_()
-    return replace(batch, logps=logps, log_ratio=log_ratio(ratio, logps, batch.old_logps, batch.mask))
+    return replace(batch, logps=logps, log_ratio=log_ratio(ratio, logps, batch.proximal_logps, batch.mask))
 
 
 def padded(batch: TokenBatch, ratio: str, extra: int, fill: float) -> TokenBatch:
@@ -95,13 +95,13 @@ def padded(batch: TokenBatch, ratio: str, extra: int, fill: float) -> TokenBatch
         return torch.cat([values.detach(), values.new_full((values.size(0), extra), fill)], dim=1)
 
     mask = torch.cat([batch.mask, torch.zeros(batch.mask.size(0), extra, dtype=torch.bool)], dim=1)
-    names = ("logps", "old_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
+    names = ("logps", "proximal_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
     return rebuilt(batch, ratio, mask=mask, **{name: wider(getattr(batch, name)) for name in names})  # type: ignore[arg-type]
 
 
 def poisoned(batch: TokenBatch, ratio: str, fill: float) -> TokenBatch:
     """``batch`` with ``fill`` at the masked positions of every per-token input."""
-    names = ("logps", "old_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
+    names = ("logps", "proximal_logps", "ref_logps", "advantages", "entropies", "sampler_weights")
     shape = batch.mask.shape
     changed = {
         name: value.detach().masked_fill(~batch.mask, fill)
@@ -113,6 +113,6 @@ def poisoned(batch: TokenBatch, ratio: str, fill: float) -> TokenBatch:
 
 def rows_of(batch: TokenBatch, ratio: str, chosen: Tensor) -> TokenBatch:
     """Some rows of ``batch``, in the order of ``chosen``."""
-    names = ("logps", "old_logps", "ref_logps", "advantages", "mask", "entropies", "sampler_weights")
+    names = ("logps", "proximal_logps", "ref_logps", "advantages", "mask", "entropies", "sampler_weights")
     changed = {name: value.detach()[chosen] for name in names if (value := getattr(batch, name)) is not None}
     return rebuilt(batch, ratio, **changed)

@@ -62,7 +62,7 @@ class World:
         logps = token_logps(logits)
         return TokenBatch(
             logps=logps,
-            old_logps=logps.detach(),
+            proximal_logps=logps.detach(),
             log_ratio=logps - logps.detach(),
             advantages=torch.zeros(len(SEQUENCES), 1, dtype=torch.float64) if advantages is None else advantages,
             mask=torch.ones(len(SEQUENCES), LENGTH, dtype=torch.bool),

@@ -158,7 +158,7 @@ def test_the_small_scripts_loss_in_float64() -> None:
     )
     batch = TokenBatch(
         logps=logps,
-        old_logps=logps.detach(),
+        proximal_logps=logps.detach(),
         log_ratio=logps - logps.detach(),
         advantages=advantages.unsqueeze(1),
         mask=mask,

@@ -45,7 +45,7 @@ class Pull:
     whole_response: ClassVar[bool] = True
 
     def __call__(self, batch):
-        moved = safe(batch.logps - batch.old_logps, batch.mask)
+        moved = safe(batch.logps - batch.proximal_logps, batch.mask)
         response = masked_sum(moved, batch.mask, dim=-1).unsqueeze(-1)
         return -batch.advantages * batch.logps + 0.5 * self.pull * response * moved
 

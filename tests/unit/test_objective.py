@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_lab.batch import RewardTable, TokenBatch
-from grpo_lab.objectives import KLTerm, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
+from grpo_lab.batch import RewardTable, TokenBatch, earlier_name
+from grpo_lab.objectives import KLTerm, LiteralRow, Objective, Reinforce, Unclipped, fixed_budget, preset, token_mean
 from grpo_lab.trainer.exactness.loss_proof import prove_loss
 from reference.cases import DENOMINATORS, random_batch
 
@@ -21,7 +22,7 @@ def two_tokens(advantage: float = 2.0, weight: float | None = None) -> TokenBatc
     logps = torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True)
     return TokenBatch(
         logps=logps,
-        old_logps=logps.detach(),
+        proximal_logps=logps.detach(),
         log_ratio=logps - logps.detach(),
         advantages=torch.tensor([[advantage]], dtype=torch.float64),
         mask=torch.ones(1, 2, dtype=torch.bool),
@@ -163,3 +164,35 @@ def test_a_hook_or_an_average_of_another_shape_is_named_before_training() -> Non
 
     with pytest.raises(ValueError, match=r"token_loss` returned a tensor \[4\] for 4 rows of 4 tokens"):
         prove_loss(token_loss, replace(objective, aggregate=token_mean), own_hook=True)
+
+
+def test_a_team_that_still_says_old_logps_reads_the_proximal_ones() -> None:
+    batch = two_tokens()
+    earlier: Any = batch
+    assert earlier.old_logps is batch.proximal_logps
+    others = batch.proximal_logps - 0.5
+    changed = replace(earlier, old_logps=others)
+    assert changed.proximal_logps is others
+    assert changed.logps is batch.logps
+    construct: Any = LiteralRow
+    row = construct(logps=[-1.0], old_logps=[-1.5], log_ratios=[0.5], advantage=1.0)
+    assert row.proximal_logps == row.old_logps == [-1.5]
+
+
+def test_an_earlier_name_warns_once_where_it_is_read() -> None:
+    @earlier_name("old", "new")
+    @dataclass(frozen=True)
+    class Pair:
+        new: int
+
+    made: Any = Pair
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert Pair(1).new == 1
+        assert not heard
+        assert made(old=2).new == 2
+        assert made(3).old == 3
+    (warning,) = heard
+    assert warning.category is DeprecationWarning
+    assert str(warning.message) == "`Pair.old` is called `new` now; the old name goes with the next release"
+    assert warning.filename == __file__

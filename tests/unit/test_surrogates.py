@@ -21,7 +21,7 @@ def one(ratio: float, advantage: float, logp: float = -1.0) -> TokenBatch:
     mask = torch.ones(1, 1, dtype=torch.bool)
     return TokenBatch(
         logps=logps,
-        old_logps=old,
+        proximal_logps=old,
         log_ratio=token_log_ratio(logps, old, mask),
         advantages=torch.tensor([[advantage]], dtype=torch.float64),
         mask=mask,

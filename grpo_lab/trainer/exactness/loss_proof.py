@@ -57,7 +57,7 @@ def _batch(
     logps.requires_grad_(True)
     return TokenBatch(
         logps=logps,
-        old_logps=old,
+        proximal_logps=old,
         log_ratio=log_ratio(objective.ratio, logps, old, mask),
         advantages=torch.tensor(advantages, dtype=torch.float64).unsqueeze(1),
         mask=mask,
@@ -127,7 +127,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
         mask = batch.mask
         lengths = batch.mask.sum(1).tolist()
-        for loss in (batch.logps.detach().square(), torch.sin(7 * batch.old_logps) * 3):
+        for loss in (batch.logps.detach().square(), torch.sin(7 * batch.proximal_logps) * 3):
             loss = loss.masked_fill(~mask, 0.0)
             together = float(average(loss, mask))
             ways = [
@@ -155,7 +155,7 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
     losses = []
     for i in range(batch.mask.size(0)):
         assert batch.ref_logps is not None
-        of_row = (batch.logps, batch.old_logps, batch.ref_logps)
+        of_row = (batch.logps, batch.proximal_logps, batch.ref_logps)
         logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
         row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())

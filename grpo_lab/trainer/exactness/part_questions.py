@@ -305,7 +305,7 @@ def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
             return chosen
         return torch.nn.functional.pad(chosen[:, :width], (0, max(width - tall, 0)))
 
-    names = ("logps", "old_logps", "log_ratio", "advantages", "mask", "ref_logps", "entropies", "sampler_weights")
+    names = ("logps", "proximal_logps", "log_ratio", "advantages", "mask", "ref_logps", "entropies", "sampler_weights")
     return replace(batch, **{name: field(getattr(batch, name)) for name in names})
 
 

@@ -53,7 +53,7 @@ def token_batch(
         weights = sampler_correction(old, carried.behaviour_logps, mask, how.mode, how.low, how.high)
     return TokenBatch(
         logps=logps,
-        old_logps=old,
+        proximal_logps=old,
         log_ratio=log_ratio(objective.ratio, logps, old, mask),
         advantages=advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
         mask=mask,

@@ -180,7 +180,7 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         clip = critic.cliprange_value
         values["value/loss"] = safe(value_loss(now, old, returns, clip), mask)
         values["value/clip_fraction"] = safe(value_clip_acts(now, old, returns, clip).float(), mask)
-        values["policy/approx_kl"] = 0.5 * safe(batch.logps - batch.old_logps, batch.mask).square()
+        values["policy/approx_kl"] = 0.5 * safe(batch.logps - batch.proximal_logps, batch.mask).square()
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
     carried = Carried(batch.extras)
@@ -196,7 +196,7 @@ def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: T
     assert how is not None
     for name, total, count in by_length(how, weights, mask, carried.length_quartile):
         book.add(name, total, count)
-    gap = (batch.old_logps - carried.behaviour_logps).abs()
+    gap = (batch.proximal_logps - carried.behaviour_logps).abs()
     scored = mask & ~gap.isnan()
     gap = gap.nan_to_num(nan=0.0)
     chosen = mask.any(1, keepdim=True) if weights.size(1) == 1 else mask
