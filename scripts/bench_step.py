@@ -31,7 +31,7 @@ from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.settings import read
 from grpo_lab.trainer.metrics.profile import PARTS, Profile, as_table, by_part, host_table
-from grpo_lab.trainer.ranks import RankAwareTrainer, at
+from grpo_lab.trainer.ranks import RankAwareTrainer, named_place
 from grpo_lab.trainer.supervised.methods import cold_start
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "dr_grpo.yaml"
@@ -43,7 +43,7 @@ AGREE = 3.0e-5
 class Stock(RankAwareTrainer):
     """TRL's trainer, unchanged, whose loss is a named place, too."""
 
-    @at("update")
+    @named_place("update")
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
 

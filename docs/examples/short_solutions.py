@@ -25,14 +25,14 @@ class ShortSolutions:
         """For `--dry-run`."""
         return f"solutions of at most {self.words} words out of {self.n:,} problems"
 
-    def run(self, at: Any) -> dict[str, int]:
-        """Writes into ``at.folder``; what it returns becomes the stage's marker."""
+    def run(self, workspace: Any) -> dict[str, int]:
+        """Writes into ``workspace.folder``; what it returns becomes the stage's marker."""
         made = word_problems(n=self.n, template="chat")
         kept = [
             {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["worked_solution"]}]}
             for row in made
             if len(row["worked_solution"].split()) <= self.words
         ]
-        at.stop.check()  # between two things that are done it may be asked to stop
-        write_whole_text(at.folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        workspace.stop.check()  # between two things that are done it may be asked to stop
+        write_whole_text(workspace.folder / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         return {"made": len(made), "rows": len(kept)}

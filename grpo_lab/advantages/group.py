@@ -57,8 +57,8 @@ def deviation(values: Tensor, dim: int, keepdim: bool = False, std: str = "sampl
 
 
 @dataclass(frozen=True)
-class Divided:
-    """What the rules share that divide by a standard deviation: which one, and what is added to it."""
+class StdNormalized:
+    """Knobs of the rules that divide by a standard deviation: which one, and what is added to it."""
 
     epsilon: float = 1e-4
     std: str = "sample"
@@ -128,7 +128,7 @@ class LeaveOneOut:
 
 
 @dataclass(frozen=True)
-class GroupZScore(Divided):
+class GroupZScore(StdNormalized):
     """Â_i = (r_i − mean r)/(std r + ε), mean and std over the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.2). ``epsilon`` is not given there; 1e-4 is TRL's.

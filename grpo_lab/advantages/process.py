@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_lab.advantages.group import Divided, GroupZScore, deviation, group_average
+from grpo_lab.advantages.group import GroupZScore, StdNormalized, deviation, group_average
 from grpo_lab.batch import RewardTable
 
 
@@ -81,7 +81,7 @@ class StepTable:
 
 
 @dataclass(frozen=True)
-class Process(Divided):
+class Process(StdNormalized):
     """Â_{i,t} = Σ_{j: index(j) ≥ t} r̃_i^{(j)},  r̃ = (r − mean R)/(std R + ε), R = all step scores of the group.
 
     Source: DeepSeekMath (arXiv 2402.03300, §4.1.3, process supervision). ε and ``std`` are those of ``group_zscore``:

@@ -90,8 +90,8 @@ LITERALS: dict[Aggregation, Callable[[Rows, Denominators], float]] = {
 
 def aggregation(name: str, **knobs: Any) -> Aggregation:
     """The aggregation called ``name``, with its knobs where it is a dataclass."""
-    average: Aggregation = registry.built(registry.found(AGGREGATIONS, name, "aggregation"), knobs, "aggregation")
-    return average
+    made: Aggregation = registry.built(registry.found(AGGREGATIONS, name, "aggregation"), knobs, "aggregation")
+    return made
 
 
 def register_aggregation(name: str, part: Any = None) -> Any:

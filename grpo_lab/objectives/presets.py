@@ -118,8 +118,8 @@ def preset(name: str) -> Preset:
 
 def surrogate(name: str, **knobs: Any) -> Surrogate:
     """The surrogate called ``name`` with its knobs, the fields of its dataclass."""
-    push: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
-    return push
+    made: Surrogate = registry.built(registry.found(SURROGATES, name, "surrogate"), knobs, "surrogate")
+    return made
 
 
 def is_ours(part: Any) -> bool:

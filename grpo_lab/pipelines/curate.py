@@ -30,10 +30,10 @@ from grpo_lab.recipe.sections import (
     check_command,
     with_name,
 )
-from grpo_lab.runs.console import count_of, told
+from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.differences import versions
 from grpo_lab.runs.folder import record_of
-from grpo_lab.runs.stage import Stage, Words, carry_out, console, plan_of, working
+from grpo_lab.runs.stage import Stage, Words, carry_out, console, locked_run, plan_of
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
 from grpo_lab.stages.filter import (
@@ -115,25 +115,25 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     began = time.perf_counter()
     folder = recipe.output_dir
     asked, against = resolve(recipe, overwrite)
-    with working(recipe, lambda: {} if overwrite else record_of(folder, "curate", MARKER)) as (stop, earlier):
+    with locked_run(recipe, lambda: {} if overwrite else record_of(folder, "curate", MARKER)) as (stop, earlier):
         if overwrite:
             for name in (PASS_RATES, GUESSES):
                 (folder / name).unlink(missing_ok=True)
         if not earlier:
             write_json(folder / MARKER, {"name": recipe.name, "finished": False})
-        at = _loaded(recipe, asked, against, stop)
-        carry_out(stages_of(recipe), at)
-        report = at.selection.report(at.notes)
-        kept = write_rows(folder, at.selection)
+        filtering = _loaded(recipe, asked, against, stop)
+        carry_out(stages_of(recipe), filtering)
+        report = filtering.selection.report(filtering.notes)
+        kept = write_rows(folder, filtering.selection)
         summary = {
             "name": recipe.name,
-            "data": told(recipe.data),
-            "reward": told(recipe.reward),
+            "data": describe(recipe.data),
+            "reward": describe(recipe.reward),
             "model": recipe.model.path if recipe.model else None,
             "time": duration(time.perf_counter() - began),
-            "completions of this session": at.sampler.made if at.sampler else 0,
-            "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if at.sampler else {},
-            "filters": {f.name: told(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
+            "completions of this session": filtering.sampler.made if filtering.sampler else 0,
+            "sampling": {n: v for n, v in asdict(recipe.sampling).items() if v != {}} if filtering.sampler else {},
+            "filters": {f.name: describe(getattr(recipe.filters, f.name)) for f in fields(recipe.filters)},
             "versions": versions(),
             "finished": True,
             "report": asdict(report),
@@ -161,7 +161,7 @@ def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: 
         shown=shown,
         sampling=recipe.sampling,
         reward=asked.reward,
-        judge=told(recipe.reward),
+        judge=describe(recipe.reward),
         against=against,
         notes=notes,
     )
@@ -175,7 +175,7 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
     def stage(name: str, run: Any, rules: Any, whole: bool = True, inputs: tuple[str, ...] = ()) -> Stage:
         words = {}
         if rules is not None:
-            words = {f"filter: {name}": told(rules)}
+            words = {f"filter: {name}": describe(rules)}
         return Stage(name, run, lambda: words, inputs, remembered=False, whole=whole)
 
     by_text = ("kind", "duplicates", "contamination")

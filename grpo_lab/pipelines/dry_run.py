@@ -22,7 +22,7 @@ from grpo_lab.recipe.parts import scoring_nothing
 from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
 from grpo_lab.rewards.schedules import weight_in_words
-from grpo_lab.runs.console import count_of, settings_in_words, told
+from grpo_lab.runs.console import count_of, describe, settings_in_words
 from grpo_lab.trainer.arguments import with_class_parts, with_declared_rewards
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
@@ -78,7 +78,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         facts["evaluated on the way"] = count_of(job.eval_rows, recipe.eval_dataset)
     if recipe.evaluation is not None:
         counted = count_of(job.held_out, recipe.evaluation.data)
-        facts["evaluation"] = f"{counted}, judged by {told(recipe.evaluation.reward)}"
+        facts["evaluation"] = f"{counted}, judged by {describe(recipe.evaluation.reward)}"
     more = {
         "callbacks": ", ".join(section.name for section in recipe.callbacks),
         "tools": ", ".join(section.name for section in recipe.tools),

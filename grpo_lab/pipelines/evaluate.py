@@ -216,13 +216,13 @@ def with_every_argument(section: DataSection) -> DataSection:
 
 def title(model: str, plan: HeldOut) -> str:
     """Everything that a score depends on, in one line; of the rows' arguments none that is off (None, False, 0.0)."""
-    from grpo_lab.runs.console import told
+    from grpo_lab.runs.console import describe
 
     data = plan.section.data
     off = ("None", "False", "0.0")
     shown = {name: value for name, value in data.arguments.items() if repr(value) not in off}
     limits = f"max_new_tokens {plan.max_new_tokens}, seed {plan.seed}"
-    return f"{model} on {told(replace(data, arguments=shown))}, {told(plan.section.reward)}, {limits}"
+    return f"{model} on {describe(replace(data, arguments=shown))}, {describe(plan.section.reward)}, {limits}"
 
 
 def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) -> ExitStack:

@@ -2,8 +2,9 @@
 
 A kind is a class of settings (`grpo_lab.settings.settings`) with
 
-    run(at)   does it in ``at.folder`` (`runs.stage.At`) and returns facts: the results in its `stage.json`
-    plan()    its words for ``--dry-run``; it may be left out, as the rest
+    run       `run(workspace)` does it in ``workspace.folder`` (`runs.stage.Workspace`) and returns facts: the results
+              in its `stage.json`
+    plan      `plan()` returns its words for ``--dry-run``; it may be left out, as the rest
     leaves    what later stages can take, name → place in its folder (``{"model": "model"}``)
     perhaps   names of those that it leaves where its settings say so
     keeps     places in its folder of results that nobody takes; where one is gone, it is run in its folder again
@@ -31,7 +32,7 @@ from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.pipelines.train import TrainingOutcome, train
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.registry import load_named
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.runs.stop import Interrupted
 from grpo_lab.settings import one_of, settings
 from grpo_lab.stages.build import Build, Fusion
@@ -76,11 +77,13 @@ def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], F
             plain = {name: value for name, value in self.recipe.items() if not isinstance(value, Mapping | list)}
             return ", ".join(f"{name} {value}" for name, value in plain.items())
 
-        def run(self, at: At) -> Facts:
+        def run(self, workspace: Workspace) -> Facts:
             try:
-                return facts(do(read_recipe({"name": at.folder.name, **self.recipe, "output_dir": str(at.folder)})))
+                return facts(
+                    do(read_recipe({"name": workspace.folder.name, **self.recipe, "output_dir": str(workspace.folder)}))
+                )
             except Interrupted:  # who asked may have asked the pipeline
-                at.stop.check()
+                workspace.stop.check()
                 raise
 
     return WholeCommand
@@ -144,5 +147,5 @@ def kind_of(name: str, where: str) -> Any:
         raise ValueError(f"`{where}` is {name!r}{one_of(name, KINDS)}, or 'module:attribute'")
     kind = KINDS[name] if name in KINDS else load_named(name, where)
     if not (isinstance(kind, type) and callable(getattr(kind, "run", None))):
-        raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(at)`")
+        raise ValueError(f"`{where}` is {name!r}; a kind of stage is a class of `@settings()` with `run(workspace)`")
     return kind

@@ -39,10 +39,10 @@ from grpo_lab.recipe.sections import (
     with_name,
 )
 from grpo_lab.runs import differences
-from grpo_lab.runs.console import count_of, settings_in_words, told
+from grpo_lab.runs.console import count_of, describe, settings_in_words
 from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, refuse_other_rows, rows_fingerprint
 from grpo_lab.runs.folder import check_writable
-from grpo_lab.runs.stage import At, Facts, Stage, Words, carry_out, console, plan_of, staged_run
+from grpo_lab.runs.stage import Facts, Stage, Words, Workspace, carry_out, console, plan_of, staged_run
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
 from grpo_lab.stages.evaluate import EVALUATION, Evaluate
@@ -141,10 +141,10 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         "method": recipe.method,
         "model": recipe.model.path,
         "short_model": recipe.short_model,
-        "data": told(recipe.data),
+        "data": describe(recipe.data),
         "data_digest": None if asked.rows is None else rows_fingerprint(asked.rows),
         "recipe": settings_of(recipe),
-        "sampling": told(recipe.sampling),
+        "sampling": describe(recipe.sampling),
         "training": dict(recipe.training),
     }
     stages = ("before", "select", "train", "merge", "after")
@@ -161,9 +161,9 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
         return found
 
     with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
-        at = At(folder, run.stop)
-        carry_out(_stages(recipe, asked), at, run.report)
-        count = at.facts.get("select", {}).get("rows", 0)
+        workspace = Workspace(folder, run.stop)
+        carry_out(_stages(recipe, asked), workspace, run.report)
+        count = workspace.facts.get("select", {}).get("rows", 0)
         page = None
         run.write(rows=count)
         if run.about["finished"]:
@@ -203,30 +203,30 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     path = str(recipe.model.path)
     sampling = recipe.sampling
 
-    def select(at: At) -> Facts:
+    def select(workspace: Workspace) -> Facts:
         sampler = ModelSampler(path, sampling)
-        said = {"reward": told(recipe.reward)}
+        said = {"reward": describe(recipe.reward)}
         problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, sampler).values()]
-        rates = sampler.judged(problems, asked.reward, recipe.samples_file, at.stop, said, "samples")
+        rates = sampler.judged(problems, asked.reward, recipe.samples_file, workspace.stop, said, "samples")
         samples = sampled(problems, rates, sampler.tokens)
-        return choose(samples, recipe.way, at.folder, f"`method: {recipe.method}`: ")
+        return choose(samples, recipe.way, workspace.folder, f"`method: {recipe.method}`: ")
 
-    def train(at: At) -> Facts:
+    def train(workspace: Workspace) -> Facts:
         kind: Any = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
-        stage = kind(path, str(at.folder / ROWS), sampling.seed, training, sampling.chat_template_kwargs)
-        return _delivered(at, stage.run(at, made_from=_fingerprint(recipe)))
+        stage = kind(path, str(workspace.folder / ROWS), sampling.seed, training, sampling.chat_template_kwargs)
+        return _delivered(workspace, stage.run(workspace, made_from=_fingerprint(recipe)))
 
     def measure(name: str, model: str) -> Stage:
         assert recipe.evaluation is not None
         section = recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
         kind = Evaluate(model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
-        return Stage(name, lambda at: kind.measured(at.folder / EVALUATION / name), whole=True)
+        return Stage(name, lambda workspace: kind.measured(workspace.folder / EVALUATION / name), whole=True)
 
     if recipe.method == "merge":
         merge = Merge(path, str(recipe.short_model), recipe.alpha)
         merged = {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
-        stages = [Stage("merge", lambda at: _delivered(at, merge.run(at)), lambda: merged)]
+        stages = [Stage("merge", lambda workspace: _delivered(workspace, merge.run(workspace)), lambda: merged)]
     else:
         stages = [
             Stage("select", select, lambda: _plan_of_rows(recipe, asked, overwrite)),
@@ -240,12 +240,12 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     return [*before, *stages, measure("after", str(recipe.output_dir))]
 
 
-def _delivered(at: At, facts: Facts) -> Facts:
+def _delivered(workspace: Workspace, facts: Facts) -> Facts:
     """The files of `model/` into the run's own folder, where every other command looks for a model."""
-    for file in (at.folder / MODEL).iterdir():
+    for file in (workspace.folder / MODEL).iterdir():
         if file.name != "run.json":
-            shutil.move(file, at.folder / file.name)
-    shutil.rmtree(at.folder / MODEL)
+            shutil.move(file, workspace.folder / file.name)
+    shutil.rmtree(workspace.folder / MODEL)
     return facts
 
 
@@ -276,7 +276,7 @@ def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Wor
     if recipe.evaluation is not None:
         when = "before and after" if recipe.evaluation.before else "after"
         count = count_of(asked.held_out, recipe.evaluation.data)
-        facts["evaluation"] = f"{when}: {count}, judged by {told(recipe.evaluation.reward)}"
+        facts["evaluation"] = f"{when}: {count}, judged by {describe(recipe.evaluation.reward)}"
     return {**facts, **again_in_words(recipe.output_dir, overwrite), "output folder": str(recipe.output_dir)}
 
 
@@ -288,7 +288,7 @@ def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -
     facts |= plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, asked.rows, file, anew)
     if recipe.method == "shortest_sft":
         return facts
-    return {**facts, "pairs": told(recipe.way)}
+    return {**facts, "pairs": describe(recipe.way)}
 
 
 def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:

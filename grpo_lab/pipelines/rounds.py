@@ -32,10 +32,21 @@ from grpo_lab.recipe.job import Questions, check_model, questions
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.runs import differences
-from grpo_lab.runs.console import count_of, model_of, settings_in_words, told
+from grpo_lab.runs.console import count_of, describe, model_of, settings_in_words
 from grpo_lab.runs.differences import earlier_run, refuse_other_rows, rows_fingerprint
 from grpo_lab.runs.folder import kept
-from grpo_lab.runs.stage import At, Facts, Report, Stage, StagedRun, Words, carry_out, console, read_facts, staged_run
+from grpo_lab.runs.stage import (
+    Facts,
+    Report,
+    Stage,
+    StagedRun,
+    Words,
+    Workspace,
+    carry_out,
+    console,
+    read_facts,
+    staged_run,
+)
 from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
@@ -144,12 +155,12 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
         else:
             when = "the model of each round"
         rows = count_of(asked.held_out, held_out.data)
-        plan["4. evaluate"] = f"{when} on {rows}, judged by {told(held_out.reward)}"
+        plan["4. evaluate"] = f"{when} on {rows}, judged by {describe(held_out.reward)}"
     return {
         "method": recipe.method,
         "start model": start,
         "rows": count_of(asked.rows, recipe.data),
-        "reward": told(recipe.reward),
+        "reward": describe(recipe.reward),
         "rounds": "once" if count == 1 else f"{count} times: {', '.join(name[3:] for name in plan)}",
         **plan,
         "done already": f"{done}{' (--overwrite begins anew)' if overwrite and done != 'nothing' else ''}",
@@ -210,7 +221,7 @@ def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class Round(At):
+class Round(Workspace):
     """Where a round works: its number (0: the start), the model that samples (``current``: of the round before, or the
     start's), and the one that sampled first (``start``); folders or hub names."""
 
@@ -227,7 +238,11 @@ class Round(At):
 
 
 def rounds(
-    folder: Path, count: int, start: Round, stages: Sequence[Stage], report: Report = lambda at, stage, seconds: None
+    folder: Path,
+    count: int,
+    start: Round,
+    stages: Sequence[Stage],
+    report: Report = lambda workspace, stage, seconds: None,
 ) -> Iterator[Round]:
     """Rounds 1 … ``count`` after ``start``, each when it is done."""
     current = start.model
@@ -275,58 +290,64 @@ class RoundStages:
             return stages
         return [*stages, Stage("evaluate", self.evaluate, whole=True)]
 
-    def begin(self, at: Round) -> Facts:
+    def begin(self, this_round: Round) -> Facts:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe = self.recipe
         cold = self.recipe.cold_start
         if cold is None:
-            return ColdStart(recipe.model, None, recipe.sampling.seed).run(at)
+            return ColdStart(recipe.model, None, recipe.sampling.seed).run(this_round)
         training = {"use_cpu": recipe.sampling.use_cpu, **cold.arguments}
         template = recipe.sampling.chat_template_kwargs
-        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(at, self.cold_rows)
+        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(
+            this_round, self.cold_rows
+        )
 
-    def sample(self, at: Round) -> Facts:
+    def sample(self, this_round: Round) -> Facts:
         """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
         sampling = self.recipe.sampling
-        asked = questions_of(at.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
-        drawn = replace(sampling, seed=seed_of(sampling.seed, at.number, "sample"))
-        said = {"model": None, "reward": told(self.recipe.reward)}  # which model, its files say
-        label = f"round {at.number}: samples"
+        asked = questions_of(this_round.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
+        drawn = replace(sampling, seed=seed_of(sampling.seed, this_round.number, "sample"))
+        said = {"model": None, "reward": describe(self.recipe.reward)}  # which model, its files say
+        label = f"round {this_round.number}: samples"
         problems = {row: self.rows[row] for row in asked}
-        return sample_facts(sample(at, problems, at.current, drawn, self.asked.reward, said, label), len(asked))
+        return sample_facts(
+            sample(this_round, problems, this_round.current, drawn, self.asked.reward, said, label), len(asked)
+        )
 
-    def select(self, at: Round) -> Facts:
+    def select(self, this_round: Round) -> Facts:
         """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
-        who = f"round {at.number}, `method: {self.recipe.method}`: "
-        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {at.current}"
-        return choose(samples_in(at.folder / SAMPLES, self.rows), self.recipe.way, at.folder, who, otherwise)
+        who = f"round {this_round.number}, `method: {self.recipe.method}`: "
+        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {this_round.current}"
+        return choose(
+            samples_in(this_round.folder / SAMPLES, self.rows), self.recipe.way, this_round.folder, who, otherwise
+        )
 
-    def train(self, at: Round) -> Facts:
+    def train(self, this_round: Round) -> Facts:
         """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
         recipe = self.recipe
-        seed = seed_of(self.recipe.sampling.seed, at.number, "train")
+        seed = seed_of(self.recipe.sampling.seed, this_round.number, "train")
         if recipe.base is None:
-            base = at.start
+            base = this_round.start
         else:
             base = str(recipe.base.path)
-        begin = at.current if recipe.rounds.train_from == "last" else base
+        begin = this_round.current if recipe.rounds.train_from == "last" else base
         kind = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": recipe.sampling.use_cpu, **recipe.training}
         reference = None
         pairs = recipe.pairs
         if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
-            reference = load_model(ModelSection(path=at.start), recipe.sampling.seed)[0]
+            reference = load_model(ModelSection(path=this_round.start), recipe.sampling.seed)[0]
         template = recipe.sampling.chat_template_kwargs
-        facts = kind(begin, str(at.folder / ROWS), seed, training, template).run(at, reference)
-        return {"from": "base" if begin != at.current else "last", **facts}
+        facts = kind(begin, str(this_round.folder / ROWS), seed, training, template).run(this_round, reference)
+        return {"from": "base" if begin != this_round.current else "last", **facts}
 
-    def evaluate(self, at: Round) -> Facts:
+    def evaluate(self, this_round: Round) -> Facts:
         """`evaluation/`: the model that the round leaves on the held-out rows."""
         assert self.recipe.evaluation is not None
         sampling = self.recipe.sampling
         section = self.recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
-        kind = Evaluate(at.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
-        return kind.measured(at.folder / EVALUATION)
+        kind = Evaluate(this_round.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        return kind.measured(this_round.folder / EVALUATION)
 
 
 def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:

@@ -22,7 +22,7 @@ from grpo_lab.recipe.sections import (
     refuse_every,
     with_name,
 )
-from grpo_lab.runs.console import model_of, settings_in_words, told
+from grpo_lab.runs.console import describe, model_of, settings_in_words
 from grpo_lab.runs.stage import Words
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Positive, Switch, one_of, read, settings
 from grpo_lab.stages.select import Contrast, Keep
@@ -181,7 +181,7 @@ def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
     if recipe.rounds.train_from != "base":
         begin = last
     return {
-        "1. sample": f"{which}{total}, by {who}; {told(sampling)}",
-        "2. select": f"{what}: {told(way)}",
+        "1. sample": f"{which}{total}, by {who}; {describe(sampling)}",
+        "2. select": f"{what}: {describe(way)}",
         "3. train": f"{recipe.method}, from {begin}; {settings_in_words(recipe.training)}",
     }

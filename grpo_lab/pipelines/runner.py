@@ -28,7 +28,7 @@ from grpo_lab.pipelines.standing import LOCK_OF_STAGE, NOTHING, Standing, report
 from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.runs.differences import earlier_run
 from grpo_lab.runs.folder import LOCK, STAGE, one_writer
-from grpo_lab.runs.stage import At, Facts, Words, console, plain_facts, under_way, working
+from grpo_lab.runs.stage import Facts, Words, Workspace, console, locked_run, plain_facts, run_stage
 from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import all_of
@@ -54,24 +54,24 @@ def run_pipeline(
         entry = next(one for one in entries if one.name == only)
         files.begin()
         with StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
-            found = _carry_out(entry, files, At(folder, stop))
+            found = _carry_out(entry, files, Workspace(folder, stop))
         if found is None:
             console.print(f"stage {only!r} is done: nothing to do", soft_wrap=True)
         files.write()
         status(folder, console)
         return {only: found if found is not None else entry.record().results}
-    with working(recipe, lambda: earlier_run(recipe, PIPELINE, overwrite, plain_recipe)) as (stop, _):
+    with locked_run(recipe, lambda: earlier_run(recipe, PIPELINE, overwrite, plain_recipe)) as (stop, _):
         if overwrite:
             forget_stages(recipe)
         files.begin()
-        at = At(folder, stop)
+        workspace = Workspace(folder, stop)
         for entry in entries:
-            found = _carry_out(entry, files, at)
-            at.facts[entry.name] = found if found is not None else entry.record().results
+            found = _carry_out(entry, files, workspace)
+            workspace.facts[entry.name] = found if found is not None else entry.record().results
         files.write()
         status(folder, console)
         console.print(f"report: {report(folder)}", soft_wrap=True)
-        return at.facts
+        return workspace.facts
 
 
 def forget_stages(recipe: PipelineRecipe) -> None:
@@ -100,7 +100,7 @@ def _held(place: Path) -> Iterator[None]:
         yield
 
 
-def _carry_out(entry: Entry, files: PipelineFiles, at: At) -> Facts | None:
+def _carry_out(entry: Entry, files: PipelineFiles, workspace: Workspace) -> Facts | None:
     """One stage, those before which are done; its facts, None where there is nothing to do."""
     before = {name: Standing(NOTHING, "") for name in entry.asked.before}
     if entry.standing(entry.record(), before).state == NOTHING:
@@ -111,16 +111,16 @@ def _carry_out(entry: Entry, files: PipelineFiles, at: At) -> Facts | None:
         if stands.state == NOTHING:  # meanwhile another process has done it
             return None
         anew = stands.state in (NEW, AGAIN)
-        record.prepare(entry.folder, stands.why, entry.asked.settings, entry.asked.places(at.folder), anew)
+        record.prepare(entry.folder, stands.why, entry.asked.settings, entry.asked.places(workspace.folder), anew)
         files.write()
         console.rule(f"stage {entry.number} of {len(files.entries)}: {entry.name}")
         console.print(record.why, style="dim", soft_wrap=True)
         began = time.perf_counter()
         done_before = record.seconds or 0.0
         try:
-            with under_way(at.stop, getattr(entry.kind, "whole", False) and not entry.section.launch):
+            with run_stage(workspace.stop, getattr(entry.kind, "whole", False) and not entry.section.launch):
                 try:
-                    record.results = _do(entry, files.recipe, at)
+                    record.results = _do(entry, files.recipe, workspace)
                 finally:
                     record.seconds = done_before + time.perf_counter() - began
                 record.finish(entry.folder, entry.results)
@@ -131,13 +131,13 @@ def _carry_out(entry: Entry, files: PipelineFiles, at: At) -> Facts | None:
     return record.results
 
 
-def _do(entry: Entry, recipe: PipelineRecipe, at: At) -> Facts:
+def _do(entry: Entry, recipe: PipelineRecipe, workspace: Workspace) -> Facts:
     """The stage itself, here or on its processes; its results."""
     if not entry.section.launch:
         with in_stage(entry.name):
-            return plain_facts(entry.kind.run(At(entry.folder, at.stop, at.facts)))
+            return plain_facts(entry.kind.run(Workspace(entry.folder, workspace.stop, workspace.facts)))
     try:
-        _launch(entry, recipe, at.stop)
+        _launch(entry, recipe, workspace.stop)
     except ValueError as failed:
         said = entry.record().error  # of its first process
         raise ValueError(f"{failed} ({said})" if said else str(failed)) from failed
@@ -168,7 +168,7 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
     locked = first and not getattr(entry.kind, "locks", False)
     with one_writer(entry.folder) if locked else nullcontext():
         try:
-            record.results = plain_facts(entry.kind.run(At(entry.folder, StopRequests(folder))))
+            record.results = plain_facts(entry.kind.run(Workspace(entry.folder, StopRequests(folder))))
         except Exception as error:
             if first and not isinstance(error, Interrupted):
                 record.end(entry.folder, RUNNING, error)
@@ -196,7 +196,7 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
     ends_with_this = partial(die_with_parent, signal.SIGTERM)
     running = psutil.Popen(launch, process_group=0, env=environment, preexec_fn=ends_with_this)
     told = set[int]()
-    with stop.patient(signal.SIGINT):
+    with stop.defer_signals(signal.SIGINT):
         while running.poll() is None:
             with suppress(psutil.Error):  # one has just ended
                 for rank in running.children() if stop.asked() else ():

@@ -31,14 +31,14 @@ from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics import MetricsFile
-from grpo_lab.runs.stage import At, Stage, carry_out, console, plain_facts
+from grpo_lab.runs.stage import Stage, Workspace, carry_out, console, plain_facts
 from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
 from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
-from grpo_lab.stages.sample import Writer
+from grpo_lab.stages.sample import LoadedGenerator
 from grpo_lab.trainer.generation.in_step import PolicySampler
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.parts import has_own_loss
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.whole import broken_weights
 from grpo_lab.trainer.scoring.preference import FOLDER as PREFERENCE
 
@@ -106,7 +106,7 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
         heed_stop_file(job.config, folder)
     seconds: dict[str, float] = dict(record.get("seconds") or {})
 
-    def report(at: At, stage: str, took: float | None) -> None:
+    def report(workspace: Workspace, stage: str, took: float | None) -> None:
         if took is None:
             of = ""
             if stage == REINFORCEMENT:
@@ -117,7 +117,7 @@ def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
             if main:
                 write_run(folder, {**read_marker(folder / RUN), "seconds": seconds})
 
-    carry_out(_stages(job, record, seconds, resume), At(folder, StopRequests(folder)), report)
+    carry_out(_stages(job, record, seconds, resume), Workspace(folder, StopRequests(folder)), report)
     if not main:
         return TrainingOutcome(folder, None, None, None)
     left = left_in(folder, ["critic", PREFERENCE, "evaluation"])
@@ -148,15 +148,15 @@ def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resu
     here: Any = {"remembered": False, "whole": True}
     left = []
     if made and not (resume and start_is_whole(folder)):
-        left.append(Stage("cold_start" if cold else "start", lambda at: _make_start(job, place), **here))
+        left.append(Stage("cold_start" if cold else "start", lambda workspace: _make_start(job, place), **here))
     if job.evaluation is not None and job.evaluation.before and not gather_object([_is_measured(job, resume)])[0]:
-        left.append(Stage("evaluation_before", lambda at: _evaluate(job, start, "before"), **here))
+        left.append(Stage("evaluation_before", lambda workspace: _evaluate(job, start, "before"), **here))
     if trained:
         console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        left.append(Stage(REINFORCEMENT, lambda at: _reinforce(job, start, checkpoint, seconds), **here))
+        left.append(Stage(REINFORCEMENT, lambda workspace: _reinforce(job, start, checkpoint, seconds), **here))
     if job.evaluation is not None:
-        left.append(Stage("evaluation_after", lambda at: _evaluate(job, str(folder), "after"), **here))
+        left.append(Stage("evaluation_after", lambda workspace: _evaluate(job, str(folder), "after"), **here))
     return left
 
 
@@ -224,7 +224,7 @@ def _make_start(job: Job, start: Path) -> None:
 def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> None:
     """Train, save the model, and say so in ``run.json``."""
     from grpo_lab.trainer.resume.checkpoint import save_final
-    from grpo_lab.trainer.resume.going_on import WasRead
+    from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
     folder = job.folder
@@ -243,7 +243,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     log.beside = lambda: {"rollout/generated": trainer.parts.generated}
     if job.evaluation is not None and job.evaluation.every is not None:
         trainer.add_callback(EvaluationOnTheWay(trainer, job.evaluation, folder))
-    with at("start: all processes begin together"):
+    with named_place("start: all processes begin together"):
         trainer.accelerator.wait_for_everyone()
     record = {
         **job.facts,
@@ -268,7 +268,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     trainer.parts.stop.returns = True
     with tracked(trainer, folder):
         with _ended_as_asked(trainer, folder, record):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else WasRead(checkpoint))
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else VerifiedCheckpoint(checkpoint))
         seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
         _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
         save_final(trainer, folder)
@@ -337,16 +337,16 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
         self.every = section.every
         self.folder = folder / "evaluation"
         held_out = HeldOutRows(replace(section, n_samples=0), None, 0)
-        writer = Writer(policy, policy.tokenizer, policy.context, policy.stops)
+        generator = LoadedGenerator(policy, policy.tokenizer, policy.context, policy.stops)
         own, *_ = held_out.ways.values()
-        self.ask = held_out.asking("the policy in training", writer, own, PartialState().num_processes > 1)
+        self.ask = held_out.asking("the policy in training", generator, own, PartialState().num_processes > 1)
         self.blocks = Blocks(section.batch_size, in_step=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
         if step % self.every or step >= state.max_steps:  # the last model is measured when it is saved
             return
-        with at(f"evaluation on the way, step {step}"):
+        with named_place(f"evaluation on the way, step {step}"):
             found = self.ask(blocks=self.blocks)
         if state.is_world_process_zero:
             found.write(self.folder / f"step_{step}")

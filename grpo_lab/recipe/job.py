@@ -27,7 +27,7 @@ from grpo_lab.recipe.sections import (
     SamplingSettings,
 )
 from grpo_lab.settings import hints_of, refuse_unknown, typed
-from grpo_lab.trainer.arguments import given
+from grpo_lab.trainer.arguments import resolve_arguments
 
 NOT_OF_THIS_MACHINE: dict[str, Any] = dict.fromkeys(("tf32", "fsdp", "fsdp_config", "deepspeed")) | dict.fromkeys(
     ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "torch_compile", "use_liger_kernel", "dataloader_pin_memory"),
@@ -39,7 +39,7 @@ sharding, kernels."""
 
 @dataclass(frozen=True)
 class Job:
-    """What a training is made of. In a dry run rows that are on the hub and not here are None.
+    """Everything that a training is made of. In a dry run rows that are on the hub and not here are None.
 
     Attributes:
         trainer: the class; ``reward_sections``: the recipe's names and weights of ``rewards``.
@@ -108,7 +108,7 @@ class Job:
             check_policy(policy, config)
         # what the constructor refuses before it looks at a model; a team's own may first change what it is given
         if rows is not None and trainer.__init__ is LabTrainer.__init__ and recipe.environment_factory is None:
-            given(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
+            resolve_arguments(trainer, LabTrainer, None, rewards or None, config, rows, eval_rows, None, None)
         return cls(
             name=recipe.name,
             folder=recipe.output_dir,
@@ -144,12 +144,12 @@ def _as_trained(recipe: Recipe, config: Any) -> EvaluationSection | None:
 
 
 def _asks(evaluation: EvaluationSection | None) -> bool:
-    """Whether an evaluation is to be made by an engine."""
+    """Return whether an evaluation is to be made by an engine."""
     return evaluation is not None and evaluation.use_vllm is True
 
 
 def facts_of(recipe: Recipe) -> dict[str, Any]:
-    """What ``run.json`` says of it."""
+    """Facts of a recipe for ``run.json``."""
     return {
         "name": recipe.name,
         "model": recipe.model.name,
@@ -263,12 +263,12 @@ def check_model(
     words = known[0]
     context = context_of_config(known[1])
     limit = sampling.max_completion_length
-    told = sampling.chat_template_kwargs
+    template_kwargs = sampling.chat_template_kwargs
     lengths = [length for length in (context, sampling.engine.get("max_model_len")) if length is not None]
     if asked.rows is not None and lengths:
-        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit, told)
+        shortest = checks.shortest_prompt(asked.rows["prompt"], words, min(lengths) - limit, template_kwargs)
         if shortest is not None and shortest + limit > min(lengths):
             raise checks.no_room(limit, min(lengths))
     if asked.held_out is not None and evaluation is not None and context is not None:
-        checks.check_held_out(evaluation.rendered_as(told), limit, asked.held_out["prompt"], words, context)
+        checks.check_held_out(evaluation.rendered_as(template_kwargs), limit, asked.held_out["prompt"], words, context)
     return known

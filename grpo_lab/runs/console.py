@@ -32,8 +32,8 @@ EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which 
 """TRL's SimPO, which long2short uses knowingly; `rollout_func` (thinking budgets) and `environment_factory`."""
 
 
-def told(settings: Any) -> str:
-    """Settings in words; what is None was not applied."""
+def describe(settings: Any) -> str:
+    """Describe settings in words; None was not applied."""
     if settings is None:
         return "not applied"
     if isinstance(settings, DataSection):
@@ -45,10 +45,10 @@ def told(settings: Any) -> str:
     if isinstance(settings, RewardSection):
         return " ".join([settings.name, *(f"{name}={value}" for name, value in settings.arguments.items())])
     if isinstance(settings, tuple):
-        return "; ".join(told(one) for one in settings)
+        return "; ".join(describe(one) for one in settings)
     if is_dataclass(settings):
         pairs = [(f.name, getattr(settings, f.name)) for f in fields(settings)]
-        return ", ".join(f"{name.replace('_', ' ')} {told(value)}" for name, value in pairs if value is not None)
+        return ", ".join(f"{name.replace('_', ' ')} {describe(value)}" for name, value in pairs if value is not None)
     return str(settings)
 
 
@@ -62,7 +62,7 @@ def count_of(rows: Any, section: DataSection) -> str:
     count = None if rows is None else len(rows)
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
-    return f"{'not loaded here' if count is None else f'{count:,}'} from {told(section)}"
+    return f"{'not loaded here' if count is None else f'{count:,}'} from {describe(section)}"
 
 
 def model_of(path: str) -> str:

@@ -12,6 +12,7 @@ import gc
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from grpo_lab.runs.stop import StopRequests
 Facts = dict[str, Any]
 Words = dict[str, str]
 Report = Callable[[Any, str, float | None], None]
-"""``report(at, stage, None)`` before a stage, with its seconds afterwards."""
+"""``report(workspace, stage, None)`` before a stage, with its seconds afterwards."""
 
 console = Terminal()
 SECONDS_BETWEEN_COLLECTIONS = 0.5
@@ -39,13 +40,22 @@ _collected = [0.0]
 
 
 @dataclass
-class At:
-    """Where stages work: the folder of their files and markers; ``stop``, asked between two things that are done
-    (``check``) and around a training; the facts of the stages that are done."""
+class Workspace:
+    """The place where stages work: the folder of their files and markers; ``stop``, asked between two things that are
+    done (``check``) and around a training; the facts of the stages that are done."""
 
     folder: Path
     stop: StopRequests
     facts: dict[str, Facts] = field(default_factory=dict)
+
+
+def __getattr__(name: str) -> Any:
+    """``At`` is the deprecated name of ``Workspace``, which a team's kinds of stage may import."""
+    if name != "At":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = "`grpo_lab.runs.stage.At` is called `Workspace` now; the old name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return Workspace
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,8 @@ class Stage:
     """One step of a command.
 
     Args:
-        run: ``run(at)`` does it, writing its files into ``at.folder``, and returns facts: what later stages, tables and
-            pages read of it. They are its marker, ``<name>.json``.
+        run: ``run(workspace)`` does it, writing its files into ``workspace.folder``, and returns facts: what later
+            stages, tables and pages read of it. They are its marker, ``<name>.json``.
         plan: what it will do, title → words, for ``--dry-run``; writes nothing, and raises what would stop it.
         inputs: the stages before it whose facts it reads.
         remembered: false leaves no marker: it is cheap, and follows from settings that may change between two runs.
@@ -69,32 +79,35 @@ class Stage:
     whole: bool = False
 
 
-def carry_out(stages: Sequence[Stage], at: At, report: Report = lambda at, stage, seconds: None) -> None:
-    """Every stage that has no marker, in order; ``at.facts`` has them all afterwards. ValueError: a damaged marker, or
-    a stage that reads one that does not come before it; Interrupted: asked to stop."""
-    at.folder.mkdir(parents=True, exist_ok=True)
+def carry_out(
+    stages: Sequence[Stage], workspace: Workspace, report: Report = lambda workspace, stage, seconds: None
+) -> None:
+    """Run every stage that has no marker, in order; ``workspace.facts`` has the facts of all of them afterwards.
+
+    ValueError: a damaged marker, or a stage that reads one that does not come before it; Interrupted: asked to stop."""
+    workspace.folder.mkdir(parents=True, exist_ok=True)
     for stage in stages:
-        if missing := [name for name in stage.inputs if name not in at.facts]:
-            raise ValueError(f"stage {stage.name!r} reads {missing}, and before it come {list(at.facts)}")
-        marker = at.folder / f"{stage.name}.json"
+        if missing := [name for name in stage.inputs if name not in workspace.facts]:
+            raise ValueError(f"stage {stage.name!r} reads {missing}, and before it come {list(workspace.facts)}")
+        marker = workspace.folder / f"{stage.name}.json"
         found = None
         if stage.remembered:
             found = read_facts(marker)
         if found is None:
             began = time.perf_counter()
-            report(at, stage.name, None)
-            with under_way(at.stop, stage.whole):
-                found = plain_facts(stage.run(at))
-                report(at, stage.name, time.perf_counter() - began)  # before the marker: a kill loses no time
+            report(workspace, stage.name, None)
+            with run_stage(workspace.stop, stage.whole):
+                found = plain_facts(stage.run(workspace))
+                report(workspace, stage.name, time.perf_counter() - began)  # before the marker: a kill loses no time
                 if stage.remembered:
                     write_json(marker, found)
-        at.facts[stage.name] = found
+        workspace.facts[stage.name] = found
 
 
 @contextmanager
-def under_way(stop: StopRequests, whole: bool) -> Iterator[None]:
-    """Around a stage and its marker: a stop ends it where it looks, one that is ``whole`` anywhere."""
-    with nullcontext() if whole else stop.held():
+def run_stage(stop: StopRequests, whole: bool) -> Iterator[None]:
+    """Context around a stage and its marker: a stop ends the stage where it looks, one that is ``whole`` anywhere."""
+    with nullcontext() if whole else stop.defer_stop():
         yield
     began = time.perf_counter()
     if began - _collected[0] > SECONDS_BETWEEN_COLLECTIONS:
@@ -116,10 +129,10 @@ def plan_of(stages: Iterable[Stage]) -> Words:
 
 
 @contextmanager
-def working(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
-    """Around a run of any command: its folder is this process's, and it can be asked to stop (``Interrupted``, here or
-    in the block). ``earlier``: what an earlier run, which is gone on with, says of itself; empty: this one is new, and
-    a stop file that waits is an earlier one's."""
+def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
+    """Hold the lock of a command's folder for the block, and let the run be asked to stop (``Interrupted``, here or in
+    the block). ``earlier``: what an earlier run, which is gone on with, says of itself; empty: this one is new, and a
+    stop file that waits is an earlier one's."""
     folder = recipe.output_dir
     with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
         found = earlier()
@@ -140,11 +153,11 @@ class StagedRun:
         self.about |= more
         write_run(self.folder, self.about)
 
-    def report(self, at: At, stage: str, seconds: float | None) -> None:
+    def report(self, workspace: Workspace, stage: str, seconds: float | None) -> None:
         """A rule on the terminal before each stage; its seconds afterwards."""
         place = ""
-        if at.folder != self.folder:
-            place = f"{at.folder.name.replace('-', ' ')}, "
+        if workspace.folder != self.folder:
+            place = f"{workspace.folder.name.replace('-', ' ')}, "
         if seconds is None:
             console.rule(f"{place}{stage}")
         else:
@@ -156,9 +169,9 @@ class StagedRun:
 def staged_run(
     recipe: Any, earlier: Callable[[], Facts], about: Mapping[str, Any], forget: Iterable[Path] = ()
 ) -> Iterator[StagedRun]:
-    """As ``working``, with ``run.json``. ``about``: the command (``pipeline``), and what else is said of the recipe;
-    ``forget``: files and folders of an earlier run that this one takes the place of."""
-    with working(recipe, earlier) as (stop, found):
+    """Do as ``locked_run``, and keep ``run.json``. ``about``: the command (``pipeline``), and what else is said of the
+    recipe; ``forget``: files and folders of an earlier run that this one takes the place of."""
+    with locked_run(recipe, earlier) as (stop, found):
         for place in forget:
             shutil.rmtree(place, ignore_errors=True)
             if place.is_file():

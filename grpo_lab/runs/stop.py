@@ -156,15 +156,16 @@ class StopRequests:
         raise Interrupted(str(self.name), step, self.folder)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """What the block does is not broken off by a signal: ``check`` says where it may end, and at its end it may."""
-        with self.patient():
+    def defer_stop(self) -> Iterator[None]:
+        """Let no signal break the block off: ``check`` says where it may end, and at its end it may."""
+        with self.defer_signals():
             yield
         self.check()
 
     @contextlib.contextmanager
-    def patient(self, *more: int) -> Iterator[None]:
-        """The signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask and break nothing off."""
+    def defer_signals(self, *more: int) -> Iterator[None]:
+        """Let the signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask without breaking the
+        block off."""
         before = {}
         if self._before:
             before = handle(self._heard, *more)
@@ -179,7 +180,7 @@ class StopRequests:
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
         """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
         self.check()
-        with self.patient(signal.SIGINT):
+        with self.defer_signals(signal.SIGINT):
             try:
                 yield StoppableTraining(place, identity, self.asked)
             except TrainingStopped as stopped:

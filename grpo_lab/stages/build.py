@@ -22,8 +22,8 @@ from grpo_lab.recipe.ahead import known_model, to_come
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import DataSection, ModelSection
-from grpo_lab.runs.console import told
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.console import describe
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Count, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import OF_A_LINE, TEXT, check_lines, lines_in, read_lines
 from grpo_lab.stages.select import GOLD, ROWS
@@ -64,7 +64,9 @@ class Source:
             return lines_in(Path(place))
         loaded = rows_here(self.data, f"rows.{name}.data")
         if loaded is not None and GOLD not in loaded.column_names:
-            raise ValueError(f"`rows.{name}`: {told(self.data)} has no column {GOLD!r}; it has {loaded.column_names}")
+            raise ValueError(
+                f"`rows.{name}`: {describe(self.data)} has no column {GOLD!r}; it has {loaded.column_names}"
+            )
         if loaded is None:
             return None
         return len(loaded)
@@ -85,7 +87,7 @@ class Source:
     def _loaded(data: DataSection, name: str) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(encodable(load_rows(data, f"rows.{name}.data").to_list())):
             if row.get(GOLD) is None:
-                raise ValueError(f"`rows.{name}`: {told(data)} has a row without `{GOLD}`")
+                raise ValueError(f"`rows.{name}`: {describe(data)} has a row without `{GOLD}`")
             completion = row[GOLD] and in_form_of(row["prompt"], row[GOLD])
             yield {"prompt": row["prompt"], "completion": completion, "row": number, "problem": row}
 
@@ -110,9 +112,9 @@ class Build:
             there = source.at_most(name)
             if source.count is not None and there is not None and source.count > there:
                 raise _too_few(name, source.count, there)
-        return "; ".join(f"{name}: {told(source)}" for name, source in self.rows.items())
+        return "; ".join(f"{name}: {describe(source)}" for name, source in self.rows.items())
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         asked, found = self._different()
         different = sum(map(len, found.values()))
         counts = self.counts({name: len(lines) for name, lines in found.items()})
@@ -121,7 +123,7 @@ class Build:
         draw.shuffle(chosen)
         if not chosen:
             raise ValueError(f"`rows` come to none: there were {asked}, and {counts} are asked for")
-        write_lines(at.folder / ROWS, (line.decode() for line in chosen))
+        write_lines(workspace.folder / ROWS, (line.decode() for line in chosen))
         dropped = {"the same row": asked - different, "not drawn": different - len(chosen)}
         facts = {"rows": len(chosen), "kept": len(chosen), "out_of": asked}
         return {**facts, "sources": counts, "dropped": dropped}
@@ -185,9 +187,9 @@ class Fusion:
         known_model(ModelSection(path=self.model), "model")
         check_lines(self.samples, "samples", OF_A_LINE)
         self._answers(rows_here)
-        return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(told, self.plain))}"
+        return f"{self.per_problem} of {self.samples} a problem, and {', '.join(map(describe, self.plain))}"
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         lines = read_lines(Path(self.samples), OF_A_LINE)
         thinking = []
         unclosed = 0
@@ -206,7 +208,7 @@ class Fusion:
         plain = self._answers(load_rows)
         rows, flags = fusion_rows(thinking, plain, self.shares, self.seed)
         tokens = sum(check_rendering(rows, load_tokenizer(ModelSection(path=self.model)), self.model))
-        write_json_lines(at.folder / ROWS, [encodable(row) for row in rows])
+        write_json_lines(workspace.folder / ROWS, [encodable(row) for row in rows])
         kinds = {"thinking": len(thinking), "non_thinking": len(plain), **{f"flag_{one}": flags[one] for one in flags}}
         return {"rows": len(rows), **kinds, "dropped": {"no_closed_reasoning": unclosed}, "trained_tokens": tokens}
 

@@ -23,10 +23,10 @@ from grpo_lab.recipe.checks import check_by, check_held_out
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.rows import every_argument, load_rows, rows_here
 from grpo_lab.recipe.sections import NEW_TOKENS, EvaluationSection, ModelSection
-from grpo_lab.runs.console import count_of, told
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.console import count_of, describe
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Positive, Switch, Whole, settings
-from grpo_lab.stages.sample import Writer, load_writer
+from grpo_lab.stages.sample import LoadedGenerator, load_generator
 
 EVALUATION = "evaluation"
 """Folder of the answers."""
@@ -67,13 +67,13 @@ class Evaluate:
         if self.against is not None:
             held_out.check_model(self.against, "against")
         names = ", ".join(filter(None, conditions_in(self.section)))
-        on = f"{self.model} on {count_of(rows, self.section.data)}, judged by {told(self.section.reward)}"
+        on = f"{self.model} on {count_of(rows, self.section.data)}, judged by {describe(self.section.reward)}"
         return f"{on}; {names}" if names else on
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         """Numbers of the evaluation's own condition under plain names, of the others as ``accuracy.<condition>``;
         ``thinking``, ``no_thinking``: the accuracy in each mode that was asked for."""
-        found = self._measured(at.folder / EVALUATION)
+        found = self._measured(workspace.folder / EVALUATION)
         facts = flat_facts(found[0].result)
         for one in found:
             mode = {"on": "thinking", "off": "no_thinking"}.get(one.result.settings.get("thinking", ""))
@@ -215,18 +215,18 @@ class HeldOutRows:
         }
 
     def asking(
-        self, model: str, writer: Writer, way: Condition, in_step: bool = False
+        self, model: str, generator: LoadedGenerator, way: Condition, in_step: bool = False
     ) -> Callable[..., EvaluationResult]:
         """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
         not know, a budget without room."""
-        sampler = writer.sampler
+        sampler = generator.sampler
         told = told_template(self.section, way)
-        limits = self._limits(way, writer.tokenizer, writer.stops)
+        limits = self._limits(way, generator.tokenizer, generator.stops)
         if limits is not None:
             sampler = BudgetedSampler(sampler, limits, in_step)
-        how: Any = {**self.asked, "generate": sampler, "context": writer.context, "chat_template_kwargs": told}
+        how: Any = {**self.asked, "generate": sampler, "context": generator.context, "chat_template_kwargs": told}
         said = about(model, self.section, way)
-        return partial(evaluate, None, writer.tokenizer, self.rows[way.template], said=said, **how)
+        return partial(evaluate, None, generator.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
         """The budget of a condition. ValueError: a mode that the prompts do not know, a budget without room."""
@@ -286,9 +286,9 @@ def measure_conditions(
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
         own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": bool(section.log_probs)}
-        writer = load_writer(one, section, **own)
+        generator = load_generator(one, section, **own)
         identity = [model_files(one), tokenizer, asdict(section)]
-        asking = {name: held_out.asking(one, writer, way) for name, way in held_out.ways.items()}
+        asking = {name: held_out.asking(one, generator, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
             folder = None

@@ -1,5 +1,5 @@
 """Filter: rows go through filters, those that read the text, then those that ask a model about what is left. A filter
-is its settings and `apply(at)`, which scores rows and keeps some in ``at.selection``."""
+is its settings and `apply(filtering)`, which scores rows and keeps some in ``filtering.selection``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_lab.curation import (
 from grpo_lab.curation.kinds import KINDS
 from grpo_lab.curation.selection import is_missing
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.settings import Count, Number, Positive, must_be, settings
 from grpo_lab.stages.sample import ModelSampler
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -40,7 +40,7 @@ NO_THINKING = {"enable_thinking": False}
 
 
 @dataclass(kw_only=True)
-class Filtering(At):
+class Filtering(Workspace):
     """The rows on their way through the filters; the model (from `leave_room` on) is asked about those left. ``shown``:
     column of the text; ``judge``: the reward in words; ``against``: rows of evaluation sets."""
 
@@ -89,10 +89,12 @@ class KindFilter:
         if unknown := sorted(set(self.keep) - set(KINDS)):
             raise ValueError(f"`filters.kind.keep` holds {unknown}; kinds are {list(KINDS)}")
 
-    def apply(self, at: Filtering) -> None:
-        kinds = dict(enumerate(map(question_kind, at.texts)))
-        at.score("kind", kinds)
-        at.keep("kind", {i: kind in self.keep for i, kind in kinds.items()}, f"keep {', '.join(self.keep)}", kinds)
+    def apply(self, filtering: Filtering) -> None:
+        kinds = dict(enumerate(map(question_kind, filtering.texts)))
+        filtering.score("kind", kinds)
+        filtering.keep(
+            "kind", {i: kind in self.keep for i, kind in kinds.items()}, f"keep {', '.join(self.keep)}", kinds
+        )
 
 
 @settings()
@@ -101,10 +103,10 @@ class DuplicateFilter:
 
     similarity: Number = 0.85
 
-    def apply(self, at: Filtering) -> None:
-        found = deduplicate(at.texts, similarity=self.similarity)
+    def apply(self, filtering: Filtering) -> None:
+        found = deduplicate(filtering.texts, similarity=self.similarity)
         of = {pair.row: f"row {pair.of}, similarity {pair.similarity:.2f}" for pair in found.pairs}
-        at.keep("duplicates", dict(enumerate(found.keep)), f"word similarity ≥ {self.similarity:g}", of)
+        filtering.keep("duplicates", dict(enumerate(found.keep)), f"word similarity ≥ {self.similarity:g}", of)
 
 
 @settings()
@@ -115,10 +117,12 @@ class ContaminationFilter:
     ngram: Positive = 13
     similarity: Number = 0.7
 
-    def apply(self, at: Filtering) -> None:
-        against = [text_of(one) for rows in at.against for one in rows[shown_column(rows)]]
-        hits = dict(enumerate(find_contamination(at.texts, against, ngram=self.ngram, similarity=self.similarity)))
-        at.keep(
+    def apply(self, filtering: Filtering) -> None:
+        against = [text_of(one) for rows in filtering.against for one in rows[shown_column(rows)]]
+        hits = dict(
+            enumerate(find_contamination(filtering.texts, against, ngram=self.ngram, similarity=self.similarity))
+        )
+        filtering.keep(
             "evaluation sets",
             {i: hit is None for i, hit in hits.items()},
             f"{len(against):,} items; {self.ngram}-grams, similarity ≥ {self.similarity:g}",
@@ -153,8 +157,8 @@ class BandFilter:
         low, high = BANDS[self.rule]
         return low if self.low is None else self.low, high if self.high is None else self.high
 
-    def apply(self, at: Filtering, found: Mapping[int, PassRate]) -> None:
-        (low, high), first, n = self.ends, self.fail_best_of, f"{at.sampling.n_samples} samples"
+    def apply(self, filtering: Filtering, found: Mapping[int, PassRate]) -> None:
+        (low, high), first, n = self.ends, self.fail_best_of, f"{filtering.sampling.n_samples} samples"
         if first is None:
             inside = keep_band([rate.rate for rate in found.values()], low, high)
             rule = f"{low:g} < p < {high:g}, {n}"
@@ -162,7 +166,7 @@ class BandFilter:
             wrong = [[score is not None and score < CORRECT_FROM for score in rate.scores] for rate in found.values()]
             inside = [all(one[:first]) for one in wrong]
             rule = f"never right in the first {first} of {n}"
-        at.keep(
+        filtering.keep(
             "pass rate",
             dict(zip(found, inside, strict=True)),
             rule,
@@ -178,22 +182,22 @@ class GuessFilter:
     tries: Positive = 8
     max_new_tokens: Positive = 32
 
-    def apply(self, at: Filtering) -> None:
-        sampler = at.sampler
+    def apply(self, filtering: Filtering) -> None:
+        sampler = filtering.sampler
         limit = self.max_new_tokens
 
         def briefly(prompts: Sequence[Any], n: int) -> Any:
-            at.stop.check()
+            filtering.stop.check()
             return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
 
-        how: Any = {"path": at.folder / GUESSES, "batch_size": at.sampling.problems_per_save}
-        how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": at.judge}
+        how: Any = {"path": filtering.folder / GUESSES, "batch_size": filtering.sampling.problems_per_save}
+        how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": filtering.judge}
         how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
-        problems = [_problem_of(at.rows[i]) for i in at.left]
-        rates = guess_rates(problems, briefly, at.reward, self.tries, **how)
-        right = {i: rate.successes for i, rate in zip(at.left, rates, strict=True)}
-        at.score("guesses_right", right)
-        at.keep(
+        problems = [_problem_of(filtering.rows[i]) for i in filtering.left]
+        rates = guess_rates(problems, briefly, filtering.reward, self.tries, **how)
+        right = {i: rate.successes for i, rate in zip(filtering.left, rates, strict=True)}
+        filtering.score("guesses_right", right)
+        filtering.keep(
             "guessable",
             {i: count == 0 for i, count in right.items()},
             f"never right in {self.tries} answers of ≤ {limit} tokens without reasoning",
@@ -219,26 +223,26 @@ class BalanceFilter:
         Count | dict[str, Count] | None, must_be("a whole number of at least 0, or one for each domain")
     ] = None
 
-    def apply(self, at: Filtering) -> None:
-        if self.by == DOMAIN and at.rows and DOMAIN not in at.rows[0]:
-            at.score(DOMAIN, {i: question_domain(at.texts[i]) for i in at.left})
-        scored = at.selection.scored_rows()
-        rows = {i: scored[i] for i in at.left}
+    def apply(self, filtering: Filtering) -> None:
+        if self.by == DOMAIN and filtering.rows and DOMAIN not in filtering.rows[0]:
+            filtering.score(DOMAIN, {i: question_domain(filtering.texts[i]) for i in filtering.left})
+        scored = filtering.selection.scored_rows()
+        rows = {i: scored[i] for i in filtering.left}
         if not rows:
             return
         missing = {i for i, row in rows.items() if is_missing(row[self.by])}
         if missing:
-            at.notes.append(
+            filtering.notes.append(
                 f"{len(missing):,} of the {len(rows):,} rows to balance have no `{self.by}`: they are of no domain and "
                 "were left out."
             )
-        chosen = balance(list(rows.values()), self.by, self.per_domain, seed=at.sampling.seed)
+        chosen = balance(list(rows.values()), self.by, self.per_domain, seed=filtering.sampling.seed)
         if self.per_domain is None:
             share = "as many as the smallest"
         else:
             share = f"at most {self.per_domain}"
         reasons = {i: f"no {self.by}" if i in missing else f"{self.by} {row[self.by]}" for i, row in rows.items()}
-        at.keep("balance", dict(zip(rows, chosen, strict=True)), f"{share} of every {self.by}", reasons)
+        filtering.keep("balance", dict(zip(rows, chosen, strict=True)), f"{share} of every {self.by}", reasons)
 
 
 @settings()
@@ -248,16 +252,18 @@ class HardestFilter:
 
     n: Positive
 
-    def apply(self, at: Filtering) -> None:
-        rates = [row["pass_rate"] for row in at.selection.scored_rows()]
-        measured = [i for i in at.left if rates[i] is not None]
-        random.Random(at.sampling.seed).shuffle(measured)
+    def apply(self, filtering: Filtering) -> None:
+        rates = [row["pass_rate"] for row in filtering.selection.scored_rows()]
+        measured = [i for i in filtering.left if rates[i] is not None]
+        random.Random(filtering.sampling.seed).shuffle(measured)
         chosen = set(sorted(measured, key=rates.__getitem__)[: self.n])
         if len(chosen) < self.n:
-            at.notes.append(f"Only {len(chosen):,} problems with a pass rate are left of the {self.n:,} asked for.")
+            filtering.notes.append(
+                f"Only {len(chosen):,} problems with a pass rate are left of the {self.n:,} asked for."
+            )
         rule = f"the {self.n:,} of the lowest pass rate"
-        reasons = {i: f"p = {rates[i]}" for i in at.left}
-        at.keep("hardest", {i: i in chosen for i in at.left}, rule, reasons)
+        reasons = {i: f"p = {rates[i]}" for i in filtering.left}
+        filtering.keep("hardest", {i: i in chosen for i in filtering.left}, rule, reasons)
 
 
 @settings()
@@ -281,16 +287,16 @@ class Filters:
         return written
 
 
-def leave_room(at: Filtering, model: str) -> None:
+def leave_room(filtering: Filtering, model: str) -> None:
     """Loads the model; prompts that leave no room for a completion in its context go."""
-    sampler = at.sampler = ModelSampler(model, at.sampling)
-    tokens = {i: len(sampler.rendered(at.rows[i]["prompt"])) for i in at.left}
-    at.score("prompt_tokens", tokens)
+    sampler = filtering.sampler = ModelSampler(model, filtering.sampling)
+    tokens = {i: len(sampler.rendered(filtering.rows[i]["prompt"])) for i in filtering.left}
+    filtering.score("prompt_tokens", tokens)
     if sampler.context is None:
         return
-    room = sampler.context - at.sampling.max_completion_length
+    room = sampler.context - filtering.sampling.max_completion_length
     if any(count > room for count in tokens.values()):
-        at.keep(
+        filtering.keep(
             "prompt too long",
             {i: count <= room for i, count in tokens.items()},
             f"prompt ≤ {room} tokens: context {sampler.context} − max_completion_length",
@@ -298,43 +304,43 @@ def leave_room(at: Filtering, model: str) -> None:
         )
 
 
-def measure_pass_rates(at: Filtering, filters: Filters) -> None:
+def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
-    if not to_be_measured(at.rows[0] if at.rows else (), filters):
+    if not to_be_measured(filtering.rows[0] if filtering.rows else (), filters):
         return
-    sampler = at.sampler
-    left = at.left
-    problems = [at.rows[i] for i in left]
-    said = {"reward": at.judge}
-    measured = sampler.judged(problems, at.reward, at.folder / PASS_RATES, at.stop, said)
+    sampler = filtering.sampler
+    left = filtering.left
+    problems = [filtering.rows[i] for i in left]
+    said = {"reward": filtering.judge}
+    measured = sampler.judged(problems, filtering.reward, filtering.folder / PASS_RATES, filtering.stop, said)
     found = dict(zip(left, measured, strict=True))
     tokens = {i: [sampler.tokens(completion) for completion in rate.completions] for i, rate in found.items()}
     right = {
         i: [n for n, score in zip(tokens[i], rate.scores, strict=True) if score is not None and score >= CORRECT_FROM]
         for i, rate in found.items()
     }
-    at.score("pass_rate", {i: rate.rate for i, rate in found.items()})
-    at.score("successes", {i: rate.successes for i, rate in found.items()})
-    at.score("trials", {i: rate.trials for i, rate in found.items()})
+    filtering.score("pass_rate", {i: rate.rate for i, rate in found.items()})
+    filtering.score("successes", {i: rate.successes for i, rate in found.items()})
+    filtering.score("trials", {i: rate.trials for i, rate in found.items()})
     for name, lengths in (("mean_tokens", tokens), ("mean_tokens_right", right)):
-        at.score(name, {i: fmean(counts) if counts else None for i, counts in lengths.items()})
+        filtering.score(name, {i: fmean(counts) if counts else None for i, counts in lengths.items()})
     # of all completions that the rates count, whichever session made them
     total = sum(len(rate.scores) for rate in measured if rate.cut is not None)
     cut = sum(rate.cut or 0 for rate in measured)
     if total and cut / total > 0.05:
-        at.notes.append(
+        filtering.notes.append(
             f"{cut / total:.0%} of the {total:,} completions were cut at max_completion_length="
-            f"{at.sampling.max_completion_length} tokens: cut answers count as wrong, so pass rates are too low."
+            f"{filtering.sampling.max_completion_length} tokens: cut answers count as wrong, so pass rates are too low."
         )
     known = [rate.rate for rate in measured if rate.rate is not None]
     if known:
-        at.notes.append(
-            f"Mean pass rate of the {len(known):,} problems measured: {fmean(known):.1%} ({at.sampling.n_samples} "
-            f"samples at temperature {at.sampling.temperature:g}); never right: {sum(p == 0 for p in known):,}, always "
-            f"right: {sum(p == 1 for p in known):,}."
+        filtering.notes.append(
+            f"Mean pass rate of the {len(known):,} problems measured: {fmean(known):.1%} "
+            f"({filtering.sampling.n_samples} samples at temperature {filtering.sampling.temperature:g}); never right: "
+            f"{sum(p == 0 for p in known):,}, always right: {sum(p == 1 for p in known):,}."
         )
     if filters.band is not None:
-        filters.band.apply(at, found)
+        filters.band.apply(filtering, found)
 
 
 def to_be_measured(columns: Collection[str], filters: Filters) -> bool:

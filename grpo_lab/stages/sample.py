@@ -29,9 +29,9 @@ from grpo_lab.recipe.checks import no_room
 from grpo_lab.recipe.job import check_model, questions
 from grpo_lab.recipe.models import load_saved_model, load_tokenizer, loading, model_files
 from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, ModelSection, RewardSection, SamplingSettings
-from grpo_lab.runs.console import count_of, model_of, told
+from grpo_lab.runs.console import count_of, describe, model_of
 from grpo_lab.runs.folder import problems_in
-from grpo_lab.runs.stage import At, Facts, Words, console
+from grpo_lab.runs.stage import Facts, Words, Workspace, console
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import settings
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -63,19 +63,21 @@ class Sample:
         check_model(found, ModelSection(path=self.model), self.sampling, here_only=True, where="model")
         return f"{self.sampling.n_samples} for each of {count_of(found.rows, self.data)}, by {self.model}"
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         asked = questions(self.data, self.reward)
         check_model(asked, ModelSection(path=self.model), self.sampling, where="model")
         rows = {number: dict(row) for number, row in enumerate(asked.rows)}
-        said = {"reward": told(self.reward)}
-        lines = sample(at, rows, self.model, self.sampling, asked.reward, said, at.folder.name)
-        write_json_lines(at.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines])
+        said = {"reward": describe(self.reward)}
+        lines = sample(workspace, rows, self.model, self.sampling, asked.reward, said, workspace.folder.name)
+        write_json_lines(
+            workspace.folder / SAMPLES, [{**line, "problem": encodable(rows[line["row"]])} for line in lines]
+        )
         return sample_facts(lines, len(rows))
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A loaded model that writes: its sampler, tokenizer, context, and the tokens that end a completion."""
+class LoadedGenerator:
+    """A loaded model that generates: its sampler, tokenizer, context, and the tokens that end a completion."""
 
     sampler: Sampler
     tokenizer: Any
@@ -83,14 +85,17 @@ class Writer:
     stops: list[int]
 
 
-def load_writer(
+def load_generator(
     model: str, asked: Any, *, use_cpu: bool, seed: int, tokenizer: str | None = None, logprobs: bool = False
-) -> Writer:
-    """A saved model (folder or hub name) by transformers or vLLM, as ``asked`` (`use_vllm`, `engine`, `batch_size`)."""
+) -> LoadedGenerator:
+    """Load a saved model (folder or hub name) by transformers or vLLM, as ``asked`` (`use_vllm`, `engine`,
+    `batch_size`)."""
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
         sampler = TransformersSampler(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
-        return Writer(sampler, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words))
+        return LoadedGenerator(
+            sampler, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words)
+        )
     from transformers import AutoConfig, GenerationConfig
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
@@ -108,7 +113,7 @@ def load_writer(
         generation = None
     stops = stop_token_ids(generation, words)
     context = started.llm.llm_engine.model_config.max_model_len
-    return Writer(VllmSampler(started, stops, logprobs), words, context, stops)
+    return LoadedGenerator(VllmSampler(started, stops, logprobs), words, context, stops)
 
 
 class ModelSampler:
@@ -120,7 +125,7 @@ class ModelSampler:
         self.settings = settings
         self.name = model
         self.made = 0
-        loaded = load_writer(model, settings, use_cpu=settings.use_cpu, seed=settings.seed)
+        loaded = load_generator(model, settings, use_cpu=settings.use_cpu, seed=settings.seed)
         self.sampler = loaded.sampler
         self.tokenizer = loaded.tokenizer
         self.context = loaded.context
@@ -216,7 +221,7 @@ def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[in
 
 
 def sample(
-    at: At,
+    workspace: Workspace,
     problems: Mapping[int, Problem],
     model: str,
     settings: SamplingSettings,
@@ -226,12 +231,12 @@ def sample(
 ) -> list[dict[str, Any]]:
     """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
     lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelSampler.judged`."""
-    file = at.folder / SAMPLES
-    progress = at.folder / SAMPLING
+    file = workspace.folder / SAMPLES
+    progress = workspace.folder / SAMPLING
     if not file.is_file():
         sampler = ModelSampler(model, settings)
         fitting = with_room(problems, sampler)
-        rates = sampler.judged([*fitting.values()], reward, progress, at.stop, said, label)
+        rates = sampler.judged([*fitting.values()], reward, progress, workspace.stop, said, label)
         lines = [
             {
                 "row": row,
@@ -312,7 +317,7 @@ def plan_of_samples(
     if overwrite and there:
         forgotten = " (--overwrite makes them anew)"
     return {
-        "reward": told(reward),
+        "reward": describe(reward),
         "model": model_of(str(model)),
         "completions": f"{each}{total}, {tokens}; by {'vLLM' if settings.use_vllm else 'transformers'}",
         "samples that are there": f"of {there:,} problems in {file}{forgotten}" if there else "none",

@@ -11,8 +11,8 @@ from grpo_lab.curation.rejection import normalised
 from grpo_lab.io import write_json_lines
 from grpo_lab.rewards.arithmetic import calculates_right, equation_list
 from grpo_lab.rewards.comparisons import Judge
-from grpo_lab.runs.console import told
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.console import describe
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Number, Positive, Switch, Whole, settings
 from grpo_lab.stages.sample import OF_A_LINE, check_lines, samples_in
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -144,11 +144,11 @@ class Select:
 
     def plan(self) -> str:
         check_lines(self.samples, "samples", OF_A_LINE)
-        return f"{type(self._ways()[0]).__name__.lower()} {told(self._ways()[0])}".strip()
+        return f"{type(self._ways()[0]).__name__.lower()} {describe(self._ways()[0])}".strip()
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         samples = samples_in(Path(self.samples))
-        return {**choose(samples, self._ways()[0], at.folder), "out_of": sum(len(one.scores) for one in samples)}
+        return {**choose(samples, self._ways()[0], workspace.folder), "out_of": sum(len(one.scores) for one in samples)}
 
 
 def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:

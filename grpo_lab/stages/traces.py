@@ -24,8 +24,8 @@ from grpo_lab.recipe.sections import STRICT_ACCURACY, RewardSection
 from grpo_lab.rewards import LanguageConsistencyReward, ThinkFormatReward
 from grpo_lab.rewards.completion import END_OF_THINK, THINK, fenced_blocks, reasoning_of
 from grpo_lab.rewards.math.extraction import extract_answer
-from grpo_lab.runs.console import told
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.console import describe
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Number, Positive, Switch, settings
 from grpo_lab.stages.sample import OF_A_LINE, check_lines, read_lines
 from grpo_lab.stages.select import ROWS
@@ -148,9 +148,9 @@ class FilterTraces:
         check_lines(self.samples, "samples", OF_A_LINE)
         if self.refine is not None:
             build_reward(self.reward, "reward")
-        return told(self)
+        return describe(self)
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         left = traces = [
             {"text": text_of(completion), "score": score, "length": length, "row": line["row"]}
             | {"problem": line["problem"]}
@@ -169,7 +169,7 @@ class FilterTraces:
             | {"completion": in_form_of(prompt, trace["text"])}
             for prompt, trace in zip(prompts, left, strict=True)
         ]
-        write_json_lines(at.folder / ROWS, rows)
+        write_json_lines(workspace.folder / ROWS, rows)
         solved = len({trace["row"] for trace in left})
         return {"traces": len(traces), "solved": solved, "kept": len(left), "rows": len(left)} | {
             "out_of": len(traces),

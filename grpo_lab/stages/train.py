@@ -19,9 +19,9 @@ from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection, TemplateKwargs
-from grpo_lab.runs.console import settings_in_words, told
+from grpo_lab.runs.console import describe, settings_in_words
 from grpo_lab.runs.metrics import MetricsFile, cut_metrics
-from grpo_lab.runs.stage import At, Facts
+from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.runs.stop import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import TEXT, check_lines, read_lines
@@ -58,14 +58,14 @@ class Train:
         check_lines(self.rows, "rows", dict.fromkeys(COLUMNS[self.method], TEXT))
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
-    def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
+    def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
         """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
         known by, besides its rows; default: all settings."""
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         more = {}
         if reference is not None:
             more = {"ref_model": reference}
-        return learn(self, at, self.method, model, tokenizer, self.read(), made_from, **more)
+        return learn(self, workspace, self.method, model, tokenizer, self.read(), made_from, **more)
 
     def read(self) -> list[dict[str, Any]]:
         columns = COLUMNS[self.method]
@@ -103,7 +103,7 @@ class RewardModel(Train):
         if self.chat_template_kwargs:
             raise ValueError("`chat_template_kwargs` has no effect on a reward model; leave it out")
 
-    def run(self, at: At, reference: Any = None, made_from: Any = None) -> Facts:
+    def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
         from grpo_lab.rewards.preference import PreferenceReward, holds_out
 
         rows = self.read()
@@ -112,8 +112,8 @@ class RewardModel(Train):
         if not learned:
             raise ValueError(f"of {len(held)} pairs in {self.rows} all are held out (`held_out` {self.held_out:g})")
         tokenizer = load_tokenizer(ModelSection(path=self.model))
-        facts = learn(self, at, "reward", self.model, tokenizer, learned, made_from)
-        right = PreferenceReward(str(at.folder / MODEL)).pair_accuracy(held)
+        facts = learn(self, workspace, "reward", self.model, tokenizer, learned, made_from)
+        right = PreferenceReward(str(workspace.folder / MODEL)).pair_accuracy(held)
         return facts | {"rows": len(learned), "held_out": len(held), "pair_accuracy": right}
 
 
@@ -142,20 +142,20 @@ class ColdStart:
             cold_start_rows(ColdStartSection(self.data, self.training), words, here_only=True, where="data")
         rows = ""
         if self.data is not None:
-            rows = f" on {told(self.data)}; {settings_in_words(self.training)}"
+            rows = f" on {describe(self.data)}; {settings_in_words(self.training)}"
         return f"{self.model.name}{rows}"
 
-    def run(self, at: At, rows: Any = None) -> Facts:
+    def run(self, workspace: Workspace, rows: Any = None) -> Facts:
         """``rows``: of ``data``, where they are loaded already."""
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
-            with whole_folder(at.folder / MODEL) as folder:
+            with whole_folder(workspace.folder / MODEL) as folder:
                 model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
             return {"steps": 0, "loss": None}
         if rows is None:
             rows = load_rows(self.data, "data")
-        return learn(self, at, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
+        return learn(self, workspace, "sft", model, tokenizer, worked_pairs(rows), where="cold_start")
 
 
 @settings(rest="training")
@@ -178,12 +178,12 @@ class Distill:
         if student is not None and teacher is not None:
             self._check_words(student[0], teacher[0])
         rows_here(self.data, "data")
-        words = f"{self.model} by {self.teacher} on {told(self.data)}; {settings_in_words(self.training)}"
+        words = f"{self.model} by {self.teacher} on {describe(self.data)}; {settings_in_words(self.training)}"
         if self.tokens is None:
             return words
         return f"{words}; to {self.tokens:,} generated tokens"
 
-    def run(self, at: At) -> Facts:
+    def run(self, workspace: Workspace) -> Facts:
         from grpo_lab.trainer.supervised.distillation import TokenBudget
 
         student, tokenizer = load_model(ModelSection(path=self.model), self.seed)
@@ -192,7 +192,7 @@ class Distill:
         rows = load_rows(self.data, "data").select_columns(["prompt"]).to_list()
         budget = TokenBudget(self.tokens)
         parts: Any = {"callbacks": [budget], "teacher_model": teacher.eval()}
-        facts = learn(self, at, "distill", student, tokenizer, rows, **parts)
+        facts = learn(self, workspace, "distill", student, tokenizer, rows, **parts)
         return {**facts, "tokens": budget.generated}
 
     def _check_words(self, tokenizer: Any, words: Any) -> None:
@@ -217,9 +217,9 @@ class Merge:
         check_merged(self.model, self.short_model, self.alpha)
         return f"{self.alpha:g} of {self.model}, the rest of {self.short_model}"
 
-    def run(self, at: At) -> Facts:
-        shutil.rmtree(at.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
-        average_weights(self.model, self.short_model, at.folder / MODEL, self.alpha)
+    def run(self, workspace: Workspace) -> Facts:
+        shutil.rmtree(workspace.folder / MODEL, ignore_errors=True)  # of a run that was killed before its marker
+        average_weights(self.model, self.short_model, workspace.folder / MODEL, self.alpha)
         return {}
 
 
@@ -243,7 +243,7 @@ def check_supervised(method: str, training: Mapping[str, Any], where: str = "tra
 
 def learn(
     stage: Train | ColdStart | Distill,
-    at: At,
+    workspace: Workspace,
     method: str,
     model: Any,
     tokenizer: Any,
@@ -256,14 +256,14 @@ def learn(
     `stopped/`, where it is of the same ``rows`` and ``made_from`` (default: the stage's settings)."""
     from datasets import Dataset
 
-    counted = TrainingFacts(at.folder / "metrics.jsonl")
+    counted = TrainingFacts(workspace.folder / "metrics.jsonl")
     template = getattr(stage, "chat_template_kwargs", {})
     own = {name: value for name, value in asdict(stage).items() if value or name != "chat_template_kwargs"}
-    with at.stop.training(at.folder / STOPPED, identity_of(rows, made_from or own)) as training:
+    with workspace.stop.training(workspace.folder / STOPPED, identity_of(rows, made_from or own)) as training:
         counted.begin(training.step)
-        with whole_folder(at.folder / MODEL) as place:
+        with whole_folder(workspace.folder / MODEL) as place:
             more |= {"callbacks": [counted, *callbacks], "train": training, "chat_template_kwargs": template}
-            more["tracked_in"] = at.folder
+            more["tracked_in"] = workspace.folder
             arguments = {"seed": stage.seed, **stage.training}
             train_by(method, model, tokenizer, Dataset.from_list(rows), place, arguments, **more)
             tokenizer.save_pretrained(place)

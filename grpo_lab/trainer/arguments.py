@@ -123,8 +123,9 @@ class EnvironmentReward:
         self.__name__ = name
 
 
-class FirstMade:
-    """A factory whose first instance was made already: TRL looks at one as well, and environments are made once."""
+class ReuseFirstInstance:
+    """A factory that hands out an instance made earlier first: TRL looks at one as well, and environments are made
+    once."""
 
     def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
         self._factory = factory
@@ -148,7 +149,7 @@ def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
         if not isinstance(make, type):
             instance = make()
             kind = type(instance)
-            factories[name] = FirstMade(make, instance)
+            factories[name] = ReuseFirstInstance(make, instance)
         if callable(getattr(kind, "get_reward", None)) and kind not in kinds:
             kinds.append(kind)
     marked = [EnvironmentReward(kind.__name__) for kind in kinds]
@@ -156,8 +157,8 @@ def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What goes on to TRL's constructor, and what was read from it."""
+class ResolvedArguments:
+    """The constructor's arguments, checked and completed, and the settings that were read from them."""
 
     reward_funcs: list[Any]
     args: LabConfig
@@ -167,7 +168,7 @@ class Given:
     settings: LabSettings
 
 
-def given(
+def resolve_arguments(
     cls: type,
     base: type,
     model: Any,
@@ -177,10 +178,10 @@ def given(
     eval_dataset: Any,
     environment_factory: Any,
     rollout_func: Any,
-) -> Given:
-    """Everything that can be refused before a model is loaded is refused here. ``cls``: the class that is constructed,
-    ``base`` (``LabTrainer``) or a subclass. ValueError: what was seen, what is allowed, which setting governs it.
-    TypeError: ``args`` is no configuration."""
+) -> ResolvedArguments:
+    """Check and complete the constructor's arguments: everything that can be refused before a model is loaded is
+    refused here. ``cls``: the class that is constructed, ``base`` (``LabTrainer``) or a subclass. ValueError: what was
+    seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration."""
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
     if environment_factory is not None and completes:
@@ -204,7 +205,7 @@ def given(
     check_budget(algorithm.objective, args.max_completion_length)
     warm_up(reward_funcs, train_dataset)
     rows = with_row_numbers(settings.sampler, train_dataset, reward_funcs)
-    return Given(reward_funcs, args, rows, environment_factory, algorithm, settings)
+    return ResolvedArguments(reward_funcs, args, rows, environment_factory, algorithm, settings)
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:

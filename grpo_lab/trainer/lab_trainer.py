@@ -29,7 +29,7 @@ from trl.trainer import grpo_trainer
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.arguments import given
+from grpo_lab.trainer.arguments import resolve_arguments
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
 from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.in_step import by_groups
@@ -40,7 +40,7 @@ from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
@@ -106,7 +106,7 @@ class LabTrainer(ResumableTrainer):
         rollout = (environment_factory, rollout_func)
         named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         check_conversations(turns_of(tools, environment_factory), named)
-        found = given(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
+        found = resolve_arguments(type(self), LabTrainer, model, reward_funcs, args, *data, *rollout)
         self.lab_settings = found.settings
         self.algorithm = found.algorithm
         means = TrlBook if self.lab_settings.objective is None else MetricBook
@@ -251,14 +251,14 @@ class LabTrainer(ResumableTrainer):
             return "train"
         return "eval"
 
-    @at("update")
+    @named_place("update")
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         trls = functools.partial(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         if return_outputs or not self.model.training:
             return trls()  # type: ignore[no-any-return]
-        return self.parts.guard.seen(self.parts.update.loss(model, inputs, trls), inputs)
+        return self.parts.guard.watch_loss(self.parts.update.loss(model, inputs, trls), inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
@@ -271,7 +271,7 @@ class LabTrainer(ResumableTrainer):
 
     @seen
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.parts.guard.judged(super()._get_grad_norm(model, grad_norm))
+        return self.parts.guard.check_gradient(super()._get_grad_norm(model, grad_norm))
 
     def metric_book(self, mode: str) -> MetricBook:
         return self.recorder.book(mode)

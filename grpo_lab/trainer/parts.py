@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.arguments import Given
+from grpo_lab.trainer.arguments import ResolvedArguments
 from grpo_lab.trainer.critic import CriticAlone, with_critic
 from grpo_lab.trainer.exactness.loss_proof import has_formula, prove_loss
 from grpo_lab.trainer.generation.engine import SyncProof
@@ -41,10 +41,10 @@ class Parts:
     """One object each; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates TRL's object:
     adds callbacks to it, and the rollout function of a thinking budget."""
 
-    def __init__(self, trainer: Any, given: Given) -> None:
+    def __init__(self, trainer: Any, resolved: ResolvedArguments) -> None:
         check_requires(trainer)
-        algorithm = given.algorithm
-        settings = given.settings
+        algorithm = resolved.algorithm
+        settings = resolved.settings
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
         self.critic = with_critic(trainer, algorithm.value)
         kl = None
@@ -52,7 +52,7 @@ class Parts:
             kl = algorithm.objective.kl_in_reward
         own_hook = trl_bridge.teams(trainer, "compute_advantages") is not None
         check_steps(trainer.reward_funcs, algorithm.advantage, own_hook, trainer._tokenizer, kl)
-        trainer.rollout_func = thinking_rollout(trainer, settings.rollout, given.environment_factory)
+        trainer.rollout_func = thinking_rollout(trainer, settings.rollout, resolved.environment_factory)
         self.prompts = PromptOrder(settings.sampler, trainer.args, trainer.num_generations, trainer.phase.every)
         self.sync_proof = SyncProof(trainer, settings.rollout)
         batches = batches_ahead(settings.rollout, trainer.max_completion_length)
@@ -64,8 +64,8 @@ class Parts:
         self.resampler = Resampler(trainer)
         self.update = ExactUpdate(trainer)
         self.guard = NumbersGuard(trainer)
-        self.optimizer_reset = OptimizerReset(trainer) if given.args.reset_optimizer else None
-        self.reference = MovingReference(trainer, given.args.reference_every)
+        self.optimizer_reset = OptimizerReset(trainer) if resolved.args.reset_optimizer else None
+        self.reference = MovingReference(trainer, resolved.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
         self.generated = 0  # tokens that this training's policy has made, over all ranks and resumes

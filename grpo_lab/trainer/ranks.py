@@ -67,9 +67,9 @@ class RankLost(RuntimeError):
 
 
 @contextmanager
-def at(name: str) -> Iterator[None]:
-    """This process is at ``name`` (within the place where it was); also a decorator. RankLost: for torch's error of a
-    collective that passed its time limit or lost its other end."""
+def named_place(name: str) -> Iterator[None]:
+    """Name the place where this process is for the block (within the place where it was); also a decorator. RankLost:
+    for torch's error of a collective that passed its time limit or lost its other end."""
     _leave()
     _places.append(name)
     try:
@@ -280,14 +280,14 @@ class RankAwareTrainer(GRPOTrainer):
     """``GRPOTrainer``, unchanged; raises ``NumbersError`` for torch's word on scores that are not finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with RankWatch(self), at("training"):
+        with RankWatch(self), named_place("training"):
             return super().train(*args, **kwargs)
 
-    @at("step")
+    @named_place("step")
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
 
-    @at("generation")
+    @named_place("generation")
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super()._generate(*args, **kwargs)
@@ -296,11 +296,11 @@ class RankAwareTrainer(GRPOTrainer):
                 raise
             raise NumbersError(not_finite_scores(self.model)) from error
 
-    @at("rewards")
+    @named_place("rewards")
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         return super()._calculate_rewards(*args, **kwargs)
 
-    @at("evaluation")
+    @named_place("evaluation")
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         return super().evaluate(*args, **kwargs)
 
@@ -325,7 +325,7 @@ def names_of_bad(trainer: Any) -> str | None:
     words; None where none does. One number is read, and sent."""
     model = trainer.model
     device = trainer.accelerator.device
-    with at("whether the weights are finite"):
+    with named_place("whether the weights are finite"):
         flags = {name: is_bad(one) for name, one in model.named_parameters()}
         flags |= {name: is_bad(one, infinite=False) for name, one in model.named_buffers()}
         bad = torch.stack([torch.zeros((), dtype=torch.bool, device=device), *(f.to(device) for f in flags.values())])

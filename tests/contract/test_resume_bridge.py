@@ -134,7 +134,7 @@ def test_trl_itself_does_not_save_the_batch() -> None:
 
 
 def test_a_distillation_is_ordered_like_grpo_and_writes_one_batch_an_optimizer_step() -> None:
-    """``going_on.InOrder`` stands before both; ``TokenBudget`` reads the mean length of a step's completions."""
+    """``EpochOrderMixin`` stands before both; ``TokenBudget`` reads the mean length of a step's completions."""
     for name in ("_get_train_sampler", "_init_training_state"):
         known = tuple(inspect.signature(getattr(DistillationTrainer, name)).parameters)
         assert known == METHODS[name]

@@ -17,7 +17,7 @@ from grpo_lab.evaluation.sweep import read_sweep
 from grpo_lab.pipelines.evaluate import held_out_like
 from grpo_lab.recipe.models import load_saved_model
 from grpo_lab.recipe.sections import RewardSection, recipe_from
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.evaluate import Evaluate, evaluate_saved_model
@@ -403,7 +403,7 @@ def test_facts_of_the_stage_are_flat_numbers(thinker: Path, tmp_path: Path) -> N
     }
     stage = read(Evaluate, written)
     assert "budget-4" in stage.plan()
-    facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+    facts = stage.run(Workspace(tmp_path, StopRequests(tmp_path)))
     assert all(type(value) in (int, float) for value in facts.values())
     assert {
         "accuracy",

@@ -21,7 +21,7 @@ from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.recipe.yaml import read_yaml
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read, settings
 from grpo_lab.stages.build import Fusion
@@ -63,7 +63,7 @@ def samples_file(folder: Path) -> Path:
 
 def fused(folder: Path, model: Path, **changes: Any) -> tuple[Any, list[dict[str, Any]]]:
     written = {"model": str(model), "samples": str(samples_file(folder)), "plain": [PLAIN], **changes}
-    facts = read(Fusion, written, "stage").run(At(folder, StopRequests(folder)))
+    facts = read(Fusion, written, "stage").run(Workspace(folder, StopRequests(folder)))
     return facts, [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
@@ -98,7 +98,7 @@ def test_a_fusion_that_cannot_be(thinker: Path, tmp_path: Path) -> None:
         read(Fusion, written, "stage").plan()
     (tmp_path / "samples.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"no right answer of 0 problems with one closed <think> block"):
-        read(Fusion, {**written, "plain": [PLAIN]}, "stage").run(At(tmp_path, StopRequests(tmp_path)))
+        read(Fusion, {**written, "plain": [PLAIN]}, "stage").run(Workspace(tmp_path, StopRequests(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_the_hardest_are_kept(rates: list[float | None], n: int, kept: list[int]
     rows = [{"question": f"Q{i}"} for i in range(len(rates))]
     selection = Selection(rows, shown="question", title="a test")
     parts: dict[str, Any] = {"sampling": SamplingSettings(), "reward": None, "judge": "", "shown": "question"}
-    at = Filtering(folder=tmp_path, stop=StopRequests(tmp_path), rows=rows, selection=selection, **parts)
+    filtering = Filtering(folder=tmp_path, stop=StopRequests(tmp_path), rows=rows, selection=selection, **parts)
     selection.score("pass_rate", rates)
-    HardestFilter(n).apply(at)
-    assert at.left == kept
-    assert ("Only 4 problems" in "".join(at.notes)) == (n == 9)
+    HardestFilter(n).apply(filtering)
+    assert filtering.left == kept
+    assert ("Only 4 problems" in "".join(filtering.notes)) == (n == 9)
 
 
 def test_the_hardest_need_a_model() -> None:
@@ -133,7 +133,7 @@ def test_an_evaluation_says_effort(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     outcomes = [Outcome(i, "greedy", 0, "Q", "Q", "5", "5", 9, False, 1.0, "5", one) for i, one in enumerate(thinking)]
     found = [Measured("", ".", EvaluationResult(tuple(outcomes), {"model": "m"}))]
     monkeypatch.setattr("grpo_lab.stages.evaluate.measure_conditions", lambda *_, **__: found)
-    facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+    facts = stage.run(Workspace(tmp_path, StopRequests(tmp_path)))
     assert list(load_rows(stage.section.data)["steps"]) == [1, 2, 2, 3, 2, 3]
     said = {name.removeprefix("thinking_tokens."): one for name, one in facts.items() if "thinking_tokens" in name}
     assert said == {"steps_1": 8.0, "steps_2": pytest.approx(4 / 3), "steps_3": 7.5}
@@ -149,14 +149,14 @@ class Worked:
     model: str
     data: DataSection
 
-    def run(self, at: At) -> dict[str, int]:
+    def run(self, workspace: Workspace) -> dict[str, int]:
         assert (Path(self.model) / "model.safetensors").is_file()
         lines = []
         for number, row in enumerate(load_rows(self.data)):
             text = f"<think>\n{row['worked_solution'][:80]}\n</think>\n\n#### {row['solution']}"
             judged = {"completions": [in_form_of(row["prompt"], text)], "scores": [1.0], "lengths": [9]}
             lines.append({"row": number, "problem": row, **judged})
-        write_json_lines(at.folder / "samples.jsonl", lines)
+        write_json_lines(workspace.folder / "samples.jsonl", lines)
         return {"samples": len(lines)}
 
 

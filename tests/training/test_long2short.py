@@ -22,7 +22,7 @@ from grpo_lab.finite import NumbersError
 from grpo_lab.pipelines import long2short as pipeline
 from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.evaluate import Evaluate
@@ -169,7 +169,7 @@ def test_a_distillation_ends_with_its_tokens_and_refuses_another_vocabulary(tiny
     settings |= {"use_cpu": True, "logging_steps": 2, "generation_kwargs": {"min_new_tokens": 8}}
     data = {"loader": "word_problems", "n": 8, "template": "chat"}
     written = {"model": str(tiny_folder), "teacher": str(tiny_folder), "data": data, "tokens": 40, **settings}
-    facts = read(Distill, written, "stages.d").run(At(tmp_path, StopRequests(tmp_path)))
+    facts = read(Distill, written, "stages.d").run(Workspace(tmp_path, StopRequests(tmp_path)))
     assert (facts["steps"], facts["tokens"]) == (4, 64)
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["<another>"])
@@ -177,7 +177,7 @@ def test_a_distillation_ends_with_its_tokens_and_refuses_another_vocabulary(tiny
     tokenizer.save_pretrained(tmp_path / "teacher")
     other = read(Distill, {**written, "teacher": str(tmp_path / "teacher")}, "stages.d")
     with pytest.raises(ValueError, match="whose tokenizer has other tokens than that of"):
-        other.run(At(tmp_path, StopRequests(tmp_path)))
+        other.run(Workspace(tmp_path, StopRequests(tmp_path)))
 
 
 @pytest.mark.parametrize("at", ["shutil.move", "write_report"])
@@ -255,11 +255,11 @@ def test_asked_to_stop_it_goes_on_with_what_is_done(
             os.kill(os.getpid(), signal.SIGTERM)
         return measure(kind, target)
 
-    def trained(kind: Dpo, at: At, **more: Any) -> Any:
+    def trained(kind: Dpo, workspace: Workspace, **more: Any) -> Any:
         calls.append("train")
         if calls.count("train") == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train(kind, at, **more)
+        return train(kind, workspace, **more)
 
     monkeypatch.setattr(Evaluate, "measured", measured)
     monkeypatch.setattr(Dpo, "run", trained)

@@ -27,7 +27,7 @@ from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start,
 from grpo_lab.recipe.job import lab_config, numbers_read, questions
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.sections import ModelSection, recipe_from
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.evaluate import Evaluate
@@ -87,9 +87,9 @@ class World:
         recipe = numbers_read(recipe_from({**self.recipe, "output_dir": str(self.folder / "job")}))
         return resolve(recipe, lab_config(recipe), overwrite=False, resume=False)
 
-    def at(self, name: str) -> At:
+    def at(self, name: str) -> Workspace:
         (self.folder / name).mkdir(exist_ok=True)
-        return At(self.folder / name, StopRequests(self.folder / name))
+        return Workspace(self.folder / name, StopRequests(self.folder / name))
 
 
 @pytest.fixture(scope="module")
@@ -193,24 +193,24 @@ def rounds_of(world: World) -> tuple[RoundStages, Round]:
     written = {"method": "online_rft", "model": {"path": world.model}, "data": world.data}
     written |= {"evaluation": {"data": world.data}, "output_dir": str(world.folder / "r"), **world.sampling}
     recipe = rounds_recipe_from(written)
-    at = Round(
+    this_round = Round(
         folder=world.at("round").folder,
         stop=StopRequests(world.folder),
         number=1,
         current=world.model,
         start=world.model,
     )
-    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), at
+    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), this_round
 
 
 def round_samples(world: World) -> None:
-    stages, at = rounds_of(world)
-    stages.sample(at)
+    stages, this_round = rounds_of(world)
+    stages.sample(this_round)
 
 
 def round_measures(world: World) -> None:
-    stages, at = rounds_of(world)
-    stages.evaluate(at)
+    stages, this_round = rounds_of(world)
+    stages.evaluate(this_round)
 
 
 PATHS: list[Callable[[World], None]] = [

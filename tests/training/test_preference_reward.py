@@ -16,7 +16,7 @@ from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.rewards import PreferenceReward
 from grpo_lab.rewards.preference import holds_out, orders
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import Interrupted, StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.train import RewardModel
@@ -215,8 +215,8 @@ def test_the_stage_is_stopped_and_gone_on_with_to_the_bit(
     looks, stop = iter(range(100)), StopRequests(tmp_path)
     stop.asked = lambda: "SIGTERM" if next(looks) > 12 else None  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        stage.run(At(tmp_path, stop))
-    facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+        stage.run(Workspace(tmp_path, stop))
+    facts = stage.run(Workspace(tmp_path, StopRequests(tmp_path)))
     assert facts == preference[1]
     found, whole = (PreferenceReward(str(folder)).classifier for folder in (tmp_path / "model", preference[0]))
     assert torch.equal(weights(found), weights(whole))

@@ -26,7 +26,7 @@ from grpo_lab.trainer.metrics.profile import (
     host_counted,
     host_table,
 )
-from grpo_lab.trainer.ranks import at, counted
+from grpo_lab.trainer.ranks import counted, named_place
 
 SLEEP = 0.05
 
@@ -49,13 +49,13 @@ def trained(folder: Path, model: Path, **changes: Any) -> LabTrainer:
 
 def test_places_have_the_time_between_two_names() -> None:
     spent: dict[str, float] = {}
-    with at("step"), counted(spent):
+    with named_place("step"), counted(spent):
         began = time.monotonic()
         time.sleep(SLEEP)
-        with at("rewards"):
+        with named_place("rewards"):
             time.sleep(2 * SLEEP)
         whole = time.monotonic() - began
-    with at("rewards"):
+    with named_place("rewards"):
         time.sleep(SLEEP)  # nobody counts
     assert set(spent) == {"step", "step › rewards"}
     assert spent["step"] >= SLEEP
@@ -87,7 +87,7 @@ def test_a_gpu_that_is_not_used_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     """The first wait would begin to use it: seconds, and memory on a machine that trains on its CPUs."""
     monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ranks.torch.cuda, "synchronize", lambda: pytest.fail("waited for the device"))
-    with at("step"), counted({}):
+    with named_place("step"), counted({}):
         pass
 
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.train import Train
@@ -48,7 +48,7 @@ def train(model: Path, folder: Path) -> Any:
     (folder / "stage").mkdir()
     (folder / "rows.jsonl").write_text('{"prompt": "1 + 1?", "completion": " 2"}\n' * 6)
     stage = read(Train, {"model": str(model), "rows": str(folder / "rows.jsonl"), **SETTINGS}, "stages.sft")
-    return stage.run(At(folder / "stage", StopRequests(folder)))
+    return stage.run(Workspace(folder / "stage", StopRequests(folder)))
 
 
 def test_a_tracker_that_fails_in_the_middle_is_left_out_of_a_training_that_goes_on(

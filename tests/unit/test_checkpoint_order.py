@@ -25,7 +25,7 @@ from grpo_lab.finite import NumbersError
 from grpo_lab.trainer.resume import checkpoint, going_on
 from grpo_lab.trainer.resume import whole as checkpoints
 from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten, save_final, save_whole, surplus
-from grpo_lab.trainer.resume.going_on import WasRead, chosen, newest_read
+from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint, chosen, newest_read
 from grpo_lab.trainer.resume.whole import MARK, SAVING, mark_of, what_is_broken
 
 
@@ -275,7 +275,7 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Sa
     assert "checkpoint-4 holds no optimizer.pt, rng_state.pth, scheduler.pt" in anew
     with pytest.raises(ValueError, match=r"checkpoint-5: model.safetensors is damaged"):
         chosen(trainer, str(places[1]))
-    assert chosen(trainer, WasRead(places[1])) == str(places[1])
+    assert chosen(trainer, VerifiedCheckpoint(places[1])) == str(places[1])
     listed = json.loads((places[1] / MARK).read_text())
     del listed["sha256"]  # of an earlier version, or `save_checksums: false`
     (places[1] / MARK).write_text(json.dumps(listed))

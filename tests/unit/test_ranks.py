@@ -13,7 +13,7 @@ import pytest
 from torch import distributed
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.ranks import RankLost, RankWatch, at, how_it_broke, key_of, line_of, place
+from grpo_lab.trainer.ranks import RankLost, RankWatch, how_it_broke, key_of, line_of, named_place, place
 
 LATE = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv "
@@ -23,9 +23,9 @@ GONE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 
 
 def test_places_are_told_outermost_first_and_are_left_by_any_way() -> None:
-    with at("step"), at("rewards"):
+    with named_place("step"), named_place("rewards"):
         assert place() == "step › rewards"
-    with pytest.raises(ValueError, match="a team's"), at("step"):
+    with pytest.raises(ValueError, match="a team's"), named_place("step"):
         raise ValueError("a team's")
     assert place() == ""
 
@@ -33,7 +33,11 @@ def test_places_are_told_outermost_first_and_are_left_by_any_way() -> None:
 @pytest.mark.parametrize(("said", "kind"), [(LATE, "late"), (GONE, "gone")])
 def test_torchs_error_of_a_missing_rank_names_the_place(said: str, kind: str) -> None:
     assert how_it_broke(RuntimeError(said)) == kind
-    with pytest.raises(RankLost, match="at «step › exchange of rows»") as caught, at("step"), at("exchange of rows"):
+    with (
+        pytest.raises(RankLost, match="at «step › exchange of rows»") as caught,
+        named_place("step"),
+        named_place("exchange of rows"),
+    ):
         raise RuntimeError(said)
     assert said in str(caught.value)
     assert str(caught.value.__cause__) == said
@@ -43,7 +47,7 @@ def test_torchs_error_of_a_missing_rank_names_the_place(said: str, kind: str) ->
     "said", ["shape mismatch", "CUDA out of memory", "the tests Timed out waiting for a file", "restored: Broken pipe"]
 )
 def test_other_errors_pass_as_they_are(said: str) -> None:
-    with pytest.raises(RuntimeError) as caught, at("step"):
+    with pytest.raises(RuntimeError) as caught, named_place("step"):
         raise RuntimeError(said)
     assert type(caught.value) is RuntimeError
 
@@ -93,8 +97,8 @@ def test_the_missing_are_named_before_those_that_wait(store: Any) -> None:
     with (
         watch_of(0, 5),
         pytest.raises(RankLost) as caught,
-        at("step"),
-        at("gather"),
+        named_place("step"),
+        named_place("gather"),
     ):
         raise RuntimeError(LATE)
     said = str(caught.value)
@@ -120,13 +124,13 @@ def test_without_a_store_the_error_still_has_rank_and_place(monkeypatch: pytest.
             match=r"rank 1 of 2 lost the connection .* at «step», step 12\. Where the other ranks are is not known",
         ),
         watch_of(1, 2),
-        at("step"),
+        named_place("step"),
     ):
         raise RuntimeError(GONE)
 
 
 def test_at_half_of_the_limit_a_warning_says_where_this_rank_is(store: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", logger="grpo_lab"), watch_of(0, 2, limit=2.0), at("step"):
+    with caplog.at_level("WARNING", logger="grpo_lab"), watch_of(0, 2, limit=2.0), named_place("step"):
         while not caplog.records:
             time.sleep(0.1)
         time.sleep(1.1)  # two beats: once at half of the limit, once at nine tenths

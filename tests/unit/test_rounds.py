@@ -28,6 +28,7 @@ from grpo_lab.pipelines.rounds import (
 from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs import stage
 from grpo_lab.runs.stage import Stage, carry_out, read_facts
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.stages.sample import SAMPLES
@@ -47,11 +48,11 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
     done: list[str] = []
 
     def part(name: str, broken: bool = False, inputs: tuple[str, ...] = ()) -> Stage:
-        def make(at: Round) -> dict[str, Any]:
-            done.append(f"{at.number} {name}")
+        def make(this_round: Round) -> dict[str, Any]:
+            done.append(f"{this_round.number} {name}")
             if broken:
                 raise RuntimeError("killed")
-            return {"name": name, "before": sorted(at.facts)}
+            return {"name": name, "before": sorted(this_round.facts)}
 
         return Stage(name, make, inputs=inputs)
 
@@ -75,6 +76,13 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
         carry_out(parts, Round(folder=tmp_path / "round-1", stop=stop, number=1, current="m", start="m"))
     with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
         carry_out(whole[::-1], Round(folder=tmp_path / "round-3", stop=stop, number=3, current="m", start="m"))
+
+
+def test_a_workspace_can_still_be_imported_by_its_earlier_name() -> None:
+    with pytest.warns(DeprecationWarning, match="called `Workspace` now"):
+        assert stage.At is stage.Workspace
+    with pytest.raises(AttributeError, match="no attribute 'Nowhere'"):
+        _ = stage.Nowhere
 
 
 def test_every_round_asks_other_questions_until_all_were_asked() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
-from grpo_lab.runs.stage import At
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop import StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.build import Build
@@ -63,7 +63,7 @@ def samples(folder: Path, groups: list[list[tuple[str, float | None, int]]], pro
 def done(kind: Any, written: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     stage = read(kind, written)
     assert stage.plan()
-    facts = stage.run(At(folder, StopRequests(folder)))
+    facts = stage.run(Workspace(folder, StopRequests(folder)))
     return facts, [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
@@ -204,7 +204,7 @@ def test_a_build_takes_the_room_of_its_text(tmp_path: Path) -> None:
     stage = read(Build, {"rows": {"a": {"file": str(file)}}})
     tracemalloc.start()
     try:
-        facts = stage.run(At(tmp_path, StopRequests(tmp_path)))
+        facts = stage.run(Workspace(tmp_path, StopRequests(tmp_path)))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -77,17 +77,17 @@ VersionFolder = Annotated[str, Field(pattern=r"^/dev/shm/grpo-lab-weights-[A-Za-
 VersionName = Annotated[str, Field(pattern=r"^grpo-lab-[0-9a-f]{32}-v[0-9]{1,9}$")]
 
 
-class Nothing(BaseModel):
+class EmptyBody(BaseModel):
     """A body (or the arguments of a call) without fields; those with fields inherit that no other may come along."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class InFolder(Nothing):
+class FolderBody(EmptyBody):
     folder: Folder
 
 
-class Version(Nothing):
+class Version(EmptyBody):
     version: Text
 
 
@@ -95,22 +95,22 @@ class NoteVersion(Version):
     moved: bool
 
 
-class Load(InFolder, Version): ...
+class LoadWeightsBody(FolderBody, Version): ...
 
 
 #: method of `worker.WeightLoading` -> its arguments
-METHODS: dict[str, type[Nothing]] = {
-    "grpo_lab_load_weights": Load,
-    "grpo_lab_sees": InFolder,
-    "grpo_lab_describe": Nothing,
+METHODS: dict[str, type[EmptyBody]] = {
+    "grpo_lab_load_weights": LoadWeightsBody,
+    "grpo_lab_sees": FolderBody,
+    "grpo_lab_describe": EmptyBody,
     "grpo_lab_note_version": NoteVersion,
-    "grpo_lab_weights_version": Nothing,
-    "grpo_lab_differing_tensors": InFolder,
-    "grpo_lab_clear_cache": Nothing,
+    "grpo_lab_weights_version": EmptyBody,
+    "grpo_lab_differing_tensors": FolderBody,
+    "grpo_lab_clear_cache": EmptyBody,
 }
 
 
-class RemoteCall(Nothing):
+class RemoteCall(EmptyBody):
     method: str
     kwargs: dict[str, Any] = {}
 
@@ -122,7 +122,9 @@ class RemoteCall(Nothing):
         return self
 
 
-class Rendezvous(Nothing):  # where the trainer waits with NCCL
+class Rendezvous(EmptyBody):
+    """The address where the trainer waits with NCCL."""
+
     master_address: Text
     master_port: Whole
     rank_offset: Whole
@@ -130,22 +132,24 @@ class Rendezvous(Nothing):  # where the trainer waits with NCCL
     packed: bool | None = None
 
 
-class Announced(Nothing):  # the tensors that come over NCCL
+class NcclTensors(EmptyBody):
+    """Names, types and shapes of the tensors that come over NCCL."""
+
     names: list[Text]
     dtype_names: list[FloatingPoint]
     shapes: list[list[Whole]]
     packed: bool | None = None
 
 
-class InitInfo(Nothing):
+class InitInfo(EmptyBody):
     init_info: Rendezvous
 
 
-class UpdateInfo(Nothing):
-    update_info: Announced
+class UpdateInfo(EmptyBody):
+    update_info: NcclTensors
 
 
-class Unload(Nothing):
+class Unload(EmptyBody):
     lora_name: VersionName
 
 
@@ -172,14 +176,14 @@ def refuse_unfit(file: Path) -> None:
         raise ValueError(str(unfit)) from unfit
 
 
-BODIES: dict[str, type[Nothing]] = {
+BODIES: dict[str, type[EmptyBody]] = {
     "/v1/load_lora_adapter": LoadAdapter,
     "/v1/unload_lora_adapter": Unload,
     "/collective_rpc": RemoteCall,
     "/init_weight_transfer_engine": InitInfo,
     "/update_weights": UpdateInfo,
-    "/start_weight_update": Nothing,
-    "/finish_weight_update": Nothing,
+    "/start_weight_update": EmptyBody,
+    "/finish_weight_update": EmptyBody,
 }
 
 

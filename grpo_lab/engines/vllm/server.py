@@ -207,7 +207,7 @@ class Server:
         self.log = log
         self.start_timeout = start_timeout
         self.process: subprocess.Popen[bytes] | None = None
-        self.token: tokens.Token | None = None
+        self.token: tokens.AccessToken | None = None
         self._until_stopped = ExitStack()
 
     def start(self) -> Server:

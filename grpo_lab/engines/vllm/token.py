@@ -40,7 +40,7 @@ SHORTEST = 20
 
 
 @dataclass(frozen=True)
-class Token:
+class AccessToken:
     """A token and the file that it stands in. `made`: by this process, which removes the file again."""
 
     value: str = field(repr=False)
@@ -88,7 +88,7 @@ def default_file(base_url: str) -> Path:
     return tokens_folder() / f"{name}-{url.port or 80}.token"
 
 
-def of_server(base_url: str, named: Path | None) -> Token:
+def of_server(base_url: str, named: Path | None) -> AccessToken:
     """The token for a server that is about to start; made where there is none yet. The server must hold its address
     (`server.held_address`), since the file of that address is replaced. Raises ValueError for a token that is too short
     or not plain, OSError where its file cannot be written."""
@@ -103,13 +103,13 @@ def of_server(base_url: str, named: Path | None) -> Token:
         remove_left(tokens_folder(), f"local-{platform.node()}-*.token")
         made = secrets.token_urlsafe(32)
         write(file, made)
-        return Token(made, file, made=True)
+        return AccessToken(made, file, made=True)
     if len(found) < SHORTEST:
         raise ValueError(
             f"the server's token ({named or VARIABLE}) has {len(found)} characters; a server asks for {SHORTEST} or "
             "more (python -c 'import secrets; print(secrets.token_urlsafe(32))')"
         )
-    return Token(found, named)
+    return AccessToken(found, named)
 
 
 def of_trainer(base_url: str, named: str | None) -> str | None:

@@ -73,8 +73,8 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
     batch = toy_batch(objective)
     named = f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
-    average = objective.aggregate
-    found = checked_scalar(average(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(average)}")
+    aggregate = objective.aggregate
+    found = checked_scalar(aggregate(loss, batch.mask, _DENOMINATORS), f"the aggregation {address(aggregate)}")
     if not found.requires_grad:
         raise ValueError(f"the loss of {named} does not depend on the policy's log-probs: nothing trains")
     (gradient,) = torch.autograd.grad(found, batch.logps)
@@ -121,7 +121,7 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
     With ``several_generations`` in an optimizer step the token count is one number a row, ``[B, 1]``.
     """
 
-    def average(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
+    def aggregate(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
         return objective.aggregate(loss, mask, replace(_DENOMINATORS, **changes))
 
     for batch in (toy_batch(objective), wide_toy_batch(objective)):
@@ -129,15 +129,15 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
         lengths = batch.mask.sum(1).tolist()
         for loss in (batch.logps.detach().square(), torch.sin(7 * batch.proximal_logps) * 3):
             loss = loss.masked_fill(~mask, 0.0)
-            together = float(average(loss, mask))
+            together = float(aggregate(loss, mask))
             ways = [
-                [average(loss[i : i + 1, :n], mask[i : i + 1, :n]) for i, n in enumerate(lengths)],
-                [average(pad(loss.flip(0), (0, 3)), pad(mask.flip(0), (0, 3)))],
-                [average(loss, mask), average(torch.zeros_like(loss[:1, :1]), torch.zeros_like(mask[:1, :1]))],
+                [aggregate(loss[i : i + 1, :n], mask[i : i + 1, :n]) for i, n in enumerate(lengths)],
+                [aggregate(pad(loss.flip(0), (0, 3)), pad(mask.flip(0), (0, 3)))],
+                [aggregate(loss, mask), aggregate(torch.zeros_like(loss[:1, :1]), torch.zeros_like(mask[:1, :1]))],
             ]
             if several_generations:
                 tokens = torch.full((len(lengths), 1), float(_DENOMINATORS.tokens), dtype=loss.dtype)
-                ways.append([average(loss, mask, tokens=tokens)])
+                ways.append([aggregate(loss, mask, tokens=tokens)])
             for apart in ways:
                 if any(part.numel() != 1 for part in apart):
                     return False
@@ -148,9 +148,9 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
     """The formula over single floats, by loops; ``None`` where surrogate or aggregation has not written it out."""
-    push = _literal_of(objective.surrogate)
-    average = _literal_of(objective.aggregate)
-    if push is None or average is None:
+    surrogate = _literal_of(objective.surrogate)
+    aggregate = _literal_of(objective.aggregate)
+    if surrogate is None or aggregate is None:
         return None
     losses = []
     for i in range(batch.mask.size(0)):
@@ -159,8 +159,10 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
         logps, old, ref = (values[i][batch.mask[i]].tolist() for values in of_row)
         steps = [new - was for new, was in zip(logps, old, strict=True)]
         row = LiteralRow(logps, old, literal_log_ratios(objective.ratio, steps), batch.advantages[i, 0].item())
-        losses.append([push(row, t) + _literal_kl(objective, row, ref[t] - logps[t], t) for t in range(len(logps))])
-    return float(average(losses, _DENOMINATORS))
+        losses.append(
+            [surrogate(row, t) + _literal_kl(objective, row, ref[t] - logps[t], t) for t in range(len(logps))]
+        )
+    return float(aggregate(losses, _DENOMINATORS))
 
 
 def has_formula(objective: Objective) -> bool:

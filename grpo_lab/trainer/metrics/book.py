@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
 from grpo_lab.verifiers.verdict import CORRECT_FROM
@@ -122,7 +122,7 @@ class MetricBook:
         if not step_ends or (not names and not extremes):
             return
         parts = [self._fresh[n].reshape(-1) for n in names] + [self._fresh_extremes[k] for k in extremes]
-        with at("metrics of all ranks"):
+        with named_place("metrics of all ranks"):
             columns = accelerator.gather(torch.cat(parts).unsqueeze(0)).split([part.numel() for part in parts], dim=1)
         for name, column in zip(names, columns[: len(names)], strict=True):
             self._settle(name, column.sum(0).view(-1, 2))

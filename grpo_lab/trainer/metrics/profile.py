@@ -1,7 +1,7 @@
 """``profile: true``: where the time of a run's optimizer steps goes, as a table in ``profile.md``.
 
-A part is a place that the run names (`ranks.at`): its seconds are those between two names, so the parts add up to the
-training's wall time, of the main process. On a GPU each change of place waits for the device, or a part would be
+A part is a place that the run names (`ranks.named_place`): its seconds are those between two names, so the parts add up
+to the training's wall time, of the main process. On a GPU each change of place waits for the device, or a part would be
 charged for the kernels of the one before it; a run without ``profile`` waits nowhere.
 
 Within the update a second table says what the host did (``host``), without a wait: on a GPU forward and backward are
@@ -19,7 +19,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_lab.io import write_whole_text
-from grpo_lab.trainer.ranks import at, counted
+from grpo_lab.trainer.ranks import counted, named_place
 from grpo_lab.trainer.trl_bridge import replaced
 
 FILE = "profile.md"
@@ -94,9 +94,9 @@ class Profile(TrainerCallback):  # type: ignore[misc]
         if self.steps == 0:
             accelerator = self.trainer.accelerator
             optimizer = self.trainer.optimizer
-            backward = at("update")(host(BACKWARD)(accelerator.backward))
+            backward = named_place("update")(host(BACKWARD)(accelerator.backward))
             self._counting.enter_context(replaced(accelerator, "backward", backward))
-            self._counting.enter_context(replaced(optimizer, "step", at("optimizer")(optimizer.step)))
+            self._counting.enter_context(replaced(optimizer, "step", named_place("optimizer")(optimizer.step)))
             self._counting.enter_context(counted(self.seconds))
             self._counting.enter_context(host_counted(self.of_host))
         self.steps += 1

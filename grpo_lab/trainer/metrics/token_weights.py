@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from grpo_lab.diagnostics.token_weights import BUCKETS, COLUMNS, FILE, as_line, sums_of_rows, sums_of_weights
 from grpo_lab.diagnostics.token_weights import token_weights as weights_in
 from grpo_lab.io import append_json_line
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
@@ -69,7 +69,7 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         if sums is None:
             return
         if self.trainer.accelerator.num_processes > 1:
-            with at("token weights of all ranks"):
+            with named_place("token weights of all ranks"):
                 sums = self.trainer.accelerator.reduce(sums.to(self.trainer.accelerator.device), "sum")
         finite = bool(sums.isfinite().all())  # without a guard a step with NaN in it is taken
         if state.is_world_process_zero and self._taken and finite:

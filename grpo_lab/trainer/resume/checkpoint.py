@@ -31,7 +31,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from grpo_lab.finite import NumbersError, not_finite
 from grpo_lab.io import saving
 from grpo_lab.registry import address
-from grpo_lab.trainer.ranks import TRAINED, at, is_of_lost_rank, refuse_bad_weights
+from grpo_lab.trainer.ranks import TRAINED, is_of_lost_rank, named_place, refuse_bad_weights
 from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
@@ -88,7 +88,7 @@ def save_final(trainer: Any, folder: Path) -> None:
         ) from error
 
 
-@at("checkpoint")
+@named_place("checkpoint")
 def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
     """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every
     rank. CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN

@@ -36,7 +36,7 @@ from grpo_lab.trainer.resume.whole import MARK, broken_pickles, damaged, lacking
 from grpo_lab.trainer.trl_bridge import is_critics
 
 
-class WasRead(str):
+class VerifiedCheckpoint(str):
     """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
 
 
@@ -52,9 +52,9 @@ def chosen(trainer: Any, given: Any) -> Any:
         for why in passed:
             trainer.recorder.say(f"`resume_from_checkpoint`: passed over {why}", level=logging.WARNING)
         if newest is not None:
-            given = WasRead(newest)
+            given = VerifiedCheckpoint(newest)
     if isinstance(given, str | os.PathLike):
-        if not isinstance(given, WasRead):
+        if not isinstance(given, VerifiedCheckpoint):
             _refuse_damaged(Path(given), reads)
         _say_what_starts_anew(trainer, Path(given))
     return given
@@ -80,10 +80,10 @@ def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
     own = None
     if reads:
         own = newest_whole(folder, read=True)
-    told = [one for one in gather_object([own]) if one is not None]
-    passed = list(dict.fromkeys(why for _, words in told for why in words))
-    found = min((place for place, _ in told if place is not None), key=step_of, default=None)
-    return None if any(place is None for place, _ in told) else found, passed
+    answers = [one for one in gather_object([own]) if one is not None]
+    passed = list(dict.fromkeys(why for _, words in answers for why in words))
+    found = min((place for place, _ in answers if place is not None), key=step_of, default=None)
+    return None if any(place is None for place, _ in answers) else found, passed
 
 
 def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
@@ -97,8 +97,9 @@ def _refuse_damaged(checkpoint: Path, reads: bool) -> None:
         raise ValueError(f"`resume_from_checkpoint`: {checkpoint}: {why}. Take another checkpoint{despite}")
 
 
-class InOrder:
-    """Before a trainer of TRL's that samples by `RepeatSampler`: a resumed training has the order of its epoch."""
+class EpochOrderMixin:
+    """Gives a resumed training the order of its epoch; stands before a trainer of TRL's that samples by
+    `RepeatSampler`."""
 
     _order: Any = None
 
@@ -115,7 +116,7 @@ class InOrder:
         return epochs, batches
 
 
-class ResumableTrainer(InOrder, RankAwareTrainer):
+class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
     """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
 
     _at_its_end: str | None = None

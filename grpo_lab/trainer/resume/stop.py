@@ -43,7 +43,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from grpo_lab.signals import Handlers, handle, put_back
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import SavedState, read_state, write_state
 
 logger = logging.getLogger("grpo_lab")
@@ -186,7 +186,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
                     asked = ""
             code = REASONS.index(asked)
             if accelerator.num_processes > 1:
-                with at("whether one was asked to stop"):
+                with named_place("whether one was asked to stop"):
                     codes = accelerator.gather(torch.tensor([code], dtype=torch.long, device=accelerator.device))
                 code = int(codes.max())
             self.reason = REASONS[code] or None

@@ -18,7 +18,7 @@ from grpo_lab.reading import read_json_lines
 from grpo_lab.rewards.preference import PAIR, Pair, PreferenceReward, holds_out, orders, right_way_round
 from grpo_lab.settings import one_of
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import STATE, SavedState
 
 FOLDER, COMPARISONS = "grpo_lab_preference", "comparisons.jsonl"
@@ -60,7 +60,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
             return
         step = self.trainer.state.global_step
         right = list[float]()
-        with at("comparisons for the preference model"):
+        with named_place("comparisons for the preference model"):
             texts = gather_object(list(reward.seen or ()))
         scores, judged = (table.values[:, column].tolist() for column in self.columns)
         draw = random.Random(f"{reward.seed}/{step}/{len(self.pairs)}")
@@ -80,7 +80,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
             reward.fit(self.pairs, step)
             self.trained = step
             if self.trainer.accelerator.num_processes > 1:  # kernels may round differently
-                with at("weights of the preference model"), torch.no_grad():
+                with named_place("weights of the preference model"), torch.no_grad():
                     for weights in reward.classifier.parameters():
                         weights.copy_(broadcast(weights.detach().clone()))
 

@@ -29,7 +29,7 @@ from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 from grpo_lab.settings import one_of
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, StepPort
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores
 
@@ -269,7 +269,7 @@ def _gathered_rows(
             inputs, prompts, completions, ids, truncated, environments, strict=True
         )
     ]
-    with at("rows for group rewards"):
+    with named_place("rows for group rewards"):
         return list(gather_object(rows))
 
 

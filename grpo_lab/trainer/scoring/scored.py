@@ -23,7 +23,7 @@ from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
 from grpo_lab.trainer.metrics.token_weights import pass_rates
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
@@ -68,7 +68,7 @@ class Scoring:
         tokens = [len(ids) for ids in completion_ids_list]
         cut = truncated_rows(trainer, completion_ids_list)
         of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), strict=True))
-        with at("lengths of all completions"):
+        with named_place("lengths of all completions"):
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)

@@ -125,9 +125,9 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
             f"`objective` is '', an empty name; it must be one of {sorted(PRESETS)}, or left out for TRL's own settings"
         )
     row = preset(chosen.name or "grpo")
-    push = knobs.surrogate_from(args, chosen)
+    surrogate = knobs.surrogate_from(args, chosen)
     ratio = _ratio(chosen.ratio or row.ratio, "objective.ratio", RATIO_LEVELS)
-    average = knobs.aggregation_from(chosen.aggregation or row.aggregation)
+    aggregate = knobs.aggregation_from(chosen.aggregation or row.aggregation)
     beside = chosen.advantage or row.rule
     named, own = knobs.advantage_choice(settings.advantage, beside)
     other = None
@@ -144,7 +144,7 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
         value = settings.value or ValueSettings()
     rule = _with_discounts(rule, value, own)
     kl = _kl_term(args, settings.kl, "sequence" if value is None else "token")
-    objective = Objective(chosen.name or "custom", push, average, ratio, kl)
+    objective = Objective(chosen.name or "custom", surrogate, aggregate, ratio, kl)
     names = _names(objective, in_words(rule, named))
     return Algorithm(objective, rule, None, names if value is None else {**names, "value": value.in_words()}, value)
 
@@ -181,9 +181,9 @@ def _from_trl(args: Any, settings: LabSettings) -> Algorithm:
     kind = "cispo" if args.loss_type == "cispo" else "clipped"
     clip = {name: getattr(args, name) for name in CLIP if name in registry.knobs_of(SURROGATES[kind])}
     ratio = _ratio(args.importance_sampling_level, "importance_sampling_level", ("token", "sequence"))
-    push = surrogate(kind, **clip)
-    average = aggregation(LOSS_TYPES[args.loss_type])
-    objective = Objective(args.loss_type, push, average, ratio, _kl_term(args, settings.kl, "sequence"))
+    aggregate = aggregation(LOSS_TYPES[args.loss_type])
+    kl = _kl_term(args, settings.kl, "sequence")
+    objective = Objective(args.loss_type, surrogate(kind, **clip), aggregate, ratio, kl)
     return Algorithm(objective, rule, None, {**_names(objective, named), "objective": f"trl:{args.loss_type}"})
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS
 
@@ -181,7 +181,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         if self.memory is None or self.tokens is not None:
             return
         if self._measured is None and self._taken:
-            with at("tokens of a forward"):
+            with named_place("tokens of a forward"):
                 own = torch.tensor([self._fits(self.memory, bins)], device=self._trainer.accelerator.device)
                 least = int(self._trainer.accelerator.gather(own).min())
             if least != UNKNOWN:

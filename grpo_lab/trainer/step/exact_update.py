@@ -28,7 +28,13 @@ from grpo_lab.trainer.rows import Bin, RowTable
 from grpo_lab.trainer.step.budget import ForwardBudget
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields
-from grpo_lab.trainer.step.micro_batch import denominators_of, hears_values, token_batch, token_denominator, token_loss
+from grpo_lab.trainer.step.micro_batch import (
+    capture_values,
+    denominators_of,
+    token_batch,
+    token_denominator,
+    token_loss,
+)
 from grpo_lab.trainer.step.out_of_memory import StepBefore, TooLarge, agreed, can_plan_anew
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.trainer.step.update_record import UpdateRecord, padded_tokens, record_skipped, record_tokens
@@ -256,7 +262,7 @@ class ExactUpdate:
     def _bin_loss(self, model: nn.Module, rows: Bin, denominators: Denominators) -> tuple[TokenBatch, Tensor]:
         trainer = self.trainer
         objective = self.trainer.algorithm.objective
-        with self.verdict.watching(), hears_values(trainer, model) as heard:
+        with self.verdict.watching(), capture_values(trainer, model) as heard:
             scored, entropies = self.prompts.log_probs(model, rows)
         assert entropies is not None  # the policy's head makes them
         logps = _of_completions(scored, rows)

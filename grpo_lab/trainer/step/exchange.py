@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import FILL, Bin, RowTable, fitted, is_of_prompt, on_device, per_token_fields
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Routes
@@ -216,7 +216,7 @@ class Exchange:
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         message = torch.cat([nothing, *(part for rank in zip(*pieces, strict=True) for part in rank if part.numel())])
         received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=self._device)
-        with at("exchange of rows"):
+        with named_place("exchange of rows"):
             into = arriving.sum(0).tolist()
             out = leaving.sum(0).tolist()
             torch.distributed.all_to_all_single(received, message, into, out)

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import OF_BATCH, Faults, StepPort
-from grpo_lab.trainer.ranks import TO_START_FROM, NumbersError, at, names_of_bad, refuse_bad_weights
+from grpo_lab.trainer.ranks import TO_START_FROM, NumbersError, named_place, names_of_bad, refuse_bad_weights
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.resume.whole import damaged, step_of, what_is_broken
 from grpo_lab.trainer.step.bad_step import FOLDER, keep_bad_step
@@ -68,8 +68,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._loss_is_bad: Tensor | None = None
         self._left_out, self._finite_at = False, 0
 
-    def seen(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """A micro-batch's loss, as it is; nothing is read from the device."""
+    def watch_loss(self, loss: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Note whether a micro-batch's loss is finite, and return it as it is; nothing is read from the device."""
         if self.faults is not None:
             self.faults.trained_on(inputs)
             bad = ~loss.detach().isfinite().all()
@@ -102,9 +102,9 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             raise fault
         faults.found("log_prob", str(fault))
 
-    def judged(self, norm: Any) -> Any:
-        """The gradient norm of the step that is about to be taken, or is left out now; ``NumbersError`` after
-        ``max_bad_steps`` in a row. Every rank."""
+    def check_gradient(self, norm: Any) -> Any:
+        """Leave the step that is about to be taken out where a number is not finite; return the gradient norm as it is.
+        ``NumbersError`` after ``max_bad_steps`` in a row. Every rank calls it."""
         if self.faults is None:
             return norm
         if hasattr(norm, "full_tensor"):
@@ -136,7 +136,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         of_batch = torch.tensor([faults.of_step.get(kind, 0) for kind in OF_BATCH], device=accelerator.device)
         local = torch.cat([flags.long(), of_batch])
         if accelerator.num_processes > 1:
-            with at("whether all numbers are finite"):
+            with named_place("whether all numbers are finite"):
                 local = accelerator.gather(local.unsqueeze(0)).amax(0)
         return dict(zip(KINDS, local.tolist(), strict=True))
 

@@ -145,10 +145,10 @@ def idle_pull(trainer: StepPort) -> str | None:
     objective = trainer.algorithm.objective
     args = trainer.args
     phase = trainer.phase
-    push = None
+    surrogate = None
     if objective is not None:
-        push = objective.surrogate
-    idle = [name for name in getattr(push, "idle_on_policy", ()) if getattr(push, name)]
+        surrogate = objective.surrogate
+    idle = [name for name in getattr(surrogate, "idle_on_policy", ()) if getattr(surrogate, name)]
     if not idle or phase.every > phase.accumulation:
         return None
     return (

@@ -36,7 +36,7 @@ from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import (
     POSITION_OFFSET,
     Bin,
@@ -113,7 +113,7 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
     return forwards_in_bins(trainer, model, fields, lambda part: prompts.log_probs(model, part)[0], prompts)
 
 
-@at("log-probs")
+@named_place("log-probs")
 @torch.no_grad()
 def forwards_in_bins(
     trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],

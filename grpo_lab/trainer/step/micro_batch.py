@@ -65,8 +65,9 @@ def token_batch(
     )
 
 
-def hears_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context for a training forward: gives the list that its values ``[B, L - 1]`` will be in, with a critic."""
+def capture_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
+    """Context of a training forward that captures the critic's values ``[B, L - 1]`` in the list that it gives, which
+    stays empty without a critic."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
     return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
@@ -91,7 +92,7 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
 def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
     """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
     mode = trainer.recorder.mode()
-    with hears_values(trainer, model) as heard:
+    with capture_values(trainer, model) as heard:
         logps, entropies, router_loss = trl_bridge.stock_forward(
             trainer, model, inputs, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
         )

@@ -21,7 +21,7 @@ from torch import nn
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.token_weights import TokenWeights
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 
 #: kinds of distribution in which a rank's bins are its own business
 ALONE = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -72,7 +72,7 @@ def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
     if own is not None:
         told = (own.tokens, own.rows)
         said = own.said
-    with at("whether all bins fit"):
+    with named_place("whether all bins fit"):
         found = trainer.accelerator.gather(torch.tensor([told], device=trainer.accelerator.device)).tolist()
     failed = [TooLarge(tokens, rows, said) for tokens, rows in found if rows]
     return min(failed, key=lambda one: (one.rows > 1, one.tokens), default=None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_lab.trainer.ranks import at
+from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.rows import RowTable, prompt_numbers, reach
 from grpo_lab.update import Rows, live_rows
 
@@ -77,7 +77,7 @@ class RowNumbers:
         received = 0
         if accelerator.num_processes > 1:
             received = 8 * (numbers.numel() + widths.numel()) * (accelerator.num_processes - 1)
-            with at("numbers of all rows"):
+            with named_place("numbers of all rows"):
                 numbers = accelerator.gather(numbers)
                 if bool((numbers[:, -1] != numbers[0, -1]).any()):
                     raise RuntimeError(

@@ -14,12 +14,12 @@ from typing import Any
 from transformers import TrainerCallback
 from trl import DistillationTrainer
 
-from grpo_lab.trainer.resume.going_on import InOrder
+from grpo_lab.trainer.resume.going_on import EpochOrderMixin
 
 LENGTH = "completions/mean_length"
 
 
-class Distillation(InOrder, DistillationTrainer):  # type: ignore[misc]
+class Distillation(EpochOrderMixin, DistillationTrainer):  # type: ignore[misc]
     """TRL's, and a resumed one has the order of its epoch."""
 
 
