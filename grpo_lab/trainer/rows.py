@@ -64,8 +64,8 @@ class Carried:
         policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row;
             of a row of several policies (``rollout.cut_after``) the first that wrote in it.
         behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
-        proximal_logps: ``[B, T]`` of the policy before the update, which ratios are taken against; where there is none
-            it is the loss's own forward (``step.log_probs``).
+        proximal_logps: ``[B, T]`` of the policy before the first update with the batch, which ratios are taken against;
+            with ``as_generated`` it says where they come from (``step.log_probs.ProximalSource``).
         ref_logps: ``[B, T]`` of the reference model.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
         as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins

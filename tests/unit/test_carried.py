@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, flattened, rows_file
 from grpo_lab.trainer.rows import EARLIER, OURS, Carried, loss_mask
+from grpo_lab.trainer.step.log_probs import ProximalSource, needs_old_logprobs, reads_own_forward
 
 TRAINER = Path(__file__).resolve().parents[2] / "grpo_lab" / "trainer"
 FIELDS = {name: field.key for name, field in vars(Carried).items() if hasattr(field, "key")}
@@ -29,6 +30,23 @@ def test_a_view_reads_writes_and_takes_out() -> None:
     carried.unmoved = None
     carried.as_generated = None  # was not there
     assert set(fields) == {"old_per_token_logps"}
+
+
+def test_the_fields_say_where_proximal_log_probs_come_from() -> None:
+    mask = torch.ones(2, 3, dtype=torch.long)
+    batch: dict[str, Any] = dict.fromkeys(("prompt_mask", "completion_mask", "completion_ids"), mask)
+    assert ProximalSource.of(batch) is ProximalSource.LOSS
+    assert reads_own_forward(batch).tolist() == [True, True]
+    carried = Carried(batch)
+    carried.proximal_logps = torch.zeros(2, 3)
+    carried.as_generated = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])  # a team has changed the second row
+    assert ProximalSource.of(batch) is ProximalSource.GENERATION
+    assert reads_own_forward(batch).tolist() == [True, False]
+    assert needs_old_logprobs(batch)
+    carried.as_generated = None
+    assert ProximalSource.of(batch) is ProximalSource.STORED
+    assert reads_own_forward(batch).tolist() == [False, False]
+    assert not needs_old_logprobs(batch)
 
 
 def test_what_is_ours_begins_with_our_name() -> None:

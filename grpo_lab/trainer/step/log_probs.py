@@ -11,9 +11,7 @@ moved (5.8e-3 per sequence in bfloat16, where GSPO clips at 3e-4). So, for a bat
     a micro-batch first trained on after an update           one forward without gradient *before* that update, in the
                                                              very bins that its own step will have
 
-Which of them holds is a fact of the micro-batch, in the buffer and so in a checkpoint. It does not follow from
-``policy_version``: a row may be trained on by the policy that wrote it and still bring its own (a team's, TRL's
-forward), and where TRL wants none (an epoch's short last step splits a batch) it has none after an update either.
+``ProximalSource`` says which of them holds for a micro-batch.
 
 Where the forward is random (dropout) TRL's old log-probs are another draw than the loss's, and so they are here, made
 at generation for every row. Where an optimizer step mixes rows of two batches or passes the bins to come are not known:
@@ -23,6 +21,7 @@ old log-probs are off by what the precision rounds.
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +51,39 @@ from grpo_lab.update import Rows, default_max_tokens, plan_update
 
 #: what a forward of a generation batch, or of some of its rows, needs of them
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", POSITION_OFFSET)
+
+
+class ProximalSource(enum.Enum):
+    """The source of a micro-batch's proximal log-probs: those of the policy before its batch's first update.
+
+        LOSS         no field: the forward that trains on the rows gives them, detached
+        GENERATION   ``proximal_logps`` beside ``as_generated``, a copy: a row that equals its copy reads the loss's own
+                     forward, as with LOSS; one that a team's method has changed is read as it stands
+        STORED       ``proximal_logps`` alone: read as they stand
+
+        generation ─┬─ put off: bins will give them ────────────────────▶ LOSS ───────┐
+                    ├─ by bins, or resampled: a team may read them ─────▶ GENERATION ─┤  before an update, for the rows
+                    └─ by TRL's forward, or with dropout ───────────────▶ STORED ◀────┘  that a later step trains on
+
+    The state is a fact of the micro-batch, in TRL's buffer and so in a checkpoint. It does not follow from
+    ``policy_version``: a row may be trained on by the policy that wrote it and still bring its own log-probs, and where
+    TRL wants none (an epoch's short last step splits a batch) LOSS stays after an update, too. An optimizer step whose
+    micro-batches differ says it row by row, in the field ``unmoved`` (``with_same_fields``).
+    """
+
+    LOSS = enum.auto()
+    GENERATION = enum.auto()
+    STORED = enum.auto()
+
+    @staticmethod
+    def of(batch: dict[str, Any]) -> ProximalSource:
+        """The state that the fields of a micro-batch say."""
+        carried = Carried(batch)
+        if carried.proximal_logps is None:
+            return ProximalSource.LOSS
+        if carried.as_generated is None:
+            return ProximalSource.STORED
+        return ProximalSource.GENERATION
 
 
 @dataclass(frozen=True)
@@ -167,23 +199,23 @@ def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> conte
 
 
 def reads_own_forward(batch: dict[str, Any]) -> Tensor:
-    """bool ``[B]``: rows of a micro-batch whose old log-probs are those of the forward that trains on them."""
-    old = Carried(batch).proximal_logps
-    made = Carried(batch).as_generated
-    if old is None or made is None:
-        rows = batch["completion_ids"]
-        return torch.full((rows.size(0),), old is None, device=rows.device)
-    return (old == made).all(dim=1) & ~has_hole(batch)
+    """Mask ``[B]`` of the rows of a micro-batch whose proximal log-probs the forward that trains on them gives."""
+    source = ProximalSource.of(batch)
+    if source is ProximalSource.GENERATION:
+        carried = Carried(batch)
+        return (carried.proximal_logps == carried.as_generated).all(dim=1) & ~has_hole(batch)
+    rows = batch["completion_ids"]
+    return torch.full((rows.size(0),), source is ProximalSource.LOSS, device=rows.device)
 
 
 def needs_old_logprobs(batch: dict[str, Any]) -> bool:
-    """Whether no update has touched this micro-batch since it was generated; the same on every rank."""
-    return Carried(batch).proximal_logps is None or Carried(batch).as_generated is not None
+    """Whether an update would take this micro-batch's proximal log-probs away; the same on every rank."""
+    return ProximalSource.of(batch) is not ProximalSource.STORED
 
 
 def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The micro-batches of an optimizer step, each with ``proximal_logps`` (0 where there are none) and ``unmoved``."""
-    if all(Carried(batch).proximal_logps is None for batch in window):
+    if all(ProximalSource.of(batch) is ProximalSource.LOSS for batch in window):
         return window
     marked = [dict(batch) for batch in window]
     for batch in marked:
