@@ -244,12 +244,12 @@ def own_cores() -> int:
 
 
 def is_local(path: str | None) -> bool:
-    """Whether a model or data set is a folder here rather than a hub name."""
+    """Return whether a model or data set is a folder here rather than a hub name."""
     return bool(path) and Path(str(path)).is_dir()
 
 
 def looks_local(path: str) -> bool:
-    """Whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
+    """Return whether ``path`` can only be meant as a folder: no hub name starts or is cut like this."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1
 
 

@@ -39,7 +39,7 @@ def lock(opened: int) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process has ``file`` locked, this one or another; also where that cannot be known."""
+    """Return whether a process has ``file`` locked, this one or another; also where that cannot be known."""
     if os.path.abspath(file) in HELD:
         return True
     try:
@@ -82,7 +82,7 @@ def _holder(opened: int) -> int | None:
 
 
 def _is_ending(process: int) -> bool:
-    """Whether it was killed and is not gone yet."""
+    """Return whether it was killed and is not gone yet."""
     if not process:
         return False
     try:

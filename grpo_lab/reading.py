@@ -198,7 +198,7 @@ def _too_deep() -> str:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings stand more than ``levels`` inside of each other."""
+    """Return whether lists and mappings stand more than ``levels`` inside of each other."""
     level = [value]
     for _ in range(levels + 1):
         level = [one for one in level if isinstance(one, dict | list)]

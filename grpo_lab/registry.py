@@ -36,7 +36,8 @@ def check_name(table: Mapping[str, Any], name: str, part: Any, what: str) -> Non
 
 
 def redefined(before: Any, part: Any) -> bool:
-    """Whether ``part`` is the same definition run again (a notebook's cell, a reloaded module) and takes its place."""
+    """Return whether ``part`` is the same definition run again (a notebook's cell, a reloaded module) and takes its
+    place."""
     named = all(hasattr(one, "__qualname__") and "<" not in one.__qualname__ for one in (before, part))
     return named and address(before) == address(part)
 

@@ -149,5 +149,5 @@ class GAE:
 
 
 def reads_values(rule: object) -> bool:
-    """Whether the rule makes advantages of a critic's values."""
+    """Return whether the rule makes advantages of a critic's values."""
     return bool(getattr(rule, "reads_values", False))

@@ -87,7 +87,7 @@ def level_of(rule: Any) -> str:
 
 
 def reads_steps(rule: Any) -> bool:
-    """Whether the rule makes advantages of step scores (``table.steps``): then a run needs a step reward."""
+    """Return whether the rule makes advantages of step scores (``table.steps``): then a run needs a step reward."""
     return bool(getattr(rule, "reads_steps", False))
 
 

@@ -230,7 +230,7 @@ def _differing(found: Any, asked: Any) -> tuple[Any, Any]:
 
 
 def _is_ours(row: Any) -> bool:
-    """Whether it is a header, or a row with samples."""
+    """Return whether it is a header, or a row with samples."""
     return isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
 
 

@@ -62,7 +62,7 @@ class FusionShares:
 
 
 def thought_through(text: str) -> bool:
-    """Whether ``text`` is one closed block of reasoning that says something, and an answer behind it."""
+    """Return whether ``text`` is one closed block of reasoning that says something, and an answer behind it."""
     before, _, rest = text.partition(_THINK)
     reasoning, _, answer = rest.partition(_END)
     single = _THINK not in rest and _END not in answer
@@ -70,8 +70,8 @@ def thought_through(text: str) -> bool:
 
 
 def goes_on(row: Mapping[str, Any]) -> bool:
-    """Whether a row's completion goes on in the assistant's message that its prompt ends with: rows of an earlier
-    release have the flag alone."""
+    """Return whether a row's completion goes on in the assistant's message that its prompt ends with: rows of an
+    earlier release have the flag alone."""
     return bool(row.get(CONTINUES, row.get("flag") == "cut"))
 
 

@@ -238,14 +238,15 @@ def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
 
 
 def _survives(value: Any, gold: bool) -> bool:
-    """Whether a float holds a number as it is; of a ``gold``, writes it as the file does, too."""
+    """Return whether a float holds a number as it is; of a ``gold``, writes it as the file does, too."""
     if isinstance(value, int):
         return not gold and -_EXACT <= value <= _EXACT
     return not gold or not isinstance(value, WrittenFloat) or repr(float(value)) == value.text
 
 
 def _fits_arrow(values: list[Any]) -> bool:
-    """Whether Arrow has a type that holds all of them: no whole number of more than 64 bits, no struct of two forms."""
+    """Return whether Arrow has a type that holds all of them: no whole number of more than 64 bits, no struct of two
+    forms."""
     import pyarrow
 
     if not any(isinstance(value, int | list | dict | tuple | Decimal) for value in values):

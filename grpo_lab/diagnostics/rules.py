@@ -302,7 +302,8 @@ def no_completion_scored(history: History) -> bool:
 
 
 def has_critic(history: History) -> bool:
-    """Whether the last windows are of PPO with a critic; a window of a batch that is used again logs no reward."""
+    """Return whether the last windows are of PPO with a critic; a window of a batch that is used again logs no
+    reward."""
     return any("ppo/task_reward" in window for window in history[-PERSISTENCE:])
 
 
@@ -335,7 +336,7 @@ def _rewards(window: Window) -> list[str]:
 
 
 def _all_alike(history: History) -> bool:
-    """Whether every group of the last windows had equal rewards."""
+    """Return whether every group of the last windows had equal rewards."""
     shares = values(history[-PERSISTENCE:], "groups/dead_share", "frac_reward_zero_std")
     return bool(shares) and min(shares) >= 1
 
@@ -361,6 +362,6 @@ def _late(history: History) -> tuple[list[float], int]:
 
 
 def _at_ceiling(history: History) -> bool:
-    """Whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1."""
+    """Return whether every reward function, or the reward where none is logged by name, has a mean of 0.95 to 1."""
     levels = [recent(history, name) for name in _rewards(history[-1]) or ["reward"]]
     return all(level is not None and CEILING <= level <= 1 for level in levels)

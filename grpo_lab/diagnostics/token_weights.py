@@ -60,7 +60,7 @@ class WeightFamily:
 
     @property
     def unbiased(self) -> bool:
-        """Whether the expected gradient is ∇E[r] up to a constant, for a given denominator."""
+        """Return whether the expected gradient is ∇E[r] up to a constant, for a given denominator."""
         return self.alpha == 1 and not self.scaled
 
     def of_length(self, tokens: float) -> float:

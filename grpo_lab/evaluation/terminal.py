@@ -125,7 +125,7 @@ def print_table(
 
 
 def fits(console: Console, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> bool:
-    """Whether a table stands on the console with every cell in one line."""
+    """Return whether a table stands on the console with every cell in one line."""
     table = Table(*head, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*map(str, row))

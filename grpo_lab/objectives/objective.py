@@ -44,12 +44,12 @@ class Objective:
 
     @property
     def local_denominator(self) -> bool:
-        """Whether the aggregation divides by what is in the local micro-batch, by definition."""
+        """Return whether the aggregation divides by what is in the local micro-batch, by definition."""
         return bool(getattr(self.aggregate, "local_denominator", False))
 
     @property
     def whole_response(self) -> bool:
-        """Whether the surrogate is about responses as a whole."""
+        """Return whether the surrogate is about responses as a whole."""
         return bool(getattr(self.surrogate, "whole_response", False))
 
     @property

@@ -123,7 +123,7 @@ def surrogate(name: str, **knobs: Any) -> Surrogate:
 
 
 def is_ours(part: Any) -> bool:
-    """Whether a surrogate or aggregation in force is one of this package's, and not a team's."""
+    """Return whether a surrogate or aggregation in force is one of this package's, and not a team's."""
     return any(part is one or type(part) is one for one in _OURS)
 
 

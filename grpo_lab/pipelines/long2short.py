@@ -180,7 +180,7 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
 
 
 def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
-    """Whether something is ``gone`` from the folder of a finished run: the stage that made it has no marker any
+    """Return whether something is ``gone`` from the folder of a finished run: the stage that made it has no marker any
     more."""
     folder = recipe.output_dir
     for which in {one.split("/")[1] for one in gone if one.startswith(f"{EVALUATION}/")}:

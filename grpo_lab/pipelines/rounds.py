@@ -115,8 +115,8 @@ def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> lis
 
 
 def make_again(folder: Path, gone: Sequence[str]) -> bool:
-    """Whether something is ``gone`` from the ``folder`` of finished rounds: the stage of a round that made it has no
-    marker any more. ValueError: the model that it was made of is not there either."""
+    """Return whether something is ``gone`` from the ``folder`` of finished rounds: the stage of a round that made it
+    has no marker any more. ValueError: the model that it was made of is not there either."""
     made = dict.fromkeys(tuple(one.split("/")[:2]) for one in gone if one.startswith(("start/", "round-")))
     for place, what in made:
         number = int(place.removeprefix("round-").replace("start", "0"))

@@ -76,8 +76,8 @@ def fingerprint(recipe: Recipe) -> str:
 
 
 def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
-    """Whether the output folder holds a run to go on with: the same command does, with ``resume`` or without. Every
-    process asks here, and has the main one's answer."""
+    """Return whether the output folder holds a run to go on with: the same command does, with ``resume`` or without.
+    Every process asks here, and has the main one's answer."""
     if overwrite and resume:
         raise ValueError("--overwrite and --resume contradict each other; give one of them")
     here = not overwrite and is_to_go_on_with(recipe)
@@ -85,8 +85,8 @@ def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether the run in ``folder`` has made something that its settings decided: a checkpoint, whole or not, a step in
-    its metrics, a model. One that failed before has not, and leaves the folder to any recipe."""
+    """Return whether the run in ``folder`` has made something that its settings decided: a checkpoint, whole or not, a
+    step in its metrics, a model. One that failed before has not, and leaves the folder to any recipe."""
     record = read_marker(folder / RUN)
     metrics = folder / "metrics.jsonl"
     return bool(
@@ -99,14 +99,14 @@ def has_begun(folder: Path) -> bool:
 
 
 def is_to_go_on_with(recipe: Recipe) -> bool:
-    """Whether the output folder holds a run that has begun, or one of this recipe that failed before it had: what that
-    has made, such as its cold start, stays."""
+    """Return whether the output folder holds a run that has begun, or one of this recipe that failed before it had:
+    what that has made, such as its cold start, stays."""
     folder = recipe.output_dir
     return (folder / RUN).is_file() and (has_begun(folder) or _is_of(folder, recipe))
 
 
 def _is_of(folder: Path, recipe: Recipe) -> bool:
-    """Whether the run in ``folder`` is of ``recipe``, but for what cannot change its past."""
+    """Return whether the run in ``folder`` is of ``recipe``, but for what cannot change its past."""
     then = _recipe_of(folder)
     if then is None:
         return bool(read_marker(folder / RUN).get("fingerprint") == fingerprint(recipe))
@@ -231,7 +231,7 @@ def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
 
 
 def may_differ(found: Difference) -> bool:
-    """Whether the setting cannot change what the run has done so far, or is measured beside it."""
+    """Return whether the setting cannot change what the run has done so far, or is measured beside it."""
     beside = found.of("evaluation", "eval_dataset", "model.expected")
     return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST
 

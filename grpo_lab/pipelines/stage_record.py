@@ -95,7 +95,7 @@ class StageRecord(PipelineStage):
         return self.reason(settings, digests, [place for place in left if not (folder / place).exists()])
 
     def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
-        """Whether the stage in ``folder`` is to be done (``due``); its folder is ready then."""
+        """Return whether the stage in ``folder`` is to be done (``due``); its folder is ready then."""
         why = self.due(folder, settings, digests, left)
         if why:
             self._prepare(folder, why, settings, digests, why != GOES_ON)

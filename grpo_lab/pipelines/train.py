@@ -85,7 +85,7 @@ def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_onl
 
 
 def start_is_whole(folder: Path) -> bool:
-    """Whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    """Return whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
     start = folder / "cold_start"
     return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
@@ -311,7 +311,8 @@ def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[st
 
 
 def _is_measured(job: Job, resume: bool) -> bool:
-    """Whether a resumed run has its evaluation of the start model, which is the same, whole (Ctrl-C leaves a part)."""
+    """Return whether a resumed run has its evaluation of the start model, which is the same, whole (Ctrl-C leaves a
+    part)."""
     there = resume and (job.folder / "evaluation" / "before" / "summary.json").is_file()
     found = None
     if there:

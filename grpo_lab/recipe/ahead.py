@@ -51,7 +51,7 @@ def outlook() -> Ahead:
 
 
 def to_come(value: Any) -> bool:
-    """Whether ``value`` is, or holds, a place that an earlier stage will leave."""
+    """Return whether ``value`` is, or holds, a place that an earlier stage will leave."""
     if isinstance(value, Mapping):
         return any(map(to_come, value.values()))
     if isinstance(value, list | tuple):

@@ -139,13 +139,14 @@ def _check_cold_start(
 
 
 def cut_to_fit(section: ColdStartSection, context: int | None) -> bool:
-    """Whether the cold start cuts all rows to the context."""
+    """Return whether the cold start cuts all rows to the context."""
     limit = section.arguments.get("max_length", SFT_MAX_LENGTH)
     return context is None or (limit is not None and int(limit) <= context)
 
 
 def _prompts_are_made(recipe: Recipe, trainer: Any, rows: Any) -> bool:
-    """Whether the model is given something else than the rows' prompts: images, an environment, a team's own tokens."""
+    """Return whether the model is given something else than the rows' prompts: images, an environment, a team's own
+    tokens."""
     from grpo_lab import LabTrainer
 
     own = trainer._tokenize_prompts is not LabTrainer._tokenize_prompts

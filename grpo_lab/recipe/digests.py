@@ -52,6 +52,6 @@ def remember(files: Mapping[str, Any], folder: Path = Path()) -> None:
 
 
 def is_as_seen(file: Path, then: Any) -> bool:
-    """Whether ``file``, which is there, holds what it held ``then``."""
+    """Return whether ``file``, which is there, holds what it held ``then``."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns] == then[:2] or (stat.st_size == then[0] and file_digest(file) == then[2])

@@ -103,7 +103,7 @@ def _said_in(file: Path) -> dict[str, Any]:
 
 
 def holds_tokenizer(folder: str) -> bool:
-    """Whether a tokenizer was saved to ``folder``."""
+    """Return whether a tokenizer was saved to ``folder``."""
     return any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
 
 

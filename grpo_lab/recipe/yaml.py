@@ -213,7 +213,7 @@ def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
 
 
 def switched_on(name: str, written: Any) -> bool:
-    """Whether a switch of this name is true anywhere in what a recipe says."""
+    """Return whether a switch of this name is true anywhere in what a recipe says."""
     if isinstance(written, Mapping):
         return written.get(name) is True or any(switched_on(name, one) for one in written.values())
     return isinstance(written, list) and any(switched_on(name, one) for one in written)

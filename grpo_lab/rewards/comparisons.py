@@ -49,7 +49,7 @@ class Judge:
     def prefers(
         self, prompt: Any, texts: tuple[Any, Any], qualities: tuple[float, float], lengths: tuple[int, int]
     ) -> bool | None:
-        """Whether the first of two is preferred; None: without noise, and they are equally good."""
+        """Return whether the first of two is preferred; None: without noise, and they are equally good."""
         first = json.dumps(texts[0], sort_keys=True, default=str) <= json.dumps(texts[1], sort_keys=True, default=str)
         of = [self.seed, prompt, *(texts if first else reversed(texts))]
         if lengths[0] != lengths[1] and draw("longer", *of) < self.longer:

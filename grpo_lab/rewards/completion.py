@@ -146,8 +146,8 @@ _REFLECTION = re.compile(r"\b(?:wait|mistake|however|but|retry|error|verify|wron
 
 
 def reflects(text: str) -> bool:
-    """Whether ``text`` has one of the words of reflection whose growth DeepSeek-R1 (arXiv 2501.12948v2) counts. A base
-    model writes them, too (arXiv 2503.20783): what says something is the change."""
+    """Return whether ``text`` has one of the words of reflection whose growth DeepSeek-R1 (arXiv 2501.12948v2) counts.
+    A base model writes them, too (arXiv 2503.20783): what says something is the change."""
     return _REFLECTION.search(text) is not None
 
 
@@ -238,7 +238,7 @@ class _Blocks:
         self._close(opened)
 
     def _ends_its_text(self, place: int) -> bool:
-        """Whether the triple quotes around ``place`` end before the next block that names its language does."""
+        """Return whether the triple quotes around ``place`` end before the next block that names its language does."""
         if place < self.text_until:
             return True
         apart = False  # inside another block

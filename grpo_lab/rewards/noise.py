@@ -130,7 +130,7 @@ class WrongLabelReward(_Noisy):
         return self._scores(prompts, completions, {**columns, "solution": labels})
 
     def is_wrong(self, prompt: Any) -> bool:
-        """Whether this prompt has a wrong label."""
+        """Return whether this prompt has a wrong label."""
         return draw(self.seed, "wrong", prompt) < self.share
 
     def label(self, prompt: Any, solution: Any) -> Any:

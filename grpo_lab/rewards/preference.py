@@ -158,7 +158,7 @@ class PreferenceReward:
 
 
 def holds_out(prompt: Any, share: float) -> bool:
-    """Whether no comparison of this prompt is learned: by its digest, the same in every run and stage."""
+    """Return whether no comparison of this prompt is learned: by its digest, the same in every run and stage."""
     digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 

@@ -55,7 +55,7 @@ class CountdownReward(RowReward):
 
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Whether ``text`` is an expression, or ``expression = target``, that wins the game."""
+    """Return whether ``text`` is an expression, or ``expression = target``, that wins the game."""
     left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     right = right.strip().translate(_SIGNS)
     sign = -1 if right.startswith("-") else 1  # a target below 0

@@ -60,7 +60,7 @@ _UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.f
 
 
 def has_kana(text: str) -> bool:
-    """Whether a Japanese syllable sign is among the characters (Chinese has none)."""
+    """Return whether a Japanese syllable sign is among the characters (Chinese has none)."""
     return any("\u3041" <= character <= "\u30ff" for character in text)
 
 

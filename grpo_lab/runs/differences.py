@@ -32,7 +32,7 @@ class Difference:
     new: Any
 
     def of(self, *names: str) -> bool:
-        """Whether it is one of these settings, or inside one of these sections."""
+        """Return whether it is one of these settings, or inside one of these sections."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
     def __str__(self) -> str:

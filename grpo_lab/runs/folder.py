@@ -111,13 +111,13 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing is in it but the lock, what a pipeline says of its stage there, and the half of a first file
-    where a kill fell (``grpo_lab.io``)."""
+    """Return whether nothing is in it but the lock, what a pipeline says of its stage there, and the half of a first
+    file where a kill fell (``grpo_lab.io``)."""
     return all(entry.name in (LOCK, STAGE) or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
 def is_only_marked(folder: Path) -> bool:
-    """Whether a command has said in ``folder`` that it is its own, and no file of what it makes is there."""
+    """Return whether a command has said in ``folder`` that it is its own, and no file of what it makes is there."""
     marks = (LOCK, RUN, STAGE)
     files = (one for one in folder.rglob("*") if not one.is_dir() and not one.name.endswith(".json.part"))
     return all(one.parent == folder and one.name in marks for one in files)

@@ -65,7 +65,7 @@ def peak_bytes(usage: resource.struct_rusage) -> int:
 
 
 def took_much(peak: int, memory_bytes: int) -> bool:
-    """Whether who held so much of its limit brought the end of the machine's memory about itself."""
+    """Return whether who held so much of its limit brought the end of the machine's memory about itself."""
     return peak > max(memory_bytes // 2, 1 << 27)
 
 

@@ -86,8 +86,8 @@ class Jailed:
         return self.status not in (-signal.SIGKILL, -signal.SIGXCPU)
 
     def killed_from_outside(self, cpu_seconds: float) -> bool:
-        """Whether SIGKILL ended it that was neither ours nor the limit of its processor time. Behind ``namespaces`` or
-        ``seccomp`` no program can send it to itself.
+        """Return whether SIGKILL ended it that was neither ours nor the limit of its processor time. Behind
+        ``namespaces`` or ``seccomp`` no program can send it to itself.
 
         SIGXCPU ends a program at its limit. SIGKILL comes a second later to one that holds SIGXCPU off. That second is
         wide because the kernel holds a program to a count of clock ticks, which on a busy machine runs ahead of
@@ -247,7 +247,7 @@ def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
 
 
 def remove_folder(folder: str, until: float) -> bool:
-    """Whether all of ``folder`` is gone by then (monotonic seconds)."""
+    """Return whether all of ``folder`` is gone by then (monotonic seconds)."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         here = os.open(folder, _FOLDER)

@@ -165,7 +165,8 @@ def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Whether ``value`` is of a class whose module, not loaded here for its start's sake, somebody else has loaded."""
+    """Return whether ``value`` is of a class whose module, not loaded here for its start's sake, somebody else has
+    loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 

@@ -178,7 +178,7 @@ def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) 
 
 
 def is_warming_up(trainer: Any) -> bool:
-    """Whether the critic alone learns in the step at hand (``value.warmup_steps``)."""
+    """Return whether the critic alone learns in the step at hand (``value.warmup_steps``)."""
     value = trainer.algorithm.value
     return value is not None and bool(trainer.model.training) and trainer.state.global_step < value.warmup_steps
 

@@ -324,7 +324,7 @@ class LabTrainer(ResumableTrainer):
 
     @property
     def replaces_trls_advantages(self) -> bool:
-        """Whether advantages come from a rule of ours or a team's hook, and not from TRL."""
+        """Return whether advantages come from a rule of ours or a team's hook, and not from TRL."""
         return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
 
     @property

@@ -151,7 +151,7 @@ class Parts:
 
 
 def has_own_loss(trainer: Any) -> bool:
-    """Whether the loss is a team's: its method, or a part without a formula here."""
+    """Return whether the loss is a team's: its method, or a part without a formula here."""
     objective = trainer.algorithm.objective
     overridden = trainer.team_overrides_token_loss or trl_bridge.teams(trainer, "_compute_loss") is not None
     return overridden or (objective is not None and not has_formula(objective))

@@ -44,7 +44,7 @@ class Phase:
 
     @property
     def at_end(self) -> bool:
-        """Whether the generation batch is used up."""
+        """Return whether the generation batch is used up."""
         return self.done % self.every == 0
 
     @property
@@ -173,7 +173,7 @@ class Recorder:
             logger.log(level, message)
 
     def has_said(self, key: str) -> bool:
-        """Whether this was said, on processes that do not speak, too: the same answer on every rank."""
+        """Return whether this was said, on processes that do not speak, too: the same answer on every rank."""
         return key in self._said
 
 

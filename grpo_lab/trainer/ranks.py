@@ -128,7 +128,7 @@ def how_it_broke(error: RuntimeError) -> str | None:
 
 
 def is_of_lost_rank(error: Exception) -> bool:
-    """Whether it says that a collective ended without the others, told or not."""
+    """Return whether it says that a collective ended without the others, told or not."""
     return isinstance(error, RankLost) or (isinstance(error, RuntimeError) and how_it_broke(error) is not None)
 
 

@@ -331,7 +331,7 @@ def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
 
 
 def is_of_prompt(name: str) -> bool:
-    """Whether a field belongs to the prompt, and is padded on the left."""
+    """Return whether a field belongs to the prompt, and is padded on the left."""
     return name.startswith("prompt_")
 
 

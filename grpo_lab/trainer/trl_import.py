@@ -44,7 +44,7 @@ def import_trl() -> None:
 
 
 def _is_there(name: str) -> bool:
-    """Whether a module could be imported; False for one that was hidden."""
+    """Return whether a module could be imported; False for one that was hidden."""
     try:
         return find_spec(name) is not None
     except ValueError:  # in sys.modules without a spec: a stand-in

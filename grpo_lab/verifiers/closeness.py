@@ -46,7 +46,7 @@ def relative_closeness() -> Iterator[None]:
 
 
 def agree(gold: Any, answer: Any) -> bool:
-    """Whether two sides that math-verify calls equal have the same value; True where they have none."""
+    """Return whether two sides that math-verify calls equal have the same value; True where they have none."""
     from math_verify.grader import get_pct_val
     from sympy import Expr, Float
 
@@ -121,8 +121,8 @@ def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool)
 
 
 def equal_where_real(gold: Any, answer: Any) -> bool:
-    r"""Whether roots or logarithms of variables are equal wherever they are real numbers, and real in the same places:
-    `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
+    r"""Return whether roots or logarithms of variables are equal wherever they are real numbers, and real in the same
+    places: `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
     `2\ln x`."""
     from sympy import Expr, Float, Rational
 

@@ -73,14 +73,14 @@ def kind_of_gold(gold: str) -> GoldKind:
 
 
 def names_choice(gold: str) -> bool:
-    """Whether a gold is a choice: its letter, with or without what stands behind it."""
+    """Return whether a gold is a choice: its letter, with or without what stands behind it."""
     spelled = canonical(gold)
     return kind_of_gold(spelled) is GoldKind.TEXT and _choice_of(spelled) is not None
 
 
 def _same_choice(gold: str, answer: str) -> bool:
-    """Whether both name one choice: its letter, unless the numbers behind it differ; or what stands behind the gold's
-    letter, where the answer has none."""
+    """Return whether both name one choice: its letter, unless the numbers behind it differ; or what stands behind the
+    gold's letter, where the answer has none."""
     wanted = _choice_of(gold)
     given = _choice_of(answer)
     if wanted is None:

@@ -117,7 +117,7 @@ def _read_upright(group: re.Match[str]) -> str:
 
 
 def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
-    """Whether a single upright letter is a unit where it stands."""
+    """Return whether a single upright letter is a unit where it stands."""
     value = _GAP_AT_END.sub("", before)
     gap = gap or value != before
     if letter not in (_UPRIGHT_LETTERS | _LETTERS_AFTER_A_GAP if gap else _UPRIGHT_LETTERS):

@@ -255,7 +255,7 @@ class Server:
                 return f"was ended: its engine had died, and it took no connection for {DEAF_FOR:.0f} s"
 
     def _listens(self) -> bool:
-        """Whether a connection is taken; one that is busy may be late."""
+        """Return whether a connection is taken; one that is busy may be late."""
         try:
             socket.create_connection((self.options.host, self.options.port), timeout=5.0).close()
         except ConnectionRefusedError:

@@ -161,7 +161,7 @@ class WeightCourier:
         )
 
     def base_is_moved(self) -> bool:
-        """Whether the server holds weights that a run sent, instead of those on the disk."""
+        """Return whether the server holds weights that a run sent, instead of those on the disk."""
         return any(report.get("moved", False) for report in self._call("grpo_lab_weights_version"))
 
     def differing(self, named_params: NamedTensors) -> list[dict[str, Any]]:

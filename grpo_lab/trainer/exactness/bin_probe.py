@@ -170,7 +170,8 @@ def _random_states_kept(device: torch.device) -> contextlib.AbstractContextManag
 
 
 def _in_float32(trainer: StepPort) -> bool:
-    """Whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is coarser."""
+    """Return whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is
+    coarser."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
     tf32 = trainer.accelerator.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32

@@ -96,7 +96,8 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Whether rows of advantage 0 have exactly zero loss and gradient, beside any others: else none may be skipped."""
+    """Return whether rows of advantage 0 have exactly zero loss and gradient, beside any others: else none may be
+    skipped."""
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
@@ -115,8 +116,8 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
 
 
 def is_sum_over_rows(objective: Objective, several_generations: bool = False) -> bool:
-    """Whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed: so that
-    bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
+    """Return whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed:
+    so that bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
 
     With ``several_generations`` in an optimizer step the token count is one number a row, ``[B, 1]``.
     """
@@ -166,7 +167,7 @@ def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
 
 
 def has_formula(objective: Objective) -> bool:
-    """Whether surrogate and aggregation are written out as formulas."""
+    """Return whether surrogate and aggregation are written out as formulas."""
     return None not in (_literal_of(objective.surrogate), _literal_of(objective.aggregate))
 
 

@@ -100,7 +100,8 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def padding_reaches_state(model: nn.Module) -> bool:
-    """Whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded it.
+    """Return whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded
+    it.
 
     transformers marks models with a state (``_is_stateful``); those that zero padding on its way do it by one function,
     ``apply_mask_to_padding_states`` (Mamba, gated DeltaNet), those without it let padding through (RWKV,
@@ -112,7 +113,7 @@ def padding_reaches_state(model: nn.Module) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether position ids mean what padding means to the model, and its forward reads them."""
+    """Return whether position ids mean what padding means to the model, and its forward reads them."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 

@@ -197,7 +197,7 @@ class Answers(NamedTuple):
 
 
 def has_team_parts(trainer: StepPort) -> bool:
-    """Whether the loss in force has a part that is not this package's, so that its answers may change."""
+    """Return whether the loss in force has a part that is not this package's, so that its answers may change."""
     objective = trainer.algorithm.objective
     return objective is not None and any(_team_parts(trainer, objective))
 

@@ -101,7 +101,8 @@ class SharedPrompts:
         return self._forward(model, part)
 
     def _scores_somewhere(self, part: Bin) -> bool:
-        """Whether a rank has something to compare: a step without a live row has stand-ins alone. A collective."""
+        """Return whether a rank has something to compare: a step without a live row has stand-ins alone. A
+        collective."""
         scores = (part.labels != -100).any().unsqueeze(0)
         return bool(self._trainer.accelerator.gather(scores).any())
 

@@ -79,7 +79,7 @@ class Turns:
         return (False,)
 
     def _is_tight(self, ids: list[int]) -> bool:
-        """Whether a server would refuse this prompt beside the longest completion."""
+        """Return whether a server would refuse this prompt beside the longest completion."""
         if not self._served or self.trainer.max_completion_length is None:
             return False
         return bool(len(ids) + self.trainer.max_completion_length > self.trainer.vllm_generation.context)
@@ -110,7 +110,7 @@ class Turns:
 
 
 def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
-    """Whether a turn of one rank takes all: of a server, of a tensor-parallel engine, of a model in shards."""
+    """Return whether a turn of one rank takes all: of a server, of a tensor-parallel engine, of a model in shards."""
     if trainer.use_vllm:
         return bool(trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
     plugin = trainer.accelerator.state.deepspeed_plugin

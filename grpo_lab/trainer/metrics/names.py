@@ -79,8 +79,8 @@ def logged_names(rewards: Iterable[str]) -> list[str]:
 
 
 def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
-    """Whether code outside this package, TRL and transformers may log names of its own: a ``trainer`` class, or one of
-    the ``parts`` (rewards, callbacks, a surrogate), or what a part is around."""
+    """Return whether code outside this package, TRL and transformers may log names of its own: a ``trainer`` class, or
+    one of the ``parts`` (rewards, callbacks, a surrogate), or what a part is around."""
     return not is_librarys(trainer) or any(not is_librarys(one) or team_may_log(trainer, _inside(one)) for one in parts)
 
 

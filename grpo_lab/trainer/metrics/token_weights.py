@@ -34,7 +34,7 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         self._taken = True
 
     def is_due(self) -> bool:
-        """Whether the optimizer step under way is looked at."""
+        """Return whether the optimizer step under way is looked at."""
         trainer = self.trainer
         return self.every is not None and trainer.model.training and trainer.state.global_step % self.every == 0
 

@@ -213,7 +213,8 @@ def _room(folder: Path) -> str:
 
 
 def _writes(trainer: Any, main: bool) -> bool:
-    """Whether this is the ``main`` process; else: the first one of another node, which may have a disk of its own."""
+    """Return whether this is the ``main`` process; else: the first one of another node, which may have a disk of its
+    own."""
     return trainer.args.local_process_index == 0 and bool(trainer.accelerator.is_main_process) is main
 
 

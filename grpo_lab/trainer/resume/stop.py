@@ -171,7 +171,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
             self._waiting = before
 
     def _is_asked(self, args: Any) -> bool:
-        """Whether any process was asked; the same answer on all of them, which all come here."""
+        """Return whether any process was asked; the same answer on all of them, which all come here."""
         if self.reason is None and self.trainer.is_in_train:
             asked = self._asked or ""
             accelerator = self.trainer.accelerator
@@ -305,7 +305,8 @@ _STARTED = started()  # by the clock as it was then
 
 
 def is_of_an_earlier_run(file: Path) -> bool:
-    """Whether it is older than this process, by the clock as it is and as it was: setting it takes no request back."""
+    """Return whether it is older than this process, by the clock as it is and as it was: setting it takes no request
+    back."""
     return file.stat().st_mtime < min(started(), _STARTED)
 
 

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def corrects(self) -> bool:
-        """Whether the sampler correction acts."""
+        """Return whether the sampler correction acts."""
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def fresh_reference(self) -> bool:
-        """Whether the reference is the policy whenever a batch is generated."""
+        """Return whether the reference is the policy whenever a batch is generated."""
         every = self.args.reference_every
         if not isinstance(every, int):
             return every is not None

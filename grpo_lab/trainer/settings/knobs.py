@@ -31,7 +31,7 @@ def default_of(args: Any, name: str) -> Any:
 
 
 def written(args: Any, name: str) -> bool:
-    """Whether ``name`` was set by the user: written down in the constructor, or different from its default."""
+    """Return whether ``name`` was set by the user: written down in the constructor, or different from its default."""
     return name in getattr(args, "_written", ()) or bool(getattr(args, name) != default_of(args, name))
 
 

@@ -377,7 +377,7 @@ class LabSettings:
 
     @property
     def keeps_nan(self) -> bool:
-        """Whether what is not finite may be saved: only where ``guard: off`` is written, drop-in run or not."""
+        """Return whether what is not finite may be saved: only where ``guard: off`` is written, drop-in run or not."""
         return self.guard is not None and self.guard.is_off
 
 

@@ -85,7 +85,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         return {name: ours for name, (ours, _) in trl_bridge.reference_tensors(self.trainer).items()}
 
     def _moves(self) -> bool:
-        """Whether this run's reference can move, in a way that can be saved."""
+        """Return whether this run's reference can move, in a way that can be saved."""
         by_trl = self.trainer.args.sync_ref_model and trl_bridge.whole_by_names(self.trainer) is None
         return self.every is not None or bool(by_trl)
 

@@ -209,7 +209,7 @@ def reads_own_forward(batch: dict[str, Any]) -> Tensor:
 
 
 def needs_old_logprobs(batch: dict[str, Any]) -> bool:
-    """Whether an update would take this micro-batch's proximal log-probs away; the same on every rank."""
+    """Return whether an update would take this micro-batch's proximal log-probs away; the same on every rank."""
     return ProximalSource.of(batch) is not ProximalSource.STORED
 
 

@@ -58,7 +58,7 @@ class TooLarge:
 
 
 def can_plan_anew(trainer: StepPort) -> bool:
-    """Whether a step that ran out of memory can be computed again."""
+    """Return whether a step that ran out of memory can be computed again."""
     kind = trainer.accelerator.distributed_type.value
     return trainer.lab_settings.update.max_tokens == "auto" and kind in ALONE
 

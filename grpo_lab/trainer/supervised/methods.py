@@ -118,12 +118,12 @@ def train_by(
 
 
 def _is_assistants(prompt: Any) -> bool:
-    """Whether a prompt of messages ends with the assistant's."""
+    """Return whether a prompt of messages ends with the assistant's."""
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
 
 
 def _renders_as_ever(args: Any, rows: Dataset) -> bool:
-    """Whether messages become tokens by the tokenizer's own template, without a mask that the template makes."""
+    """Return whether messages become tokens by the tokenizer's own template, without a mask that the template makes."""
     of_messages = len(rows) > 0 and not isinstance(rows[0]["prompt"], str)
     return of_messages and args.chat_template_path is None and not args.assistant_only_loss
 

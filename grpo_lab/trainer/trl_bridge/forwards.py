@@ -159,7 +159,7 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
 
 
 def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
-    """Whether ``model`` or the layers below its head run through ``torch.compile``."""
+    """Return whether ``model`` or the layers below its head run through ``torch.compile``."""
     modules = (trainer.accelerator.unwrap_model(model), backbone(trainer, model))
     return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
 

@@ -87,7 +87,8 @@ def step_was_taken(optimizer: Any) -> None:
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Whether a gradient that is not finite may be fp16's scaling, which leaves such steps out and halves down to 1."""
+    """Return whether a gradient that is not finite may be fp16's scaling, which leaves such steps out and halves down
+    to 1."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 

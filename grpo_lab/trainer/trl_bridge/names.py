@@ -162,13 +162,14 @@ LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "funct
 
 
 def is_multimodal(inputs: dict[str, Any]) -> bool:
-    """Whether a micro-batch carries anything besides text."""
+    """Return whether a micro-batch carries anything besides text."""
     return any(inputs.get(name) is not None for name in MULTIMODAL_FIELDS)
 
 
 def may_bring_images(trainer: Any) -> bool:
-    """Whether any batch of the run may carry images, the same on every rank: in a mixed data set one rank's has images
-    where another's is text only. Only prompts that are text by their type, without tools, are sure to bring none."""
+    """Return whether any batch of the run may carry images, the same on every rank: in a mixed data set one rank's has
+    images where another's is text only. Only prompts that are text by their type, without tools, are sure to bring
+    none."""
     if not trainer._is_vlm:
         return False
     columns = getattr(trainer.train_dataset, "features", None) or {}
@@ -213,7 +214,7 @@ def teams(trainer: Any, method: str) -> str | None:
 
 
 def hf_runs_the_step() -> bool:
-    """Whether HF's ``training_step`` runs, and so the backward: a team's asked ``super()``, or there is none."""
+    """Return whether HF's ``training_step`` runs, and so the backward: a team's asked ``super()``, or there is none."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 
     code = inspect.unwrap(Trainer.training_step).__code__

@@ -35,7 +35,7 @@ class ValuedOutput(FusedCausalLMOutput):  # type: ignore[misc]
 
 
 def is_critics(name: str) -> bool:
-    """Whether a parameter or state of this name belongs to the critic."""
+    """Return whether a parameter or state of this name belongs to the critic."""
     return f"{CRITIC}." in name
 
 

@@ -67,12 +67,12 @@ class Varlen:
 
 
 def is_flash(attention: str | None) -> bool:
-    """Whether transformers takes its flash kernels for an attention of this name."""
+    """Return whether transformers takes its flash kernels for an attention of this name."""
     return attention is not None and "flash" in attention and not attention.startswith("paged|")
 
 
 def has_varlen(attention: str) -> bool:
-    """Whether the kernel of that name, which a model uses, has a call for sequences of any lengths."""
+    """Return whether the kernel of that name, which a model uses, has a call for sequences of any lengths."""
     functions, _ = lazy_import_flash_attention(attention)
     return functions[1] is not None
 
