@@ -1,5 +1,5 @@
-"""What the constructor was given: completed by what a trainer class declares, parsed and checked before a model is
-loaded. Class attributes of a trainer → configuration, so that there is one road to the algorithm.
+"""Arguments of the constructor: completed by what a trainer class declares, parsed and checked before a model is
+loaded. Class attributes of a trainer become configuration, so that there is one road to the algorithm.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
 
 
 def _promoted(args: GRPOConfig) -> LabConfig:
-    """The same values in a ``LabConfig``, without running TRL's derived settings a second time."""
+    """Make a ``LabConfig`` of the same values, without running TRL's derived settings a second time."""
     config = object.__new__(LabConfig)
     unset = dict.fromkeys(field.name for field in dataclasses.fields(LabConfig))
     config.__dict__.update(unset | args.__dict__)

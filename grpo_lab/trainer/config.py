@@ -109,7 +109,7 @@ class LabConfig(GRPOConfig):
         self.agree()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What was parsed holds until a setting is changed."""
+        """Set a value, and forget what was parsed from the settings before it."""
         if not name.startswith("_"):
             vars(self).pop("_parsed", None)
         super().__setattr__(name, value)
@@ -156,17 +156,17 @@ class LabConfig(GRPOConfig):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What they come to, with TRL's: the advantage rule, the objective, the critic."""
+        """The algorithm that these settings and TRL's come to: the advantage rule, the objective, the critic."""
         self.agree()
         return self._parsed[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``TrainingArguments.to_dict``; parts that were given as objects are written by name."""
+        """Return what ``TrainingArguments.to_dict`` does, with parts that were given as objects written by name."""
         return {key: _plain(value) for key, value in super().to_dict().items()}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
-        """What ``to_dict`` (``to_json_string``, a YAML of it) wrote, as a configuration again; tokens are not in the
+        """Make a configuration of what ``to_dict`` (``to_json_string``, a YAML of it) wrote; tokens are not in the
         record.
 
         TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the

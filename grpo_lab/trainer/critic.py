@@ -184,8 +184,8 @@ def is_warming_up(trainer: Any) -> bool:
 
 
 class CriticAlone(TrainerCallback):  # type: ignore[misc]
-    """In the warm-up the policy's zero gradients are taken away, so that its moments count no steps that it did not
-    make: AdamW's bias correction would divide its first real gradients by far too small a second moment."""
+    """Takes the policy's zero gradients away in the warm-up, so that its moments count no steps that it did not make:
+    AdamW's bias correction would divide its first real gradients by far too small a second moment."""
 
     def __init__(self, trainer: Any, value: ValueSettings) -> None:
         self.trainer = trainer

@@ -234,7 +234,7 @@ class LabTrainer(ResumableTrainer):
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
-        """One generation: completions and their rewards."""
+        """Generate completions, and score them."""
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
             if self.parts.partial.versions() is None:  # else they were counted as they were written
@@ -345,7 +345,7 @@ class LabTrainer(ResumableTrainer):
 
     @property
     def correction(self) -> SamplerCorrection | None:
-        """How completions of another engine are weighed; None where they are not."""
+        """Settings by which completions of another engine are weighed; None where they are not."""
         return SamplerCorrection.of(self)
 
     @property

@@ -1,4 +1,5 @@
-"""What acts in a step beside TRL's own object: built once, in the order in which it acts, after TRL's constructor."""
+"""Parts that act in a step beside TRL's own object: built once, in the order in which they act, after TRL's
+constructor."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idl
 
 
 class Parts:
-    """One object each; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates TRL's object:
-    adds callbacks to it, and the rollout function of a thinking budget."""
+    """Holds one object of each part; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates
+    TRL's object: adds callbacks to it, and the rollout function of a thinking budget."""
 
     def __init__(self, trainer: Any, resolved: ResolvedArguments) -> None:
         check_requires(trainer)
@@ -116,8 +117,8 @@ class Parts:
                 self.optimizer_reset.before_generation()
 
     def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
-        """What a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one rank one
-        of all."""
+        """Write what a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one
+        rank one of all."""
         trainer = self.guard.trainer
         entries = dict[str, Any]()
         asked: dict[str, Callable[[], Any]] = {
@@ -140,7 +141,7 @@ class Parts:
         together(lambda: write_state(folder, known) if trainer.args.should_save else None)
 
     def load(self, saved: SavedState | None) -> None:
-        """What ``save`` wrote; called on every rank before a training begins."""
+        """Take up what ``save`` wrote; called on every rank before a training begins."""
         if saved is None:
             self.generated = 0
         else:

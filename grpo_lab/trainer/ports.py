@@ -1,4 +1,5 @@
-"""What acts on a step gets these in place of the trainer: small values, a recorder, and what it may ask for.
+"""Ports: what acts on a step gets them in place of the trainer. They are small values, a recorder, and what it may ask
+for.
 
 The rooms below ``lab_trainer.py`` do not know ``LabTrainer``: a reader sees here what may pass between them, and a test
 can stand in for it. The few that operate TRL's own object take a ``trl.GRPOTrainer`` and say so.
@@ -23,8 +24,9 @@ logger = logging.getLogger("grpo_lab")
 
 @dataclass(frozen=True)
 class Phase:
-    """Where in a generation batch the run is, counted in micro-batches: ``steps_per_generation`` that a batch is cut
-    into, ``num_iterations`` passes over them, ``accumulation`` an optimizer step, ``done`` up to now (TRL's ``_step``).
+    """Place in a generation batch where the run is, counted in micro-batches: ``steps_per_generation`` that a batch is
+    cut into, ``num_iterations`` passes over them, ``accumulation`` an optimizer step, ``done`` up to now (TRL's
+    ``_step``).
     """
 
     steps_per_generation: int
@@ -72,8 +74,9 @@ OF_BATCH = ("reward", "log_prob", "advantage")
 
 
 class Faults:
-    """What was not finite in the generation batches of this rank, for ``step.guard``. What is made between two
-    micro-batches is one batch (TRL's ``_step`` stands still where a subclass writes ``training_step`` by itself).
+    """Record of what was not finite in the generation batches of this rank, for ``step.guard``. Whatever is made
+    between two micro-batches is one batch (TRL's ``_step`` stands still where a subclass writes ``training_step`` by
+    itself).
 
     Attributes:
         batch: number of the batch at hand; 0: none was made yet.
@@ -126,7 +129,8 @@ class Faults:
         self.infinite = {}
 
     def generation(self) -> None:
-        """What was said of an earlier batch goes; the rounds of one batch (``resample``) stay together."""
+        """Begin a generation batch: forget what was said of an earlier one; the rounds of one batch (``resample``) stay
+        together."""
         if self._trained_on:
             self.batch += 1
             self.bad = set()
@@ -136,7 +140,7 @@ class Faults:
 
 
 def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
-    """One number for the tokens of a row, within a process."""
+    """Hash the tokens of a row into one number, which holds within a process."""
     return hash((tuple(map(int, prompt)), tuple(map(int, completion))))
 
 
@@ -178,7 +182,7 @@ class Recorder:
 
 
 class StepPort(Protocol):
-    """What scoring and the update may ask of the run, all of it; mypy holds ``scoring/`` and ``step/`` to this list
+    """Everything that scoring and the update may ask of the run; mypy holds ``scoring/`` and ``step/`` to this list
     (``pyproject.toml``). ``LabTrainer`` is one."""
 
     algorithm: Algorithm

@@ -1,7 +1,7 @@
-"""Where each rank is, who is missing when the others wait in vain, and whose weights are not finite.
+"""Ranks: where each one is, who is missing when the others wait in vain, and whose weights are not finite.
 
-``at`` names the places of the thread that trains. With several processes a thread on each rank (``RankWatch``) writes
-where the rank is, every few seconds, into the store through which the ranks found each other; that is read when
+``named_place`` names the places of the thread that trains. With several processes a thread on each rank (``RankWatch``)
+writes where the rank is, every few seconds, into the store through which the ranks found each other; that is read when
 something is wrong, and a step sends nothing:
 
     half of ``ddp_timeout`` at one place, and nine tenths    each rank that has been there so long warns
@@ -151,7 +151,8 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 class RankWatch:
-    """From ``__enter__`` to ``__exit__``, in the thread that trains. With one process: nothing."""
+    """Watches the ranks from ``__enter__`` to ``__exit__``, in the thread that trains. With one process it does
+    nothing."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -203,7 +204,7 @@ class RankWatch:
         return f"{what}. {self.others()}. {then}. {again}. torch says: {said}"
 
     def others(self) -> str:
-        """Where the other ranks are: those that do not wait first, since one of them is missing."""
+        """Say where the other ranks are: first those that do not wait, since one of them is missing."""
         try:
             if self._store is None:
                 raise OSError(self._why_no_store)
@@ -261,7 +262,7 @@ class RankWatch:
 
 
 def key_of(rank: int) -> str:
-    """Where a rank of this start (of torchrun, which may start them again) writes."""
+    """Key under which a rank of this start (of torchrun, which may start them again) writes."""
     return f"grpo_lab/place/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
@@ -306,7 +307,7 @@ class RankAwareTrainer(GRPOTrainer):
 
 
 def refuse_bad_weights(trainer: Any, which: str) -> None:
-    """With a NaN among the weights nothing can be sampled, and torch says no more than "probability tensor".
+    """Refuse weights with a NaN, from which nothing can be sampled (torch says no more than "probability tensor").
     NumbersError: on every rank, naming tensors. ValueError: ``which`` is TRAINED, and no step was."""
     if bad := names_of_bad(trainer):
         optimizer = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`)"
@@ -321,8 +322,8 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
 
 
 def names_of_bad(trainer: Any) -> str | None:
-    """Which tensors hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank, in
-    words; None where none does. One number is read, and sent."""
+    """Name the tensors that hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank;
+    None where none does. One number is read, and sent."""
     model = trainer.model
     device = trainer.accelerator.device
     with named_place("whether the weights are finite"):

@@ -128,7 +128,7 @@ def reach(mask: Tensor) -> Tensor:
 
 
 def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """What has one entry a row: ``[B]`` or ``[B, …]``."""
+    """Pick the tensors that have one entry a row: ``[B]`` or ``[B, …]``."""
     rows = fields["prompt_ids"].size(0)
     tensors = {n: v for n, v in fields.items() if isinstance(v, Tensor)}
     return {name: value for name, value in tensors.items() if value.dim() >= 1 and value.size(0) == rows}
@@ -185,8 +185,8 @@ LAYOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "too
 
 @dataclass(frozen=True)
 class OnHost:
-    """What the host must know of ``N`` rows to cut bins from them: tokens of prompts and completions, which rows have
-    a hole in a mask."""
+    """Numbers of ``N`` rows that the host must know to cut bins from them: tokens of prompts and completions, which
+    rows have a hole in a mask."""
 
     prompts: Ints
     completions: Ints
@@ -242,7 +242,7 @@ class RowTable:
 
     @functools.cached_property
     def on_host(self) -> OnHost:
-        """In one transfer, which waits for the device; no bin does after it."""
+        """Numbers of the rows on the host, read in one transfer, which waits for the device; no bin does after it."""
         prompts, completions, holes = torch.stack([*self.lengths, has_hole(self.fields).long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 

@@ -76,7 +76,7 @@ class _Question:
 
 
 class BinProbe(_Question):
-    """Whether a row has the same log-probs in a bin as in TRL's batch."""
+    """Asks the model whether a row has the same log-probs in a bin as in TRL's batch."""
 
     def _answer(self) -> str | None:
         trainer = self._trainer
@@ -184,7 +184,7 @@ def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
 
 
 class MaskProbe(_Question):
-    """Whether dropout is all that a forward draws, and every row has masks of its own."""
+    """Asks the model whether dropout is all that a forward draws, and every row has masks of its own."""
 
     def _answer(self) -> str | None:
         trainer = self._trainer
@@ -213,7 +213,8 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """How many values each call of dropout in a training forward had a draw for; ``None``: anything else drew."""
+        """Count the values that each call of dropout in a training forward had a draw for; ``None``: anything else
+        drew."""
         trainer = self._trainer
         rows = RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))

@@ -1,4 +1,5 @@
-"""What of the model stands in the exact update's way: randomness in the forward, layers that mix rows, positions.
+"""Conditions of the model that stand in the exact update's way: randomness in the forward, layers that mix rows,
+positions.
 
 The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
 whatever the family calls them. The second does not trust names: in the first optimizer step the random number
@@ -53,7 +54,7 @@ def router_noise(model: nn.Module) -> float:
 
 
 def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
-    """What makes a row's output depend on the other rows of its batch, "" where nothing does."""
+    """Say what makes a row's output depend on the other rows of its batch; "" where nothing does."""
     if mixed_precision == "fp8":
         return (
             "in fp8 activations are scaled by the whole batch's largest (accelerate's `mixed_precision`; in bf16 not)"
@@ -92,7 +93,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many positions the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
+    """Number of positions that the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
     limit = getattr(_text_config(model), "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         return limit
@@ -134,7 +135,8 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
 
 
 class RandomnessWatch:
-    """Whether a random number was drawn on this process since ``start``: the generators' states, before and after."""
+    """Compares the generators' states before and after, and so knows whether this process drew a random number since
+    ``start``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -155,6 +157,6 @@ class RandomnessWatch:
         return states
 
     def drawn_anywhere(self, accelerator: Any) -> bool:
-        """The same answer on every rank: whether a number was drawn on any of them. A collective."""
+        """Return whether a number was drawn on any rank, the same answer on all of them. A collective."""
         flag = torch.tensor([self.drawn], dtype=torch.long, device=accelerator.device)
         return bool(accelerator.gather(flag).any())

@@ -99,7 +99,7 @@ class _Cells(UserDict[str, Any]):
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
-    """Where ``part`` can remember something, and which names there are its own (``None``: all)."""
+    """Yield the places where ``part`` can remember something, and which names there are its own (``None``: all)."""
     if depth < 0 or id(part) in seen:
         return
     seen.add(id(part))
@@ -203,7 +203,7 @@ def has_team_parts(trainer: StepPort) -> bool:
 
 
 def answers(trainer: StepPort, objective: Objective) -> Answers:
-    """What the parts in force answer now; the same on every rank."""
+    """Ask the parts in force now; the answers are the same on every rank."""
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names = " and ".join(parts)

@@ -68,7 +68,7 @@ class SharedPrompts:
         return not self.because
 
     def described(self) -> dict[str, str]:
-        """For ``run.json``: nothing where nothing was asked for."""
+        """Describe the setting for ``run.json``: nothing where nothing was asked for."""
         if self.asked == "off":
             return {}
         return {"share_prompts": f"no: {self.because}" if self.because else self.asked}
@@ -119,7 +119,8 @@ class SharedPrompts:
         return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
 
     def _form(self, model: nn.Module) -> trl_bridge.Form:
-        """What the model reads; tiles instead of FlexAttention once that has compiled for too long."""
+        """Form of packed rows that the model reads; tiles instead of FlexAttention once that has compiled for too
+        long."""
         form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(model)))
         if form != "flex" or not trl_bridge.CLOCK.is_spent:
             return form

@@ -41,7 +41,8 @@ AROUND: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class UpdateVerdict:
-    """What may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row is left out.
+    """The verdict on what may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row
+    is left out.
 
     ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
     ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, in any batch.
@@ -78,7 +79,7 @@ class StandingVerdict:
         return self._found
 
     def so_far(self) -> UpdateVerdict:
-        """The same for a reader: without a forward or a collective."""
+        """Return the verdict as far as it is known, for a reader: without a forward or a collective."""
         return self._found or self._asked(ask_model=False)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""One generation beside the training: asked in a thread of the main process, waited for before anything else is said to
+"""A generation beside the training: asked in a thread of the main process, waited for before anything else is said to
 the engine.
 
 The thread talks HTTP and nothing else: no collective, no random number, no tensor of the training. Whoever wants the
@@ -19,7 +19,7 @@ LOOK = 5.0
 
 
 class Background:
-    """At most one request, of the main process.
+    """Holds at most one request, of the main process.
 
     Attributes:
         version: optimizer steps that the policy had taken whose weights the engine held when it was asked.

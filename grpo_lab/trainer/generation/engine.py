@@ -1,4 +1,4 @@
-"""Where TRL's rollouts are completed by ours: engine options, a sync that is proven.
+"""Engine of TRL's rollouts, completed by ours: engine options, a sync that is proven.
 
 While the trainer is built TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``) that starts the engine
 with the recipe's options and, where the engine packs its weights (the CPU build), pushes weights in a way that reaches

@@ -157,7 +157,7 @@ def generate_in_step(
 
 
 def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """How many rows this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
+    """Number of rows that this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
     server); else one where others have any, since sharded weights are gathered by all ranks together."""
     if trainer.accelerator.num_processes == 1:
         return rows

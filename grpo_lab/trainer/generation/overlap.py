@@ -32,7 +32,7 @@ from grpo_lab.trainer.settings.parse import RolloutSettings
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
-    """One generation batch ahead; does nothing where it is not asked for. Every rank calls every method.
+    """Asks for one generation batch ahead; does nothing where that is not asked for. Every rank calls every method.
 
     Raises:
         ValueError: completions that are made in turns or bring images: tools, an environment, a rollout function, a

@@ -54,8 +54,8 @@ TURNS = 3
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
-    """Which groups a generation batch trains on, and those that wait; does nothing where it is not asked for. Every
-    rank calls every method.
+    """Chooses the groups that a generation batch trains on, and keeps those that wait; does nothing where it is not
+    asked for. Every rank calls every method.
 
     Attributes:
         asked: prompts of the rows that this rank has in the engine at the moment; empty between two calls.
@@ -185,8 +185,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(gather_object(mine))
 
     def _continue(self, groups: Groups, take_unscored: bool) -> tuple[Groups, bool]:
-        """With every completion that has no end by at most ``cut`` tokens longer; as they are where one call fails. And
-        whether rows came without log-probs; they are as they were, but with ``take_unscored``."""
+        """Make every completion that has no end longer by at most ``cut`` tokens; return the groups, and whether rows
+        came without log-probs. Those are as they were, but with ``take_unscored``. Where a call fails all groups are as
+        they were."""
         assert self.cut is not None
         trainer = self.trainer
         unscored = False
@@ -215,7 +216,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(replace(group, completions=tuple(completions)) for group, completions in made), unscored
 
     def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[tuple[list[int], list[Any], bool]]:
-        """What follows (prompt, completion so far) of each row of all ranks: (ids, log-probs, whether it ended)."""
+        """Generate what follows (prompt, completion so far) of each row of all ranks: (ids, log-probs, whether it
+        ended)."""
         trainer = self.trainer
         accelerator = self.trainer.accelerator
         share = math.ceil(len(rows) / accelerator.num_processes)
@@ -229,7 +231,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return list(gather_object([(one.ids, *rest) for one, *rest in zip(made, told, ended, strict=True)]))
 
     def _settings(self) -> dict[str, Any]:
-        """What the groups of a checkpoint must agree in with those of this run."""
+        """Settings in which the groups of a checkpoint must agree with those of this run."""
         trainer = self.trainer
         phase = self.trainer.phase
         return {
@@ -253,8 +255,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return {"settings": self._settings(), "waiting": len(waiting), "in_training": len(in_training)}
 
     def load(self, saved: SavedState | None) -> None:
-        """What ``save`` wrote; called on every rank before a training begins, after the open generation batch is back.
-        ValueError: it is damaged, or of a run with other settings, or this run has no place for it."""
+        """Take up what ``save`` wrote; called on every rank before a training begins, after the open generation batch
+        is back. ValueError: it is damaged, or of a run with other settings, or this run has no place for it."""
         self._forget()
         self._begun = self.trainer.state
         if saved is None:

@@ -1,4 +1,4 @@
-"""Which prompt comes next: our samplers in the place of TRL's `RepeatSampler`, fed by the run, kept in the checkpoint.
+"""Order of the prompts: our samplers in the place of TRL's `RepeatSampler`, fed by the run, kept in the checkpoint.
 
     sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
@@ -109,7 +109,7 @@ class PromptOrder:
                 self.sampler.update(row, successes, trials)
 
     def record(self, book: MetricBook) -> None:
-        """How far the sampler has come, once a generation batch."""
+        """Log how far the sampler has come, once a generation batch."""
         if isinstance(self.sampler, PrioritizedSampler):
             seen = self.sampler.trials > 0
             at_floor = self.sampler.weights <= self.sampler.floor

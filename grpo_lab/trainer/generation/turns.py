@@ -73,7 +73,7 @@ class Turns:
                 return
 
     def _kinds(self) -> tuple[bool, ...]:
-        """Whether rows are tight, in the order in which every rank asks."""
+        """Kinds of rows (tight or not) in the order in which every rank asks for them."""
         if self._served:
             return False, True
         return (False,)

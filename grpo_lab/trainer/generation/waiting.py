@@ -38,7 +38,7 @@ class WaitingCompletion:
     def continued(
         self, ids: list[int], logprobs: Sequence[float | None], version: int, whole: bool
     ) -> WaitingCompletion:
-        """With one more segment; two of one policy are one."""
+        """Return the completion with one more segment; two of one policy are one."""
         *before, last = self.segments or [(version, 0)]
         segments = [*before, (version, last[1] + len(ids))]
         if last[0] != version:
@@ -99,7 +99,7 @@ def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
 
 
 def read_groups(folder: Path, device: torch.device) -> list[WaitingGroup]:
-    """What ``write_groups`` wrote; tensors of a row come to ``device``. ValueError: it is damaged or missing."""
+    """Read what ``write_groups`` wrote; tensors of a row come to ``device``. ValueError: it is damaged or missing."""
     try:
         tensors = load_file(folder / FILE)
         description = json.loads(tensors.pop("description").numpy().tobytes())

@@ -45,7 +45,7 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """Which micro-batch of the optimizer step TRL had each row in."""
+    """The micro-batch of the optimizer step that TRL had each row in."""
 
     micro_batch: Tensor  # long [B], from 0
     count: int  # micro-batches of the step
@@ -107,12 +107,12 @@ class MetricBook:
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """What was left out, and is known to be 0, counts in a mean over rows (``of_rows``) or loss tokens."""
+        """Count what was left out, and is known to be 0, in a mean over rows (``of_rows``) or loss tokens."""
         rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
         self._zeros(name, rows if of_rows else self._skipped_tokens(name, left_out), rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
-        """The same for a mean that says nothing of what was left out: it is over the rows that were computed."""
+        """Do the same for a mean that says nothing of what was left out: it is over the rows that were computed."""
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
         """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names. Pairs
@@ -146,7 +146,7 @@ class MetricBook:
         self._total.clear()
 
     def so_far(self) -> tuple[dict[Any, Tensor], ...]:
-        """What it holds, for ``go_back``; pairs are replaced and never changed in place."""
+        """Return what the book holds, for ``go_back``; pairs are replaced and never changed in place."""
         return dict(self._fresh), dict(self._fresh_extremes), dict(self._total)
 
     def go_back(self, then: tuple[dict[Any, Tensor], ...]) -> None:
@@ -154,7 +154,7 @@ class MetricBook:
         self._fresh, self._fresh_extremes, self._total = map(dict, then)
 
     def pending(self) -> dict[str, list[Any]]:
-        """What ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
+        """Return what ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
         return {name: [*pair.tolist(), pair.device.type == "cpu"] for name, pair in self._total.items()}
 
     def take_up(self, pending: dict[str, list[Any]], device: torch.device) -> None:
@@ -172,7 +172,7 @@ class MetricBook:
         self._fresh_extremes[name, how] = combine(self._fresh_extremes.get((name, how), values), values)
 
     def _zeros(self, name: str, counts: Tensor, rows: Tensor) -> None:
-        """As many zeros ``[K]`` in the mean; in its extreme where there are rows."""
+        """Add as many zeros ``[K]`` to the mean, and to its extreme where there are rows."""
         self.add(name, torch.zeros_like(counts), counts)
         if name in EXTREMES:
             extreme, how = EXTREMES[name]
@@ -193,7 +193,7 @@ class MetricBook:
         return mask
 
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
-        """Which of K pairs each of some rows goes to, long ``[B]``, and K."""
+        """Place among K pairs that each of some rows goes to, long ``[B]``, and K."""
         return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device), 1
 
 

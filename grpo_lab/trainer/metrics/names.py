@@ -85,7 +85,7 @@ def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
 
 
 def _inside(part: Any) -> list[Any]:
-    """What a part of ours holds that is called: a reward around a reward."""
+    """List what a part of ours holds that is called: a reward around a reward."""
     if isinstance(part, type) or not hasattr(part, "__dict__"):
         return []
     return [one for one in vars(part).values() if callable(one) and not isinstance(one, type)]

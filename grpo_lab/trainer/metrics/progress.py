@@ -1,5 +1,4 @@
-"""What is said while a run trains: one line of progress in place of HF's dictionary of metrics, and whether it is
-working.
+"""Progress of a run that trains: one line in place of HF's dictionary of metrics, and whether it is working.
 
 Both read the log and change nothing of it. The command line's runs have them, and a team's where `objective` is set.
 """

@@ -44,8 +44,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
             self._of_step[:, :-1] += sums_of_rows(loss_mask(inputs).cpu(), inputs["advantages"].cpu(), *place)
 
     def add(self, loss: Tensor, logps: Tensor, mask: Tensor, fields: Any) -> None:
-        """What was computed: its ``loss``, as all ranks' are averaged, the log-probs in it, its loss tokens and rows'
-        ``fields``."""
+        """Add what was computed: its ``loss``, as all ranks' are averaged, the log-probs in it, its loss tokens and
+        rows' ``fields``."""
         if place := self._places(fields):
             found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
             self._of_step[:, -1] += found / self.trainer.accelerator.num_processes

@@ -106,7 +106,7 @@ class Attended(TrainerCallback):  # type: ignore[misc]
         return named
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """What the trainer tells of ``event``."""
+        """Hand ``event`` on to the tracker; one that fails is told nothing more of this training."""
         if self.lost:
             return
         try:
@@ -155,7 +155,7 @@ def _wandb(tracker: Attended, args: Any, state: Any) -> None:
 
 
 def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
-    """One folder for all sessions of a training; what stands there of steps after ``state`` no longer counts."""
+    """Open one folder for all sessions of a training; what stands there of steps after ``state`` no longer counts."""
     given = tracker.inner.logging_dir  # TENSORBOARD_LOGGING_DIR: one place for several trainings
     if given is None:
         place = tracker.run.folder / "runs"

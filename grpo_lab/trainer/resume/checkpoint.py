@@ -90,9 +90,9 @@ def save_final(trainer: Any, folder: Path) -> None:
 
 @named_place("checkpoint")
 def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
-    """What a checkpoint holds of ours, and ``stock(model, trial)``, TRL's own; whole or not at all. Called on every
-    rank. CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN
-    or infinities would be kept."""
+    """Write a checkpoint, ours and TRL's own (``stock(model, trial)``), whole or not at all. Called on every rank.
+    CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN or
+    infinities would be kept."""
     state = trainer.state
     run = Path(trainer._get_output_dir(trial=trial))
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -234,7 +234,8 @@ def _must_be_there(folder: Path) -> None:
 
 
 def _best_of_before(state: Any, run: Path) -> None:
-    """As transformers: an evaluation after a checkpoint may have found that one the best; it looks where it writes."""
+    """Name an earlier checkpoint the best, as transformers does where it writes: an evaluation after it may have found
+    it so."""
     place = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if state.best_global_step and state.best_global_step != state.global_step and place.exists():
         state.best_model_checkpoint = str(place)

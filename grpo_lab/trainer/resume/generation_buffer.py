@@ -193,7 +193,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """What fixes which rows a micro-batch holds, and which tensors."""
+        """Settings that fix which rows a micro-batch holds, and which tensors."""
         trainer = self.trainer
         args = self.trainer.args
         of_args = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
@@ -208,7 +208,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _completions(self) -> dict[str, Any] | None:
-        """What the next table of ``log_completions`` shows; None without it, and where it is more than text."""
+        """Rows that the next table of ``log_completions`` shows; None without it, and where they are more than text."""
         logs = self.trainer._logs
         if not self.trainer.log_completions:
             return None
@@ -270,7 +270,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         return [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
-        """What follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is lost."""
+        """Say what follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is
+        lost."""
         of_step = self.trainer.args.gradient_accumulation_steps
         every = self.trainer.phase.every
         past = self.trainer.state.global_step * of_step % every

@@ -1,5 +1,5 @@
-"""Where a training goes on: from the newest checkpoint that is whole and finite on every node, or the one asked for; in
-the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
+"""Resuming: a training goes on from the newest checkpoint that is whole and finite on every node, or the one asked for;
+in the order of its epoch, with the checkpoint's random numbers, and not beyond its last step.
 
 TRL 1.16 shuffles by a generator of the sampler's own, one permutation an epoch after the other, and a resumed run
 begins with the first of them: from a checkpoint in the second epoch on it sees rows again that this epoch has had, and
@@ -41,8 +41,8 @@ class VerifiedCheckpoint(str):
 
 
 def chosen(trainer: Any, given: Any) -> Any:
-    """What ``resume_from_checkpoint`` means: ``True`` is the newest *whole* checkpoint. ValueError: there are
-    checkpoints, and none is whole; or the one of this path is not what was written."""
+    """Choose the checkpoint that ``resume_from_checkpoint`` means: ``True`` is the newest *whole* one. ValueError:
+    there are checkpoints, and none is whole; or the one of this path is not what was written."""
     reads = trainer.args.local_process_index == 0
     if given is True:
         newest, passed = newest_read(Path(trainer.args.output_dir), reads)

@@ -52,14 +52,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint says of the parts."""
+    """Entries of a checkpoint about our parts."""
 
     checkpoint: Path
     entries: Mapping[str, Any]
 
     def entry(self, name: str, read: Callable[[Any], T], without: str) -> T | None:
-        """What ``read`` makes of an entry; None where there is none. ``without``: what follows where somebody takes the
-        entry out. ValueError: it is damaged, or does not fit this run."""
+        """Read an entry by ``read``; None where there is none. ``without``: what follows where somebody takes the entry
+        out. ValueError: it is damaged, or does not fit this run."""
         if name not in self.entries:
             return None
         try:
@@ -88,8 +88,8 @@ def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> N
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Of this release or an earlier one; without entries where there is none (stock TRL's). ValueError: it is damaged,
-    or of a later release."""
+    """Read the entries that this release or an earlier one wrote; there are none in a checkpoint of stock TRL.
+    ValueError: it is damaged, or of a later release."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
         there = {name: place / file for name, file in EARLIER.items() if (place / file).is_file()}

@@ -56,8 +56,8 @@ REASONS = ("", STOP_FILE, MAX_HOURS, CTRL_C, "SIGUSR1", "SIGTERM")
 
 
 class DueEvaluation(TrainerCallback):  # type: ignore[misc]
-    """One for a trainer; comes before all other callbacks. Limit: where the evaluation itself ends the training (early
-    stopping) one more step is made."""
+    """Callback that makes up an evaluation that was due; one for a trainer, before all other callbacks. Limit: where
+    the evaluation itself ends the training (early stopping) one more step is made."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer
@@ -79,19 +79,19 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         return by_epoch and over and args.eval_delay <= state.epoch and self._made_at != state.global_step
 
     def state(self) -> dict[str, int] | None:
-        """That one is due, for a checkpoint; None where none is."""
+        """Checkpoint entry: an evaluation is due; None where none is."""
         if self.left_out or self.epochs_is_ahead():
             return {"step": self.trainer.state.global_step}
         return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Whether ``state`` said so; the same on every rank, which all come here."""
+        """Read whether ``state`` said that one is due; the same on every rank, which all come here."""
         here = saved is not None and "evaluation_due" in saved.entries
         self.left_out = False
         self._loaded = any(gather_object([here]))
 
     def make_up(self) -> None:
-        """Where the checkpoint says that one is due; its random numbers have just been loaded."""
+        """Evaluate where the checkpoint says that it is due; its random numbers have just been loaded."""
         loaded = self._loaded
         self._loaded = False
         trainer = self.trainer
@@ -109,7 +109,7 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
 
 
 class StopOnRequest(TrainerCallback):  # type: ignore[misc]
-    """One for a trainer.
+    """Callback that ends a training on request; one for a trainer.
 
     Attributes:
         reason: why the training stopped, one of ``REASONS``, the same on every rank; ``None`` while nobody asked.
@@ -316,7 +316,7 @@ def hours_of_this_process() -> float:
 
 
 def kept(folder: str, step: int) -> str:
-    """What an interrupted run says at its end."""
+    """Say at the end of an interrupted run what was kept, and how it goes on."""
     return (
         f"interrupted after step {step}; a checkpoint was written to {folder}. Go on: `grpo-lab train … --resume`, or "
         f"trainer.train(resume_from_checkpoint={folder!r})"

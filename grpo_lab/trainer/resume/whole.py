@@ -1,5 +1,5 @@
-"""Which checkpoints of a run are whole and finite: one rule for ``--resume``, for ``resume_from_checkpoint=True`` and
-for what errors say.
+"""Whole checkpoints: which of a run's are whole and finite. One rule for ``--resume``, for
+``resume_from_checkpoint=True`` and for what errors say.
 
 A checkpoint is written into ``_saving/`` and moved to its name when it is whole and finite, with a list of its files
 (``MARK``), so a folder ``checkpoint-N`` of ours is both. Those of stock TRL, of earlier versions, and whatever a file
@@ -93,7 +93,7 @@ def what_is_broken(checkpoint: Path) -> str | None:
 
 
 def lacking(checkpoint: Path) -> list[str]:
-    """What a resume would go on with and is not there: it starts anew, as after ``save_only_model``."""
+    """List what a resume would go on with and is not there: it starts anew, as after ``save_only_model``."""
     return [name for name, forms in BESIDE_WEIGHTS.items() if not any(any(checkpoint.glob(form)) for form in forms)]
 
 
@@ -122,7 +122,7 @@ def broken_weights(folder: Path) -> str | None:
 
 
 def broken_pickles(checkpoint: Path) -> str | None:
-    """Which of its ``.pt`` and ``.pth`` files cannot be loaded, and why."""
+    """Name the first ``.pt`` or ``.pth`` file of the checkpoint that cannot be loaded, and why; None where all can."""
     for file in sorted(checkpoint.glob("*.pt*")):
         try:  # torch.save writes a zip file, whose list of contents stands at its end
             with zipfile.ZipFile(file) as archive:
@@ -150,8 +150,8 @@ def keep(partial: Path, place: Path, checksums: bool = True, finite: bool = True
 
 
 def mark_of(folder: Path, step: int, checksums: bool = True, finite: bool = True) -> dict[str, Any]:
-    """What ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``: it was
-    looked at for NaN.
+    """Make what ``MARK`` says of a folder that is whole: shards of FSDP and DeepSpeed have no other list. ``finite``:
+    it was looked at for NaN.
 
     For the checksums every file is read once, while it is on its way to the disk, which ``move_whole`` would wait for.
     What is read as text has none: people edit ``trainer_state.json``, a configuration, a chat template.
@@ -196,7 +196,8 @@ def _digest(folder: Path, name: str, start: int) -> bytes:
 
 
 def damaged(checkpoint: Path) -> str | None:
-    """What is not as it was written, or not finite where nobody has looked yet, or None. All of it is read."""
+    """Say what is not as it was written, or not finite where nobody has looked yet; None where nothing is. All of it is
+    read."""
     try:
         listed = _mark(checkpoint)
     except ValueError as error:
@@ -218,7 +219,7 @@ def damaged(checkpoint: Path) -> str | None:
 
 
 def _mark(checkpoint: Path) -> dict[str, Any] | None:
-    """What ``MARK`` says; None without one, ``ValueError`` where it cannot be read."""
+    """Read ``MARK``; None without one, ``ValueError`` where it cannot be read."""
     try:
         return read_record(checkpoint / MARK, {"files": dict})
     except FileNotFoundError:

@@ -43,8 +43,9 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
-    """One finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B, T]``. With a guard
-    (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError: anything else."""
+    """Check advantages: one finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B,
+    T]``. With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError:
+    anything else."""
     assert table.local is not None
     rows = table.values.size(0)
     mask = table.local.mask
@@ -72,7 +73,7 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
 
 
 def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
-    """The same with the rewards and values of this rank's tokens in ``table.local``; unchanged without a critic."""
+    """Put the rewards and values of this rank's tokens into ``table.local``; without a critic nothing changes."""
     value = trainer.algorithm.value
     if value is None:
         return made
@@ -141,8 +142,9 @@ def last_own(mask: Tensor) -> Tensor:
 
 
 def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
-    """What the rule in force says: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``. TRL's own stay,
-    ``[B]``, where neither a rule nor a hook is in force, nor selection has put the batch together anew."""
+    """Compute advantages by the rule in force: ``[N]`` over all ranks, or ``[B, T]`` of a rule of level ``token``.
+    TRL's own stay, ``[B]``, where neither a rule nor a hook is in force, nor selection has put the batch together
+    anew."""
     if not trainer.replaces_trls_advantages and made.scored.rounds == 1:
         return made.scored.batch["advantages"]  # type: ignore[no-any-return]
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)

@@ -1,4 +1,4 @@
-"""What the stages hand to one another, from completions to advantages.
+"""Carriers that the stages hand to one another, from completions to advantages.
 
     score → Scored → select → Scored → penalise → Penalised → values → advantages → record
 
@@ -31,7 +31,7 @@ _OF_ROWS = ("lengths", "tokens", "truncated", "rows")
 
 @dataclass(frozen=True)
 class Rewarded:
-    """What the completions of all ranks were scored with; the same on every rank.
+    """Scores of the completions of all ranks; the same on every rank.
 
     Args:
         table: rewards, with the steps of step rewards.
@@ -85,7 +85,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Penalised:
-    """What advantages are made of.
+    """Rows and rewards that advantages are made of.
 
     Args:
         scored: the rows that stay.
@@ -131,7 +131,7 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
 
 
 def mask_cut(trainer: StepPort, scored: Scored) -> None:
-    """What TRL would have masked, and its token count."""
+    """Mask what TRL would have masked, and set its token count."""
     if _masks_later(trainer):
         batch = scored.batch
         kept = _uncut(trainer, scored)

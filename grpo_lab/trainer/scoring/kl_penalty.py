@@ -149,7 +149,8 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
 
 
 def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
-    """With a guard a KL that is not finite is 0 and the batch bad: as a reward it would count as unscorable."""
+    """Replace a KL that is not finite by 0 and mark the batch as bad, with a guard: as a reward it would count as
+    unscorable."""
     faults = trainer.recorder.faults_in_training
     if faults is None or bool(kl.isfinite().all()):
         return kl

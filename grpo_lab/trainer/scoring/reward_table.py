@@ -1,4 +1,4 @@
-"""How TRL calls rewards: each checked, those of whole groups after the gather, steps kept, weights by schedule.
+"""Rewards as TRL calls them: each checked, those of whole groups after the gather, steps kept, weights by schedule.
 
 In the reward table a step reward's column holds the mean of a completion's step scores, for the log; a rule that reads
 steps (``advantages.process``) finds them in ``RewardTable.steps``. A schedule (``reward_schedules``) is a function of
@@ -38,8 +38,8 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def as_trl_calls_it(reward: Any, name: str, keep_infinite: bool = False) -> Any:
-    """What TRL should call in place of ``reward``: models as they are, the rest checked or put off. ``keep_infinite``:
-    an infinite value is handed on, to be found in the gathered table (``without_infinite``)."""
+    """Return what TRL should call in place of ``reward``: models as they are, the rest checked or put off.
+    ``keep_infinite``: an infinite value is handed on, to be found in the gathered table (``without_infinite``)."""
     if scope_of(reward) == "group":
 
         def put_off(prompts: list[Any], **_: Any) -> list[None]:
@@ -68,7 +68,7 @@ class CheckedReward:
         return self.checked(self.reward(**inputs), len(inputs["completions"]))
 
     def checked(self, values: Any, expected: int) -> list[float | None]:
-        """One number or None per completion, or ``ValueError``."""
+        """Check a reward's values: one number or None per completion, or ``ValueError``."""
         who = f"reward function {self.__name__!r} (`reward_funcs`)"
         scores = checked_scores(values, expected, who, infinite=self.keep_infinite)
         self.not_numbers += sum(score != score for score in scores)
@@ -76,7 +76,7 @@ class CheckedReward:
 
 
 class CheckedCoroutine(CheckedReward):
-    """The same for an asynchronous reward."""
+    """Checks an asynchronous reward in the same way."""
 
     async def __call__(self, **inputs: Any) -> list[float | None]:  # type: ignore[override]
         return self.checked(await self.reward(**inputs), len(inputs["completions"]))
@@ -250,8 +250,8 @@ def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, 
 def _gathered_rows(
     trainer: StepPort, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], ids: list[list[int]]
 ) -> list[dict[str, Any]]:
-    """What group rewards read of each row, over all ranks in rank order (the sampler's order: groups are contiguous);
-    ``completion`` as TRL has it."""
+    """Gather what group rewards read of each row, over all ranks in rank order (the sampler's order: groups are
+    contiguous); ``completion`` as TRL has it."""
     skip = ("prompt", "completion", "completion_ids", "image", "images")
     truncated = truncated_rows(trainer, ids)
     environments = environments_for_groups(trainer, len(prompts))

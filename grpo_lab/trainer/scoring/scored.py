@@ -116,7 +116,7 @@ def without_faulty(
 
 
 def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any) -> Scored:
-    """One generation: TRL's completions and rewards, and which of its forwards were replaced or put off."""
+    """Run TRL's generation: completions and rewards, and which of its forwards were replaced or put off."""
     forwards = GenerationForwards.of(trainer)
     found = Scoring(trainer)
     with (

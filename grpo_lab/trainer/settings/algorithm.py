@@ -1,4 +1,4 @@
-"""From configuration to the algorithm in force: an advantage rule and an objective, or TRL's own loss.
+"""The algorithm in force, made from the configuration: an advantage rule and an objective, or TRL's own loss.
 
 The ``objective``/``advantage``/``kl`` mappings of ``LabConfig`` come before TRL's flat settings (``loss_type``,
 ``scale_rewards``, …), which are mapped to ours where we have the same. TRL's fields are kept saying what ours say:
@@ -84,9 +84,9 @@ HOOKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in ``left_to_trl``), the
-    ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in ``names`` what each part is
-    called, for logs, the model card and ``--dry-run``."""
+    """The algorithm that the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in
+    ``left_to_trl``), the ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in
+    ``names`` what each part is called, for logs, the model card and ``--dry-run``."""
 
     objective: Objective | None
     advantage: AdvantageRule | None
@@ -102,7 +102,8 @@ class Algorithm:
         return f"TRL's own loss ({self.left_to_trl}): {parts}"
 
     def with_hooks(self, trainer: Any) -> Algorithm:
-        """The same, with what a team puts over the parts by replacing a method of ``trainer``, or of its class."""
+        """Return the algorithm with what a team puts over its parts by replacing a method of ``trainer``, or of its
+        class."""
         names = dict(self.names)
         for hook, part in HOOKS.items():
             home = teams(trainer, hook)

@@ -95,14 +95,14 @@ def turns_of(tools: Any, environment_factory: Any) -> str | None:
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
-    """One weight for each reward. TRL says so with the numbers alone."""
+    """Refuse another number of weights than of rewards. TRL says so with the numbers alone."""
     if len(weights) != len(rewards):
         names = [reward_name(one) for one in rewards]
         raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """What nobody would call is refused: ``token_loss`` beside TRL's loss, a ``_compute_loss`` that is behind ours."""
+    """Refuse what nobody would call: ``token_loss`` beside TRL's loss, a ``_compute_loss`` that is behind ours."""
     hook = teams(cls, "token_loss")
     if algorithm.objective is None and hook is not None:
         raise ValueError(
@@ -130,7 +130,7 @@ def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
 
 
 def check_requires(trainer: Any) -> None:
-    """What a group reward reads of other rewards must be there: each has a name and looks at one completion."""
+    """Refuse a group reward that reads rewards which are not there: each has a name and looks at one completion."""
     rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
     known = sorted(name for name, reward in rewards if scope_of(reward) == "completion")
     for name, reward in rewards:

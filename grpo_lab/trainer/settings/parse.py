@@ -1,4 +1,4 @@
-"""What ``LabConfig`` adds to TRL's settings, as typed settings: its small mappings, and single values.
+"""Settings that ``LabConfig`` adds to TRL's, as typed settings: its small mappings, and single values.
 
 ``objective``, ``advantage``, ``kl``, ``value``, ``update``, ``sampler`` and ``guard`` take a name or a mapping, and all
 mappings JSON text. Unknown keys are refused with the nearest match; a knob that would have no effect is an error. Keys
@@ -184,7 +184,7 @@ class ValueSettings:
     missing_eos_penalty: Above | None = None
 
     def in_words(self) -> str:
-        """What is in force and not a default, for ``describe()``; discounts are said with the rule."""
+        """Say what is in force and not a default, for ``describe()``; discounts are said with the rule."""
         said = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("model", "gamma", "lam")
         }
@@ -339,7 +339,7 @@ StopFile = Annotated[
 
 @settings()
 class LabSettings:
-    """What ``LabConfig`` adds, parsed and checked. ``None`` = not set."""
+    """Settings that ``LabConfig`` adds, parsed and checked. ``None`` = not set."""
 
     objective: ObjectiveSettings | None = None
     advantage: AdvantageSettings | None = None

@@ -60,7 +60,7 @@ def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> s
 
 
 def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-    """What ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
+    """Read what ``keep_bad_step`` wrote: the facts, and each rank's tensors, ``<field>`` ``[rows, …]``.
 
     ``facts["of_rank"][r]["rows"][i]`` says of row i of rank r: its micro-batch, its row there, which fields
     (``rewards``, too) are not finite, how many tokens prompt and completion have, its rewards (in the order of
@@ -72,7 +72,7 @@ def read_bad_step(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Te
 
 
 def _chosen(faults: Faults) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What is said of each row that is kept, and the rows' tensors ``[rows, …]``; shorter rows get zeros behind."""
+    """Facts of each row that is kept, and the rows' tensors ``[rows, …]``; shorter rows get zeros behind."""
     batches = [
         {name: value for name, value in row_tensors(batch).items() if name not in MULTIMODAL_FIELDS}
         for batch in faults.step

@@ -44,7 +44,8 @@ UNKNOWN = 2**62
 
 
 class DeviceMemory:
-    """What a device's allocator says of its bytes; the host keeps these books, and nothing waits for the device."""
+    """Reads what a device's allocator says of its bytes; the host keeps these books, and nothing waits for the
+    device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +69,7 @@ class DeviceMemory:
         self._module.reset_peak_memory_stats(self._device)
 
     def free(self) -> int:
-        """On the device, and in the allocator's own unused pieces."""
+        """Bytes that are free on the device and in the allocator's own unused pieces."""
         held = self._module.memory_reserved(self._device) - self.taken()
         return int(self._module.mem_get_info(self._device)[0]) + int(held)
 
@@ -78,7 +79,7 @@ class DeviceMemory:
 
 
 class ForwardBudget(TrainerCallback):  # type: ignore[misc]
-    """One per trainer; a callback of those with ``auto``.
+    """Budget of tokens of a forward, one per trainer; a callback of those with ``auto``.
 
     Attributes:
         asked: the setting.
@@ -119,14 +120,14 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     @property
     def overhead(self) -> int:
-        """What one more forward costs in the plan, in tokens."""
+        """Cost of one more forward in the plan, in tokens."""
         is_measured = self.memory is not None and self.tokens is not None
         if is_measured:
             return LAUNCHES
         return DEFAULT_OVERHEAD_TOKENS
 
     def described(self) -> dict[str, Any]:
-        """For ``run.json``: with ``auto`` the number in force."""
+        """Describe the budget for ``run.json``: with ``auto`` the number in force."""
         if not self.is_auto:
             return {}
         return {"max_tokens": self.tokens or "auto: as a stock micro-batch"}
@@ -203,7 +204,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         self._trainer.recorder.say(f"`update.max_tokens: auto`: {what}")
 
     def state(self) -> dict[str, int | None] | None:
-        """For a checkpoint; None where there is nothing to go on with."""
+        """Checkpoint entry; None where there is nothing to go on with."""
         if not self.is_auto or (self.tokens is None and self._measured is None):
             return None
         return {"tokens": self.tokens, "measured": self._measured}

@@ -43,7 +43,7 @@ from grpo_lab.update import Plan, plan_update
 
 
 class ExactUpdate:
-    """One per trainer; holds the micro-batches of the optimizer step that is being collected."""
+    """The exact update, one per trainer; holds the micro-batches of the optimizer step that is being collected."""
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
@@ -58,7 +58,7 @@ class ExactUpdate:
         self.prompts = SharedPrompts(trainer)
 
     def described(self) -> dict[str, Any]:
-        """How the steps are computed and why, for the run's record."""
+        """Describe how the steps are computed and why, for the run's record."""
         return self.record.described(self.verdict.so_far()) | self.prompts.described() | self.budget.described()
 
     def forget(self) -> None:
@@ -240,7 +240,8 @@ class ExactUpdate:
 
     @torch.no_grad()
     def _record_entropy(self, window: list[dict[str, Any]], found: UpdateVerdict, denominators: Denominators) -> None:
-        """Of all rows: stock TRL logs ``entropy`` of a step without a live row, too, and so does a drop-in."""
+        """Record the entropy of all rows: stock TRL logs ``entropy`` of a step without a live row, too, and so does a
+        drop-in."""
         _, _, rows = self._exchanged(with_same_fields(window), replace(found, all_rows="entropy"))
         for _, part, _, entropies in self._without_gradient(rows):
             assert entropies is not None  # the policy's head makes them

@@ -78,7 +78,7 @@ class Exchange:
         return replace(found, micro_batch=slots, token_count=counts)
 
     def tokens(self, rows: list[int]) -> int:
-        """That the plan counts for a bin; 0 for a stand-in."""
+        """Tokens that the plan counts for a bin; 0 for a stand-in."""
         if not rows:
             return 0
         numbers = self.numbers

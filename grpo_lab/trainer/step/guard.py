@@ -35,7 +35,8 @@ KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """One per trainer; does nothing where ``guard`` is not in force (``faults`` is None).
+    """Leaves out steps with a number that is not finite. One per trainer; does nothing where ``guard`` is not in force
+    (``faults`` is None).
 
     Attributes:
         in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
@@ -80,7 +81,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return loss
 
     def before_generation(self) -> None:
-        """No engine gets weights that are not finite, and no training ends with them. Every rank."""
+        """Refuse weights that are not finite before an engine gets them or a training ends with them. Every rank calls
+        it."""
         if self.faults is not None and self.trainer.state.global_step != self._finite_at:
             self._refuse_broken_weights()
 
@@ -155,7 +157,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             trainer.recorder.book("train").add_alike(f"guard/{name}", one, fine + 1)
 
     def _leave_out(self, faults: Faults, bad: list[str], batch: int, norm: Tensor) -> None:
-        """One more bad step; a generation batch that was counted already counts no more."""
+        """Leave one more bad step out; a generation batch that was counted already counts no more."""
         of_step = bool(set(bad) & set(OF_STEP))
         if of_step:
             self._refuse_broken_weights()
@@ -168,7 +170,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         self._left_out = True
 
     def _tell(self, faults: Faults, bad: list[str], norm: Tensor) -> None:
-        """Its batch is kept, it is said, and the last one in a row ends the run."""
+        """Keep the bad step's batch and report it; the last one in a row ends the run."""
         assert self.settings is not None
         self.in_a_row += 1
         step = self.trainer.state.global_step + 1
@@ -224,7 +226,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
             self.trainer._tr_loss.zero_()
 
     def state(self) -> dict[str, Any] | None:
-        """What is bad and how many steps were, for a checkpoint; None where nothing ever was."""
+        """Checkpoint entry: what is bad and how many steps were; None where nothing ever was."""
         if self.faults is None or not self._seen:
             return None
         bad = []

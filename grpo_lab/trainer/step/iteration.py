@@ -1,4 +1,4 @@
-"""What an iteration begins with: the policy as the reference, an empty optimizer.
+"""Beginning of an iteration: the policy becomes the reference, the optimizer is emptied.
 
     reference_every: 30            reference := policy after every 30th optimizer step, GRPO's outer loop (DeepSeekMath,
                                    arXiv 2402.03300, algorithm 1; R1-Zero: 400)
@@ -58,7 +58,8 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         self._moved = True
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Its weights into a checkpoint, where it has moved; the record's entry, where it may. Every rank."""
+        """Write the reference's weights into a checkpoint, where it has moved; return the record's entry, where it may
+        move. Every rank calls it."""
         if not (self._moves() or self._moved):
             return None
         args = self.trainer.args

@@ -88,7 +88,7 @@ class ProximalSource(enum.Enum):
 
 @dataclass(frozen=True)
 class GenerationForwards:
-    """What happens to TRL's forwards at generation.
+    """The decision on what happens to TRL's forwards at generation.
 
     Args:
         corrected: TRL would make the sampler correction at generation.
@@ -151,10 +151,10 @@ def forwards_in_bins(
     trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],
     prompts: SharedPrompts | None = None,
 ) -> Tensor:  # fmt: skip
-    """What ``of`` makes of each bin ``[n, L - 1]``, as ``[B, T]`` of this rank's completions, 0 for rows without a
-    token. Every rank runs the same number of forwards (with sharded weights each one is a collective). ``fields``:
-    those of ``TEXT``; where each row stood only of rows that were put together from several generations. ``prompts``:
-    ``of`` can compute them once."""
+    """Compute ``of`` on each bin ``[n, L - 1]``, and return it as ``[B, T]`` of this rank's completions, 0 for rows
+    without a token. Every rank runs the same number of forwards (with sharded weights each one is a collective).
+    ``fields``: those of ``TEXT``; where each row stood only of rows that were put together from several generations.
+    ``prompts``: ``of`` can compute them once."""
     table = RowTable.of([{name: fields[name] for name in TEXT if name in fields}])
     before = table.on_host.prompts
     completions = table.on_host.completions
@@ -241,8 +241,9 @@ def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
 
 
 class OldPolicy:
-    """What is left of the current generation batch after the step at hand, and its old log-probs; ``log_probs_of``
-    (micro-batches, verdict) makes the policy's of an optimizer step to come, in the bins that it will have."""
+    """Keeps the proximal log-probs of what is left of the current generation batch after the step at hand;
+    ``log_probs_of`` (micro-batches, verdict) makes those of an optimizer step to come, in the bins that it will
+    have."""
 
     def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
         self._trainer = trainer
@@ -296,7 +297,7 @@ class OldPolicy:
 
     @torch.no_grad()
     def before_update_in_trls_batches(self) -> None:
-        """The same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
+        """Do the same where the loss stays as TRL cut it after all: TRL's forward, on what has been put off."""
         for place in dict.fromkeys(self._ahead()):
             batch = self._buffer[place]
             if needs_old_logprobs(batch):

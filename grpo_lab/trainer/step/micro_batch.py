@@ -41,7 +41,7 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
 def token_batch(
     trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
-    """One micro-batch or bin as the carrier that surrogates see."""
+    """Make the carrier that surrogates see of one micro-batch or bin."""
     objective = trainer.algorithm.objective
     assert objective is not None
     old = proximal_log_probs(logps, fields)

@@ -42,7 +42,7 @@ class TooLarge:
     said: str
 
     def error(self, asked: Any, kind: str) -> torch.OutOfMemoryError:
-        """What ends the run. ``asked``: the setting; ``kind``: how accelerate distributes."""
+        """Make the error that ends the run. ``asked``: the setting; ``kind``: how accelerate distributes."""
         if self.rows == 1:
             what = f"a row of {self.tokens} tokens alone does not fit into the device's memory"
             cure = "shorten it (`max_completion_length`, its prompt), or set `gradient_checkpointing: true`"
@@ -64,7 +64,7 @@ def can_plan_anew(trainer: StepPort) -> bool:
 
 
 def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
-    """The same on every rank: the smallest bin that did not fit on one of them. A collective."""
+    """Return the smallest bin that did not fit on one of the ranks, the same on all of them. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
     told = (0, 0)
@@ -79,7 +79,7 @@ def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
 
 
 class StepBefore:
-    """What the bins of an optimizer step change, as it was before them."""
+    """Keeps what the bins of an optimizer step change, as it was before them."""
 
     def __init__(
         self, trainer: StepPort, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]

@@ -1,4 +1,5 @@
-"""What every rank knows of all rows of an optimizer step: a few whole numbers each, from which the step is planned."""
+"""Numbers that every rank knows of all rows of an optimizer step: a few whole ones each, from which the step is
+planned."""
 
 from __future__ import annotations
 
@@ -53,8 +54,9 @@ class RowNumbers:
         table: RowTable, micro_batch: Tensor, token_count: Tensor, footprint: int, accelerator: Any,
         prompts: bool = False,
     ) -> RowNumbers:  # fmt: skip
-        """From this rank's rows; ``prompts``: with those. A collective on several ranks. RuntimeError: ranks hold
-        different fields (a team's field that only some rows or ranks have)."""
+        """Gather the numbers of all ranks' rows from this rank's; ``prompts``: with those of the prompts. A collective
+        on several ranks. RuntimeError: ranks hold different fields (a team's field that only some rows or ranks
+        have)."""
         named = sorted(table.fields.items())
         kinds = ", ".join(f"{name} ({value.dtype}, {value.dim()}-D, {[*value.shape[2:]]})" for name, value in named)
         mask = table.loss_mask
@@ -109,7 +111,8 @@ class RowNumbers:
         return self.scored.numel()
 
     def rows(self, all_rows: bool, packed: bool = False) -> Rows:
-        """For the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have them."""
+        """Rows for the plan; ``all_rows``: those without an advantage, too; ``packed``: as long as packed rows have
+        them."""
         live = self.scores if all_rows else self.contributes
         completions = self.scored_lengths if packed else self.completion_lengths
         return Rows(self.prompt_lengths, completions, live)

@@ -1,4 +1,4 @@
-"""What an optimizer step says for the log: what it computed against stock TRL, and entropy, KL and diagnostics."""
+"""Record of an optimizer step for the log: what it computed against stock TRL, and entropy, KL and diagnostics."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class UpdateRecord:
         self._described: dict[str, Any] = {}
 
     def described(self, found: UpdateVerdict) -> dict[str, Any]:
-        """For ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``), the reason,
-        ``randomness`` where the update is exact in distribution only, and the price in the first step."""
+        """Describe the update for ``run.json``: ``rows`` (``live only``, ``all``), ``batches`` (``bins``, ``as TRL``),
+        the reason, ``randomness`` where the update is exact in distribution only, and the price in the first step."""
         return self._described or _described(found)
 
     def in_bins(
@@ -125,7 +125,7 @@ class UpdateRecord:
         )
 
     def _record(self, rows: int, all_rows: int, tokens: int, computed: int, stock: int) -> None:
-        """The same on every rank; pairs are added up over ranks, so each brings its share."""
+        """Record numbers that are the same on every rank; pairs are added up over ranks, so each brings its share."""
         book = self.trainer.recorder.book("train")
         accelerator = self.trainer.accelerator
         mine = 1.0 / accelerator.num_processes

@@ -1,4 +1,4 @@
-"""On-policy distillation with TRL's DistillationTrainer: the student writes, and learns at each of its tokens what the
+"""Distillation on-policy, with TRL's DistillationTrainer: the student writes, and learns at each of its tokens what the
 teacher would have written there.
 
     β = 1   KL(student ‖ teacher), "reverse"      β = 0   KL(teacher ‖ student)      between: generalized JSD

@@ -149,7 +149,7 @@ def _tokens(
 
 
 def _alike(ids: list[int], others: list[int]) -> int:
-    """How many ids the two begin with alike."""
+    """Number of ids with which the two begin alike."""
     if others[: len(ids)] == ids:
         return len(ids)
     differ = (place for place, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other)
@@ -258,9 +258,9 @@ def implicit_weight(chosen: torch.Tensor, rejected: torch.Tensor, margin: float 
 
 
 class WeightedDPOTrainer(DPOTrainer):  # type: ignore[misc]
-    """For the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the rewards before it
-    logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the models' way
-    out."""
+    """Logs the weights of pairs for the implicit reward β log π/π₀ (reverse KL) with whole log-ratios. TRL averages the
+    rewards before it logs them, and a mean of σ is no σ of means: log-probs are taken where TRL computes them, on the
+    models' way out."""
 
     def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
         seen: list[torch.Tensor] = []
@@ -298,7 +298,8 @@ def weighted_cpo() -> tuple[Any, Any]:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     class WeightedCPOTrainer(CPOTrainer):  # type: ignore[misc]
-        """Where its reward is the log-prob itself (``alpha`` 0). γ counts for ``simpo`` alone, as in TRL's loss."""
+        """Logs the weights of pairs where the reward is the log-prob itself (``alpha`` 0). γ counts for ``simpo``
+        alone, as in TRL's loss."""
 
         def cpo_loss(self, policy_chosen_logps: torch.Tensor, policy_rejected_logps: torch.Tensor) -> Any:
             found = super().cpo_loss(policy_chosen_logps, policy_rejected_logps)

@@ -32,7 +32,7 @@ PENDING = ("_metrics", "_stored_metrics")
 
 
 class TrainingStopped(Exception):
-    """It ended on request, after its checkpoint. ``step``: optimizer steps done."""
+    """Raised where a training ended on request, after its checkpoint. ``step``: optimizer steps done."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, with a checkpoint")

@@ -41,7 +41,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class CompileClock:
-    """What FlexAttention has compiled in this process: calls that took the host longer than ``COMPILES``."""
+    """Counts what FlexAttention has compiled in this process: calls that took the host longer than ``COMPILES``."""
 
     seconds: float = 0.0
     compilations: int = 0

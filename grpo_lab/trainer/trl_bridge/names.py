@@ -1,5 +1,5 @@
-"""What of TRL, and of the Trainer below it, this package overrides, calls and reads; the releases that it was tested
-with; whose a method is."""
+"""Names of TRL, and of the Trainer below it, that this package overrides, calls and reads; the releases that it was
+tested with; whose a method is."""
 
 from __future__ import annotations
 
@@ -225,7 +225,8 @@ def hf_runs_the_step() -> bool:
 
 
 def is_librarys(code: Any) -> bool:
-    """Of a function: it and all that it wraps (``functools.wraps`` gives a wrapper the module of what is wrapped)."""
+    """Return whether a function and all that it wraps are a library's (``functools.wraps`` gives a wrapper the module
+    of what is wrapped)."""
     while code is not None:
         module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])
         if str(module).split(".")[0] not in LIBRARIES:

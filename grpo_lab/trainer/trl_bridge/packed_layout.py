@@ -1,4 +1,4 @@
-"""Where things stand in a packed row: its groups, and the sequences that attend, one after another.
+"""Layout of a packed row: its groups, and the sequences that attend, one after another.
 
 Every sequence is a run of places: a prompt, or a completion from its head on. All that an attention has to know of a
 row follows from where each begins, how long it is and which prompt stands before it.

@@ -19,7 +19,8 @@ SHAPING = {
 
 
 def shaping(name: str) -> Callable[..., Any]:
-    """What builds it. TRL loads a parser of LaTeX with the last one, so none is loaded before it is asked for."""
+    """Return the function that builds a shaping reward. TRL loads a parser of LaTeX with the last one, so none is
+    loaded before it is asked for."""
     return getattr(rewards, SHAPING[name])
 
 
