@@ -9,9 +9,7 @@ rounds of one list of stages, each in a folder of its own; the next begins with 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
 from grpo_lab.evaluation.run_record import gone_from, in_few_words
 from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import saving, write_json_lines
-from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, stages_in_words
+from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, questions_of, seed_of, stages_in_words
 from grpo_lab.pipelines.standing import again_in_words, left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
@@ -44,9 +42,10 @@ from grpo_lab.runs.stage import (
     Workspace,
     carry_out,
     console,
+    no_report,
     read_facts,
     staged_run,
-)
+)  # fmt: skip
 from grpo_lab.stages.evaluate import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
@@ -238,11 +237,7 @@ class Round(Workspace):
 
 
 def rounds(
-    folder: Path,
-    count: int,
-    start: Round,
-    stages: Sequence[Stage],
-    report: Report = lambda workspace, stage, seconds: None,
+    folder: Path, count: int, start: Round, stages: Sequence[Stage], report: Report = no_report
 ) -> Iterator[Round]:
     """Rounds 1 … ``count`` after ``start``, each when it is done."""
     current = start.model
@@ -290,80 +285,58 @@ class RoundStages:
             return stages
         return [*stages, Stage("evaluate", self.evaluate, whole=True)]
 
-    def begin(self, this_round: Round) -> Facts:
+    def begin(self, round_: Round) -> Facts:
         """The start model: built from config, or loaded, and given its cold start."""
         recipe = self.recipe
         cold = self.recipe.cold_start
         if cold is None:
-            return ColdStart(recipe.model, None, recipe.sampling.seed).run(this_round)
+            return ColdStart(recipe.model, None, recipe.sampling.seed).run(round_)
         training = {"use_cpu": recipe.sampling.use_cpu, **cold.arguments}
         template = recipe.sampling.chat_template_kwargs
-        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(
-            this_round, self.cold_rows
-        )
+        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(round_, self.cold_rows)
 
-    def sample(self, this_round: Round) -> Facts:
+    def sample(self, round_: Round) -> Facts:
         """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
         sampling = self.recipe.sampling
-        asked = questions_of(this_round.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
-        drawn = replace(sampling, seed=seed_of(sampling.seed, this_round.number, "sample"))
+        asked = questions_of(round_.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
+        drawn = replace(sampling, seed=seed_of(sampling.seed, round_.number, "sample"))
         said = {"model": None, "reward": describe(self.recipe.reward)}  # which model, its files say
-        label = f"round {this_round.number}: samples"
+        label = f"round {round_.number}: samples"
         problems = {row: self.rows[row] for row in asked}
-        return sample_facts(
-            sample(this_round, problems, this_round.current, drawn, self.asked.reward, said, label), len(asked)
-        )
+        return sample_facts(sample(round_, problems, round_.current, drawn, self.asked.reward, said, label), len(asked))
 
-    def select(self, this_round: Round) -> Facts:
+    def select(self, round_: Round) -> Facts:
         """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
-        who = f"round {this_round.number}, `method: {self.recipe.method}`: "
-        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {this_round.current}"
-        return choose(
-            samples_in(this_round.folder / SAMPLES, self.rows), self.recipe.way, this_round.folder, who, otherwise
-        )
+        who = f"round {round_.number}, `method: {self.recipe.method}`: "
+        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {round_.current}"
+        return choose(samples_in(round_.folder / SAMPLES, self.rows), self.recipe.way, round_.folder, who, otherwise)
 
-    def train(self, this_round: Round) -> Facts:
+    def train(self, round_: Round) -> Facts:
         """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
         recipe = self.recipe
-        seed = seed_of(self.recipe.sampling.seed, this_round.number, "train")
+        seed = seed_of(self.recipe.sampling.seed, round_.number, "train")
         if recipe.base is None:
-            base = this_round.start
+            base = round_.start
         else:
             base = str(recipe.base.path)
-        begin = this_round.current if recipe.rounds.train_from == "last" else base
+        begin = round_.current if recipe.rounds.train_from == "last" else base
         kind = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": recipe.sampling.use_cpu, **recipe.training}
         reference = None
         pairs = recipe.pairs
         if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
-            reference = load_model(ModelSection(path=this_round.start), recipe.sampling.seed)[0]
+            reference = load_model(ModelSection(path=round_.start), recipe.sampling.seed)[0]
         template = recipe.sampling.chat_template_kwargs
-        facts = kind(begin, str(this_round.folder / ROWS), seed, training, template).run(this_round, reference)
-        return {"from": "base" if begin != this_round.current else "last", **facts}
+        facts = kind(begin, str(round_.folder / ROWS), seed, training, template).run(round_, reference)
+        return {"from": "base" if begin != round_.current else "last", **facts}
 
-    def evaluate(self, this_round: Round) -> Facts:
+    def evaluate(self, round_: Round) -> Facts:
         """`evaluation/`: the model that the round leaves on the held-out rows."""
         assert self.recipe.evaluation is not None
         sampling = self.recipe.sampling
         section = self.recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
-        kind = Evaluate(this_round.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
-        return kind.measured(this_round.folder / EVALUATION)
-
-
-def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
-    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order drawn anew when they run
-    out."""
-    if asked is None:
-        return list(range(total))
-    lap, place = divmod(number - 1, total // asked)
-    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
-    return order[place * asked : (place + 1) * asked]
-
-
-def seed_of(seed: int, number: int, what: str) -> int:
-    """The seed of one thing in one round, below 2³¹: of the run's seed, the round and the thing's name alone."""
-    digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+        kind = Evaluate(round_.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        return kind.measured(round_.folder / EVALUATION)
 
 
 def _lines(folder: Path, count: int) -> list[Line]:

@@ -1,8 +1,11 @@
-"""A recipe of `grpo-lab rounds`, and its words for ``--dry-run``. The methods differ in settings alone (`METHODS`):
-what a recipe leaves out is the method's. A key that is no section is one of `SamplingSettings`."""
+"""A recipe of `grpo-lab rounds`, its words for ``--dry-run``, and the questions and seeds that follow from it. The
+methods differ in settings alone (`METHODS`): what a recipe leaves out is the method's. A key that is no section is one
+of `SamplingSettings`."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -185,3 +188,19 @@ def stages_in_words(recipe: RoundsRecipe, rows: int | None) -> Words:
         "2. select": f"{what}: {describe(way)}",
         "3. train": f"{recipe.method}, from {begin}; {settings_in_words(recipe.training)}",
     }
+
+
+def questions_of(number: int, total: int, asked: int | None, seed: int) -> list[int]:
+    """The rows that round ``number`` (from 1) asks: all, or the next ``asked`` of an order drawn anew when they run
+    out."""
+    if asked is None:
+        return list(range(total))
+    lap, place = divmod(number - 1, total // asked)
+    order = random.Random(f"{seed}/questions/{lap}").sample(range(total), total)
+    return order[place * asked : (place + 1) * asked]
+
+
+def seed_of(seed: int, number: int, what: str) -> int:
+    """The seed of one thing in one round, below 2³¹: of the run's seed, the round and the thing's name alone."""
+    digest = hashlib.sha256(f"{seed}/{number}/{what}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -79,9 +79,11 @@ class Stage:
     whole: bool = False
 
 
-def carry_out(
-    stages: Sequence[Stage], workspace: Workspace, report: Report = lambda workspace, stage, seconds: None
-) -> None:
+def no_report(_workspace: Any, _stage: str, _seconds: float | None) -> None:
+    """Report nothing."""
+
+
+def carry_out(stages: Sequence[Stage], workspace: Workspace, report: Report = no_report) -> None:
     """Run every stage that has no marker, in order; ``workspace.facts`` has the facts of all of them afterwards.
 
     ValueError: a damaged marker, or a stage that reads one that does not come before it; Interrupted: asked to stop."""

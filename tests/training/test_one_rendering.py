@@ -193,24 +193,24 @@ def rounds_of(world: World) -> tuple[RoundStages, Round]:
     written = {"method": "online_rft", "model": {"path": world.model}, "data": world.data}
     written |= {"evaluation": {"data": world.data}, "output_dir": str(world.folder / "r"), **world.sampling}
     recipe = rounds_recipe_from(written)
-    this_round = Round(
+    round_ = Round(
         folder=world.at("round").folder,
         stop=StopRequests(world.folder),
         number=1,
         current=world.model,
         start=world.model,
     )
-    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), this_round
+    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), round_
 
 
 def round_samples(world: World) -> None:
-    stages, this_round = rounds_of(world)
-    stages.sample(this_round)
+    stages, round_ = rounds_of(world)
+    stages.sample(round_)
 
 
 def round_measures(world: World) -> None:
-    stages, this_round = rounds_of(world)
-    stages.evaluate(this_round)
+    stages, round_ = rounds_of(world)
+    stages.evaluate(round_)
 
 
 PATHS: list[Callable[[World], None]] = [

@@ -20,12 +20,10 @@ from grpo_lab.pipelines.rounds import (
     check_folder,
     line_of,
     plan_of_rounds,
-    questions_of,
     rounds,
-    seed_of,
     settings_of,
 )
-from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, rounds_recipe_from
+from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, questions_of, rounds_recipe_from, seed_of
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs import stage
@@ -48,11 +46,11 @@ def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_pa
     done: list[str] = []
 
     def part(name: str, broken: bool = False, inputs: tuple[str, ...] = ()) -> Stage:
-        def make(this_round: Round) -> dict[str, Any]:
-            done.append(f"{this_round.number} {name}")
+        def make(round_: Round) -> dict[str, Any]:
+            done.append(f"{round_.number} {name}")
             if broken:
                 raise RuntimeError("killed")
-            return {"name": name, "before": sorted(this_round.facts)}
+            return {"name": name, "before": sorted(round_.facts)}
 
         return Stage(name, make, inputs=inputs)
 
