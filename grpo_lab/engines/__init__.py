@@ -1,1 +1,1 @@
-"""How completions are made, without TRL: samplers, vLLM engine and server, weight sync, proof, thinking budget."""
+"""Engines that make completions, without TRL: samplers, vLLM engine and server, weight sync, proof, thinking budget."""

@@ -153,7 +153,7 @@ class _OpenRows:
         return _OpenRows(self.ids[kept], self.mask[kept], self.rows[kept], self.live[kept] & ~again)
 
     def after(self, written: Tensor, ends: Tensor) -> _OpenRows:
-        """With what was ``written`` ``[b, t]`` behind it."""
+        """Return the rows with what was ``written`` ``[b, t]`` behind them."""
         return _OpenRows(
             torch.cat([self.ids, written], dim=1),
             torch.cat([self.mask, torch.ones_like(written)], dim=1),

@@ -215,7 +215,8 @@ def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
 
 
 def _asked(config: GenerationConfig) -> set[str]:
-    """What acts on a token by where its completion began, or on more than a row: `STRETCH` tokens would begin anew."""
+    """Name the settings that act on a token by where its completion began, or on more than a row: `STRETCH` tokens
+    would begin anew."""
     said = config.to_diff_dict().items()
     names = {name for name, value in said if not (value is None or value is False or value == _NEUTRAL.get(name))}
     return names - _PER_TOKEN

@@ -43,7 +43,7 @@ class GroupedEngine:
         return getattr(self.__dict__["llm"], name)
 
     def generate(self, prompts: Sequence[Any], sampling_params: Any, use_tqdm: bool = False) -> list[Any]:
-        """One request output per row of `prompts`, each with `sampling_params.n` completions.
+        """Return one request output per row of `prompts`, each with `sampling_params.n` completions.
 
         Rows with more than token ids (images) are passed on as they are. So are rows with a fixed `seed`, where folding
         would change which completion is drawn.

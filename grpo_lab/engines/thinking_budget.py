@@ -72,7 +72,8 @@ class ThinkingBudget:
     def for_tokenizer(
         cls, tokenizer: Any, budget: int, *, max_completion_length: int, eos_ids: Collection[int] = (), text: Any = None
     ) -> ThinkingBudget:
-        """For a Hugging Face tokenizer; left out: its own end-of-text token, and the text of Qwen's documentation."""
+        """Make a budget for a Hugging Face tokenizer; what is left out is its own end-of-text token, and the text of
+        Qwen's documentation."""
         stop_ids = tuple(tokenizer(QWEN3_STOP_TEXT if text is None else text, add_special_tokens=False)["input_ids"])
         return cls(budget, stop_ids, max_completion_length, {*eos_ids} or {tokenizer.eos_token_id}, tokenizer.decode)
 

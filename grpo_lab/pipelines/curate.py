@@ -97,7 +97,7 @@ def curation_recipe_from(written: Mapping[str, Any], default_name: str = "curati
 
 @dataclass(frozen=True)
 class Curated:
-    """What a curation left: its folder, the rows that stay (every score a column) as a table, what was dropped."""
+    """Result of a curation: its folder, the rows that stay (every score a column) as a table, what was dropped."""
 
     folder: Path
     table: pa.Table
@@ -191,7 +191,7 @@ def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stag
 
 
 def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
-    """What `grpo-lab curate` will do, in words. ValueError for what would stop it."""
+    """Say what `grpo-lab curate` will do. ValueError for what would stop it."""
     rows = resolve(recipe, overwrite, here_only=True)[0].rows
     samples = None
     file = recipe.output_dir / PASS_RATES

@@ -38,8 +38,8 @@ NOT_BUILT: dict[str, Any] = {
 
 @asking_the_hub_once()
 def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> dict[str, str]:
-    """What `grpo-lab train` will do, in words. Loads rows and (local) configs, trains nothing. ValueError: whatever
-    ``train`` would refuse, as far as it can be known here."""
+    """Say what `grpo-lab train` will do. Loads rows and (local) configs, trains nothing. ValueError: whatever ``train``
+    would refuse, as far as it can be known here."""
     recipe = numbers_read(recipe)
     config = lab_config(recipe, **_of_this_machine(recipe))
     resume = is_begun(recipe, overwrite, resume)
@@ -92,8 +92,8 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
 
 
 def _of_this_machine(recipe: Recipe) -> dict[str, Any]:
-    """What a plan puts in the place of the recipe's own: number formats and kernels; the batch of all processes of a
-    launched stage, on this one."""
+    """Values that a plan puts in the place of the recipe's own: number formats and kernels; the batch of all processes
+    of a launched stage, on this one."""
     processes = outlook().processes
     if processes == 1:
         return NOT_OF_THIS_MACHINE
@@ -162,8 +162,8 @@ def _checked(recipe: Recipe, job: Job) -> str:
 
 
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:
-    """What the model is given for the first row, with its ``tools``: rendered where the tokenizer is here and has a
-    template."""
+    """Show what the model is given for the first row, with its ``tools``: rendered where the tokenizer is here and has
+    a template."""
     from grpo_lab.engines.sampler import render_prompt
 
     prompt = rows[0]["prompt"]

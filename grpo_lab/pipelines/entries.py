@@ -52,7 +52,7 @@ class Entry:
 
     @cached_property
     def asked(self) -> Asked:
-        """What the recipe asks of it."""
+        """Everything that the recipe asks of the stage."""
         no_matter = {*OF_NO_FILE, *getattr(self.kind, "no_matter", ())}
         kept = {name: value for name, value in plain_facts(self.section.settings).items() if name not in no_matter}
         perhaps = getattr(self.kind, "perhaps", ())
@@ -62,7 +62,7 @@ class Entry:
         return Asked({**kept, "inputs": dict(self.section.inputs)}, dict(self.takes), named, leaves, keeps)
 
     def record(self) -> StageRecord:
-        """As its folder says it, with what it takes now."""
+        """The stage's record as its folder says it, with what it takes now."""
         found = StageRecord.read(self.folder, self.name, self.section.stage)
         found.before = [*self.section.before]
         taken = self.section.inputs.items()
@@ -70,7 +70,7 @@ class Entry:
         return found
 
     def standing(self, record: StageRecord, before: Mapping[str, Standing]) -> Standing:
-        """What has to be done with it (``pipelines.standing``)."""
+        """Find what has to be done with the stage (``pipelines.standing``)."""
         return standing(record, self.asked, look_at(self.folder.parent, self.name, record, self.asked), before)
 
 
@@ -133,7 +133,7 @@ class PipelineFiles:
     """Stage → what its file was like, its part of `pipeline.json`, whether it is done."""
 
     def begin(self) -> None:
-        """Whose the folder is, what is asked for, and how far every stage is."""
+        """Write whose the folder is, what is asked for, and how far every stage is."""
         folder = self.recipe.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         write_run(folder, {"name": self.recipe.name, "pipeline": PIPELINE, "versions": versions()})

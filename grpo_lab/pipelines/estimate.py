@@ -1,4 +1,5 @@
-"""What a stage takes, worked out before it runs: memory of a process, at most how many tokens it makes or learns.
+"""Estimate of what a stage takes, worked out before it runs: memory of a process, at most how many tokens it makes or
+learns.
 
 Bytes; N parameters (tied ones once), w bytes of a weight, R processes; arXiv 1910.02054, scripts/memory_table.py:
 
@@ -106,7 +107,7 @@ def flat(stage: Any) -> dict[str, Any]:
 
 
 class Estimates:
-    """Of stages one after another: a model that one leaves is known to those after it."""
+    """Estimates stages one after another: a model that one leaves is known to those after it."""
 
     def __init__(self) -> None:
         self.left: dict[str, tuple[ModelSection, Any]] = {}
@@ -152,7 +153,7 @@ class Estimates:
         return self.left.get(str(section.path)) or (section, meta_model(section))
 
     def _prompts(self, data: Any, section: ModelSection) -> tuple[int | None, int]:
-        """How many rows, and tokens of their longest prompt (0: not known), where they are here already."""
+        """Count the rows, and the tokens of their longest prompt (0: not known), where they are here already."""
         if not isinstance(data, DataSection):
             return None, 0
         key = f"{data} {section.path}"
@@ -213,7 +214,7 @@ class Estimates:
         return f"at most {total:.1f} GiB a process{engine}: {count:,} parameters, {at_once} at once ({each})"
 
     def _tokens(self, s: Mapping[str, Any], section: ModelSection, launch: Mapping[str, Any]) -> list[str]:
-        """What is sampled, asked of held-out rows and trained: rows × times × tokens each time."""
+        """Say how much is sampled, asked of held-out rows and trained: rows × times × tokens each time."""
         held_out = s.get("evaluation")
         rounds = getattr(s.get("rounds"), "count", 1)
         jobs = list[Any]()
@@ -265,7 +266,7 @@ def _answers(section: EvaluationSection) -> int:
 
 
 def _of_training(s: Mapping[str, Any], length: int | None, ranks: int) -> tuple[str, Any, int, int | None]:
-    """What is made or learned; rows (1: in all), times, tokens each time."""
+    """Return what is made or learned; rows (1: in all), times, tokens each time."""
     method = s["method"]
     steps = s["max_steps"]
     times = ceil(s["num_train_epochs"])

@@ -258,7 +258,7 @@ def claim_output(folder: Path, overwrite: bool, conditions: Sequence[str] = ()) 
 
 
 def _unlike_its_run(known: argparse.Namespace, data: DataSection) -> str:
-    """In words, that the model's own run was evaluated on other rows; empty where it was not, or has no record."""
+    """Say that the model's own run was evaluated on other rows; empty where it was not, or has no record."""
     if known.like is not None or not (Path(known.model) / "recipe.yaml").is_file():
         return ""
     try:

@@ -89,7 +89,7 @@ class Long2ShortRecipe:
 
     @property
     def way(self) -> Shortest | Shorter:
-        """How rows are chosen out of the samples."""
+        """The rule that chooses rows out of the samples."""
         if self.method == "shortest_sft":
             return Shortest()
         return self.pairs or Shorter()
@@ -250,7 +250,8 @@ def _delivered(workspace: Workspace, facts: Facts) -> Facts:
 
 
 def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) -> Questions:
-    """What the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it, too."""
+    """Load what the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it,
+    too."""
     before = check_folder(recipe, overwrite)
     if recipe.method == "merge":
         check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
@@ -270,7 +271,7 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
 
 
 def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Words:
-    """What `grpo-lab long2short` will do, in words. ValueError for what would stop it."""
+    """Say what `grpo-lab long2short` will do. ValueError for what would stop it."""
     asked = resolve(recipe, overwrite, here_only=True)
     facts = {"method": recipe.method, "model": str(recipe.model.path), **plan_of(_stages(recipe, asked, overwrite))}
     if recipe.evaluation is not None:
@@ -292,12 +293,13 @@ def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -
 
 
 def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """What the new model and its evaluations follow from; local models count by their content, too."""
+    """Settings that the new model and its evaluations follow from; local models count by their content, too."""
     return differences.settings_of(recipe, recipe.model.path, recipe.short_model)
 
 
 def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another recipe."""
+    """Read what marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another
+    recipe."""
     found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
     if "recipe" not in found and found.get("fingerprint", "") not in ("", _fingerprint(recipe)):  # an earlier version's
         here = f"`output_dir` {str(recipe.output_dir)!r}"
@@ -306,7 +308,7 @@ def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
 
 
 def _fingerprint(recipe: Long2ShortRecipe) -> str:
-    """What a training that was stopped is known by, as in an earlier version's ``run.json``."""
+    """Digest that a training that was stopped is known by, as in an earlier version's ``run.json``."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
     if not said["sampling"]["chat_template_kwargs"]:
         del said["sampling"]["chat_template_kwargs"]

@@ -34,7 +34,7 @@ class Outlook:
         self._here_only = here_only
 
     def words(self, name: str, kind: Any, launch: str | None) -> str:
-        """What the stage will do. ValueError, naming it: what would stop it."""
+        """Say what the stage will do. ValueError, naming it: what would stop it."""
         processes = processes_of(launch, name)
         with in_stage(name), looking_ahead(Ahead(dict(self.left), processes, self._here_only)):
             if hasattr(kind, "plan"):
@@ -42,7 +42,7 @@ class Outlook:
             return ""
 
     def leave(self, kind: Any, folder: Path) -> None:
-        """What the stage will leave in ``folder`` is known to those after it."""
+        """Make what the stage will leave in ``folder`` known to those after it."""
         model = self._model_of(kind)
         for thing, place in getattr(kind, "leaves", {}).items():
             self.left[str(folder / place)] = model if thing == "model" else None
@@ -67,7 +67,7 @@ class Outlook:
 
 
 def processes_of(launch: str | None, name: str) -> int:
-    """How many processes an accelerate file says; 1 without one. ValueError: it says no number."""
+    """Number of processes that an accelerate file says; 1 without one. ValueError: it says no number."""
     if not launch:
         return 1
     where = f"`stages.{name}.launch`"

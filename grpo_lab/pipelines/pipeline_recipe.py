@@ -1,4 +1,5 @@
-"""What a pipeline's YAML says: its stages, each with a kind, a name, inputs, and settings of its own or of a file.
+"""Recipe of a pipeline, as its YAML says it: its stages, each with a kind, a name, inputs, and settings of its own or
+of a file.
 
     stages:
       - {stage: sample, name: samples, model: runs/start, data: {loader: word_problems, n: 100}, n_samples: 4}
@@ -31,7 +32,7 @@ OWN = ("stage", "name", "inputs", "launch", "slurm", "recipe")
 
 @settings(rest="settings")
 class StageSection:
-    """One entry of ``stages``: its kind, the name of its folder, its inputs (setting → ``<stage>.<thing>``), an
+    """An entry of ``stages``: its kind, the name of its folder, its inputs (setting → ``<stage>.<thing>``), an
     accelerate file, options of `sbatch`; other keys are its kind's."""
 
     stage: str

@@ -137,7 +137,7 @@ def make_again(folder: Path, gone: Sequence[str]) -> bool:
 
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
-    """What `grpo-lab rounds` will do, in words. ValueError for what would stop it."""
+    """Say what `grpo-lab rounds` will do. ValueError for what would stop it."""
     asked, cold_rows = resolve(recipe, overwrite, here_only=True)
     count = recipe.rounds.count
     done = kept(recipe)
@@ -169,8 +169,8 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
 
 
 def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
-    """What the recipe names, and the rows of its cold start; nothing is written. ValueError for what would stop the
-    run."""
+    """Load what the recipe names, and the rows of its cold start; nothing is written. ValueError for what would stop
+    the run."""
     settings = check_training(recipe.method, recipe.training)
     check_trackers(settings.get("report_to"), "training.report_to")
     if recipe.cold_start is not None:
@@ -201,8 +201,8 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
 
 
 def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
-    """What marks the folder, `{}` for a new one. ValueError: something else, another recipe's rounds, or more of
-    them."""
+    """Read what marks the folder, `{}` for a new one. ValueError: it holds something else, another recipe's rounds, or
+    more of them."""
     found = earlier_run(recipe, ROUNDS, overwrite, settings_of)
     if recipe.rounds.count < found.get("count", 0):
         raise ValueError(
@@ -213,7 +213,7 @@ def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
 
 
 def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
-    """What the files of the rounds depend on; `rounds.count` may grow."""
+    """Settings that the files of the rounds depend on; `rounds.count` may grow."""
     said = differences.settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
     said["rounds"].pop("count")
     return said
@@ -221,8 +221,8 @@ def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Round(Workspace):
-    """Where a round works: its number (0: the start), the model that samples (``current``: of the round before, or the
-    start's), and the one that sampled first (``start``); folders or hub names."""
+    """The workspace of a round: its number (0: the start), the model that samples (``current``: of the round before, or
+    the start's), and the one that sampled first (``start``); folders or hub names."""
 
     number: int
     current: str
@@ -230,7 +230,7 @@ class Round(Workspace):
 
     @property
     def model(self) -> str:
-        """What the round leaves: its own model, where a stage made one, else the one it began with."""
+        """The model that the round leaves: its own, where a stage made one, else the one it began with."""
         if "train" in self.facts:
             return str(self.folder / MODEL)
         return self.current
@@ -255,7 +255,7 @@ def round_folder(folder: Path, number: int) -> Path:
 
 
 class RoundStages:
-    """What the rounds of one recipe do, with its rows and its reward."""
+    """Stages of the rounds of one recipe, with its rows and its reward."""
 
     def __init__(self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> None:
         self.recipe = recipe
@@ -340,7 +340,7 @@ class RoundStages:
 
 
 def _lines(folder: Path, count: int) -> list[Line]:
-    """Of the start and the rounds up to ``count``, from their markers."""
+    """Make the lines of the start and the rounds up to ``count`` from their markers."""
     lines: list[Line] = []
     for number in range(count + 1):
         place = round_folder(folder, number)

@@ -91,7 +91,7 @@ class RoundsRecipe:
 
     @property
     def way(self) -> Keep | ContrastSettings:
-        """How rows are chosen out of the samples."""
+        """The rule that chooses rows out of the samples."""
         if self.method in IMITATE:
             return self.keep or Keep()
         return self.pairs or ContrastSettings()

@@ -114,7 +114,7 @@ def _is_of(folder: Path, recipe: Recipe) -> bool:
 
 
 def _recipe_of(folder: Path) -> dict[str, Any] | None:
-    """What the run in ``folder`` was asked for; None where that cannot be read."""
+    """Read what the run in ``folder`` was asked for; None where that cannot be read."""
     try:
         then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def _recipe_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _put_aside(recipe: Recipe) -> None:
-    """What a run of another recipe that failed before its first step has made stands beside, as `<name>.before-<n>`."""
+    """Put aside, as `<name>.before-<n>`, what a run of another recipe that failed before its first step has made."""
     folder = recipe.output_dir
     for place in (folder / "cold_start", folder / "evaluation"):
         if place.is_dir() and not any(one.is_relative_to(place.resolve()) for one in _starts_from(recipe)):
@@ -187,7 +187,7 @@ def claim(recipe: Recipe, overwrite: bool) -> Path:
 
 
 def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
-    """What differs from the run in the output folder, all of it what cannot change its past; nothing is written.
+    """Return what differs from the run in the output folder, where none of it can change its past; nothing is written.
     ValueError: the folder holds something else, a run of another recipe, or one that is beyond ``max_steps``."""
     folder = recipe.output_dir
     if overwrite:

@@ -101,7 +101,7 @@ def _held(place: Path) -> Iterator[None]:
 
 
 def _carry_out(entry: Entry, files: PipelineFiles, workspace: Workspace) -> Facts | None:
-    """One stage, those before which are done; its facts, None where there is nothing to do."""
+    """Do a stage, those before which are done; return its facts, None where there is nothing to do."""
     before = {name: Standing(NOTHING, "") for name in entry.asked.before}
     if entry.standing(entry.record(), before).state == NOTHING:
         return None
@@ -145,7 +145,7 @@ def _do(entry: Entry, recipe: PipelineRecipe, workspace: Workspace) -> Facts:
 
 
 def _end(entry: Entry, record: StageRecord, error: BaseException) -> None:
-    """What is known of a stage that ``error`` has ended; a stop may have been heard after its last word."""
+    """Record how ``error`` has ended a stage; a stop may have been heard after its last word."""
     if record.status == DONE:
         return
     stopped = isinstance(error, Interrupted | KeyboardInterrupt)
@@ -154,7 +154,7 @@ def _end(entry: Entry, record: StageRecord, error: BaseException) -> None:
 
 
 def _as_launched(entry: Entry, folder: Path) -> Facts:
-    """As one of the processes of a stage; the first keeps the results, for the pipeline that launched it."""
+    """Do a stage as one of its processes; the first keeps the results, for the pipeline that launched it."""
     _end_with_launcher(entry)
     first = int(os.environ.get("RANK", "0")) == 0
     asked = processes_of(entry.section.launch, entry.name)
@@ -210,7 +210,7 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
 
 
 def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
-    """What follows `python` (or `accelerate launch`) to do one stage of what stands in the folder."""
+    """Words that follow `python` (or `accelerate launch`) to do one stage of what stands in the folder."""
     file = str(recipe.output_dir / RECIPE)
     folder = str(recipe.output_dir)
     return ["-m", "grpo_lab", "pipeline", "run", file, "--only", name, "--output_dir", folder]
@@ -219,8 +219,8 @@ def words_of_stage(recipe: PipelineRecipe, name: str) -> list[str]:
 def plan_of_pipeline(
     recipe: PipelineRecipe, overwrite: bool = False, only: str | None = None, launched: bool = False, run: bool = False
 ) -> Words:
-    """What `grpo-lab pipeline` will do, in words, and (not for a ``run``) what it takes. ValueError for what would stop
-    it, as far as it can be known before."""
+    """Say what `grpo-lab pipeline` will do, and (not for a ``run``) what it takes. ValueError for what would stop it,
+    as far as it can be known before."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not launched:
         raise ValueError("`grpo-lab pipeline` runs in one process; a stage's `launch` names an accelerate file for it")
     entries = entries_of(recipe)

@@ -40,7 +40,7 @@ _LONGEST_ERROR = 500
 
 @dataclass
 class StageRecord(PipelineStage):
-    """One stage as its folder says it. ``settings``: as written, with the ``inputs`` (setting → stage.thing).
+    """Record of a stage as its folder says it. ``settings``: as written, with the ``inputs`` (setting → stage.thing).
     ``digests``: stage.thing, or what a setting names → what it held."""
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class StageRecord(PipelineStage):
 
     @classmethod
     def read(cls, folder: Path, name: str, kind: str) -> StageRecord:
-        """Of the stage that worked in ``folder``. ValueError for a damaged file."""
+        """Read the record of the stage that worked in ``folder``. ValueError for a damaged file."""
         advice = "move the folder away, and the stage is done again"
         found = read_marker(folder / STAGE, advice, cls.FIELDS)
         try:
@@ -72,7 +72,7 @@ class StageRecord(PipelineStage):
         return record
 
     def write(self, folder: Path) -> None:
-        """To ``folder``, whole."""
+        """Write the record into ``folder``, whole."""
         write_json(folder / STAGE, asdict(self))
 
     def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
@@ -91,7 +91,8 @@ class StageRecord(PipelineStage):
         return ""
 
     def due(self, folder: Path, settings: Mapping[str, Any], digests: Mapping[str, str], left: Collection[str]) -> str:
-        """The same of the stage in ``folder``; nothing is written. ``left``: places of what it leaves."""
+        """Say why the stage in ``folder`` is to be done, without writing anything; empty where it is not. ``left``:
+        places of what it leaves."""
         return self.reason(settings, digests, [place for place in left if not (folder / place).exists()])
 
     def begin(self, folder: Path, settings: Facts, digests: dict[str, str], left: Collection[str]) -> bool:
@@ -111,7 +112,7 @@ class StageRecord(PipelineStage):
     def _prepare(
         self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str], anew: bool
     ) -> None:
-        """As a killed stage left it, or (``anew``) empty, and what was in it stands beside it as
+        """Leave the folder as a killed stage left it, or (``anew``) empty it: what was in it stands beside it as
         `<name>.before-<n>`."""
         if anew:
             self.seconds = None
@@ -138,7 +139,7 @@ class StageRecord(PipelineStage):
         self.write(folder)
 
     def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
-        """Not done: why not."""
+        """Record that the stage is not done, and why not."""
         if isinstance(error, str):
             said = error
         else:
@@ -155,7 +156,7 @@ def _few(files: list[Path], folder: Path | None) -> Seen:
 
 
 def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
-    """What ``settings`` name that may be a file or a folder."""
+    """Yield what ``settings`` name that may be a file or a folder."""
     for setting, value in flat(settings):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, str) and len(one) < 1000 and (setting.rpartition(".")[2] in PATHS or "/" in one):
@@ -163,17 +164,17 @@ def named_in(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def digests_of(settings: Mapping[str, Any], inputs: Mapping[str, Path]) -> dict[str, str]:
-    """What ``inputs`` hold now, and each file and folder that ``settings`` name."""
+    """Digest what ``inputs`` hold now, and each file and folder that ``settings`` name."""
     return digests_at({**inputs, **{one: Path(one) for one in named_in(settings)}})
 
 
 def digests_at(places: Mapping[str, Path]) -> dict[str, str]:
-    """What stands at each of ``places`` now; one where nothing does is left out."""
+    """Digest what stands at each of ``places`` now; one where nothing does is left out."""
     return {name: digest for name, place in sorted(places.items()) if (digest := digest_of(place))}
 
 
 def digest_of(place: Path) -> str:
-    """Of a file; of a folder with a model (weights, tokenizer, template: `model_files`); of every file of another
+    """Digest a file, a folder with a model (weights, tokenizer, template: `model_files`), or every file of another
     folder. Empty: nothing is there."""
     if place.is_file():
         return file_digest(place)
@@ -185,7 +186,7 @@ def digest_of(place: Path) -> str:
 
 
 def files_of(place: Path) -> list[Path]:
-    """Those that ``digest_of`` is of."""
+    """List the files that ``digest_of`` reads."""
     if not place.is_dir():
         return [place] if place.is_file() else []
     return files_of_model(place) or [file for file in place.rglob("*") if file.is_file()]

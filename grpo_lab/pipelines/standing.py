@@ -1,5 +1,5 @@
-"""What has to be done with each stage of a pipeline now, and why: one answer for `run`, `--only`, `--dry-run`,
-`status`, `show` and the report.
+"""Standing of each stage of a pipeline: what has to be done with it now, and why. One answer for `run`, `--only`,
+`--dry-run`, `status`, `show` and the report.
 
     new       it has not begun                       waits     it is done, and a stage that it reads is not
     again     what it is made from has changed, or   goes on   it was broken off, has failed, or a result that nobody
@@ -34,7 +34,8 @@ LOCK_OF_STAGE = "{}.stage.lock"
 
 
 class Standing(NamedTuple):
-    """What has to be done with a stage, and why. ``edited``: files of its results that are not as it left them."""
+    """The answer to what has to be done with a stage, and why. ``edited``: files of its results that are not as it left
+    them."""
 
     state: str
     why: str
@@ -43,7 +44,7 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a pipeline asks of a stage now, as ``pipeline.json`` keeps it.
+    """Everything that a pipeline asks of a stage now, as ``pipeline.json`` keeps it.
 
     settings: those that anything follows from, and its ``inputs``. takes: stage.thing → place in the pipeline's folder.
     named: files and folders that the settings name. leaves: places in its own folder that others can take; keeps: those
@@ -61,13 +62,13 @@ class Asked:
         return list(dict.fromkeys(one.partition(".")[0] for one in self.takes))
 
     def places(self, folder: Path) -> dict[str, Path]:
-        """Of all that it is made from, in a pipeline's ``folder``."""
+        """Places of all that the stage is made from, in a pipeline's ``folder``."""
         return {name: folder / place for name, place in self.takes.items()} | {one: Path(one) for one in self.named}
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a stage: what it is made from, which of what it left is gone or edited."""
+    """The look at a stage: what it is made from, which of what it left is gone or edited."""
 
     digests: Mapping[str, str]
     gone: Sequence[str] = ()
@@ -108,7 +109,7 @@ def look_at(folder: Path, name: str, record: StageRecord, asked: Asked) -> Look:
 
 
 def _gone_by_its_run(place: Path) -> list[str]:
-    """What the command that worked in ``place`` misses there."""
+    """List what the command that worked in ``place`` misses there."""
     try:
         return gone_from(place, read_record(place / RUN))
     except ValueError:
@@ -124,7 +125,7 @@ def survey(folder: Path, asked: Mapping[str, Asked], records: Mapping[str, Stage
 
 
 def state_of(folder: Path, record: StageRecord) -> str:
-    """How far a stage is: one that says it runs, and whose lock nobody holds, was broken off."""
+    """Return how far a stage is: one that says it runs, and whose lock nobody holds, was broken off."""
     locked = record.status == RUNNING and is_locked(folder / LOCK_OF_STAGE.format(record.name))
     if record.status == RUNNING and not locked:
         return BROKEN_OFF
@@ -170,7 +171,7 @@ def stages_now(folder: Path) -> list[PipelineStage]:
 
 
 def _asked(said: Mapping[str, Any]) -> Asked | None:
-    """What `pipeline.json` says that is asked of a stage; None where that is damaged, or an earlier release's."""
+    """Read what `pipeline.json` says that is asked of a stage; None where that is damaged, or an earlier release's."""
     try:
         needs = {"settings": dict, "takes": dict, "named": list, "leaves": list, "keeps": list}
         return Asked(**checked_object(said.get("asked"), needs))
@@ -179,7 +180,7 @@ def _asked(said: Mapping[str, Any]) -> Asked | None:
 
 
 def _record(folder: Path, said: Mapping[str, Any]) -> StageRecord:
-    """Of a stage's own file; a damaged one is a failure that is said."""
+    """Read the record in a stage's own file; a damaged one is a failure that is said."""
     name = str(said["name"])
     kind = str(said.get("kind"))
     try:
@@ -197,7 +198,7 @@ def status(folder: Path, console: Console | None = None) -> None:
 
 
 def show(folder: Path, console: Console | None = None) -> None:
-    """The same as a drawing."""
+    """Draw the stages and how far each of them is."""
     pipeline_sections.show(folder, console, stages_now(folder))
 
 

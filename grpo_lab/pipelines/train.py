@@ -48,7 +48,7 @@ NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run gave: its folder, report and accuracies."""
+    """Outcome of a run: its folder, report and accuracies."""
 
     folder: Path
     report: Path | None
@@ -77,8 +77,8 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
 
 
 def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_only: bool = False) -> Job:
-    """What ``recipe``, its numbers read, names; nothing is written. A dry run (``here_only``) asks it, too. ValueError:
-    what cannot be loaded, built or trained, or an output folder that is not this run's."""
+    """Load what ``recipe``, its numbers read, names; nothing is written. A dry run (``here_only``) asks it, too.
+    ValueError: what cannot be loaded, built or trained, or an output folder that is not this run's."""
     if int(os.environ.get("RANK", "0")) == 0:  # the others may find what it has written
         refuse_folder(recipe, overwrite)
     return Job.resolve(recipe, config, here_only, cold_start=not (resume and start_is_whole(recipe.output_dir)))
@@ -180,8 +180,9 @@ def shared_start(
     seed: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Where the model lies after the cold start that several trainings begin from: made once, and again where it was
-    made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold start."""
+    """Return the place of the model after the cold start that several trainings begin from: made once, and again where
+    it was made from something else, which then stands beside it (``stage_record``). ValueError: there is no cold
+    start."""
     if cold is None:
         raise ValueError(NOTHING_TO_SHARE)
     from grpo_lab.trainer.supervised.methods import cold_start

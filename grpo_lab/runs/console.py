@@ -1,4 +1,4 @@
-"""What a command says: a recipe's settings in words, the plan of a dry run, and, of what the libraries print, a line of
+"""Words of a command: a recipe's settings in words, the plan of a dry run, and, of what the libraries print, a line of
 progress: no bars for loading, saving and mapping, no dictionary of metrics per log, no notes and warnings for the
 libraries' developers. Errors, warnings about weights and data, and this package's own lines stay."""
 
@@ -53,12 +53,13 @@ def describe(settings: Any) -> str:
 
 
 def settings_in_words(training: Mapping[str, Any]) -> str:
-    """Those of a trainer of TRL's."""
+    """Describe the settings of a trainer of TRL's."""
     return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
 
 
 def count_of(rows: Any, section: DataSection) -> str:
-    """How many rows there are, and where from. Of made ones the recipe says how many, whatever was made of them."""
+    """Say how many rows there are, and where from. For made ones the recipe says how many, whatever was made of
+    them."""
     count = None if rows is None else len(rows)
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
@@ -87,7 +88,7 @@ def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -
 
 
 class NoLine(TrainerCallback):  # type: ignore[misc]
-    """In place of HF's printer of dictionaries, where ``disable_tqdm`` asks for no bar."""
+    """Takes the place of HF's printer of dictionaries, where ``disable_tqdm`` asks for no bar."""
 
 
 @contextlib.contextmanager

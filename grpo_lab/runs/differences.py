@@ -25,7 +25,7 @@ PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "d
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting, as it was and as it is asked for now."""
+    """A setting that differs, as it was and as it is asked for now."""
 
     name: str
     old: Any
@@ -46,7 +46,8 @@ def plain_settings(recipe: Any) -> dict[str, Any]:
 
 
 def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
-    """What a run's files follow from, as JSON gives it back; of ``models``, paths, those here by what they hold."""
+    """Settings that a run's files follow from, as JSON gives them back; ``models`` are paths, and those that are here
+    count by what they hold."""
     said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
     return {**said, "model_files": {path: model_files(path) for path in sorted(str(m) for m in models if is_local(m))}}
 
@@ -54,9 +55,10 @@ def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
 def earlier_run(
     recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What ``run.json`` says of an earlier run of ``command`` in the recipe's folder; `{}` for a new folder, and with
-    ``overwrite``. ValueError where the folder holds something else, or a run of other ``settings`` (what two runs must
-    have in common, of a recipe), which are named; one that failed before it had written anything leaves the folder."""
+    """Read what ``run.json`` says of an earlier run of ``command`` in the recipe's folder; `{}` for a new folder, and
+    with ``overwrite``. ValueError where the folder holds something else, or a run of other ``settings`` (what two runs
+    must have in common, of a recipe), which are named; one that failed before it had written anything leaves the
+    folder."""
     found = record_of(recipe.output_dir, command)
     failed = not found.get("finished") and is_only_marked(recipe.output_dir)
     if overwrite or not found or failed:
@@ -72,7 +74,8 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """What differs between two recipes of plain values. ValueError that names what is not what ``may_differ``."""
+    """Return what differs between two recipes of plain values. ValueError names what is not among what
+    ``may_differ``."""
     found = differing(then, now)
     if refused := [one for one in found if not may_differ(one)]:
         raise ValueError(
@@ -129,7 +132,7 @@ def rows_fingerprint(rows: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    """What JSON has no form for; never an address in memory."""
+    """Write in words what JSON has no form for; never an address in memory."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     has_text = type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value)
@@ -148,7 +151,7 @@ def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the machine and the packages that numbers depend on."""
+    """Versions of Python, the machine and the packages that numbers depend on."""
     return dict(_versions())
 
 

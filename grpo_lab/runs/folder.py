@@ -124,8 +124,8 @@ def is_only_marked(folder: Path) -> bool:
 
 
 def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:
-    """What an earlier run of ``command`` (None: of `grpo-lab train`) says of itself in ``folder``, `{}` for a new one;
-    a ``marker`` other than ``run.json`` is of one command alone. ValueError: the folder holds something else, or
+    """Read what an earlier run of ``command`` (None: of `grpo-lab train`) says of itself in ``folder``, `{}` for a new
+    one; a ``marker`` other than ``run.json`` is of one command alone. ValueError: the folder holds something else, or
     nothing can be written there. Nothing is."""
     check_writable(folder)
     found = read_marker(folder / marker)
@@ -142,23 +142,23 @@ def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_marker(file: Path, advice: str = RESCUE, needs: Fields | None = None) -> dict[str, Any]:
-    """What marks a folder as ours; empty where there is no such file. ValueError with ``advice``: it is damaged, or
-    lacks a field that it ``needs``."""
+    """Read what marks a folder as ours; empty where there is no such file. ValueError with ``advice``: it is damaged,
+    or lacks a field that it ``needs``."""
     if file.is_file():
         return read_record(file, needs, advice)
     return {}
 
 
 def problems_in(file: Path) -> int:
-    """How many problems a file of samples holds: its whole lines after the header."""
+    """Count the problems that a file of samples holds: its whole lines after the header."""
     if file.is_file():
         return max(0, file.read_bytes().count(b"\n") - 1)
     return 0
 
 
 def kept(recipe: Any) -> str:
-    """What is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint; of a
-    pipeline also what the stage under way has."""
+    """Say what is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint;
+    of a pipeline also what the stage under way has."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
     found = []

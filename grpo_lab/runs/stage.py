@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a command.
+    """A step of a command.
 
     Args:
         run: ``run(workspace)`` does it, writing its files into ``workspace.folder``, and returns facts: what later
@@ -120,13 +120,13 @@ def run_stage(stop: StopRequests, whole: bool) -> Iterator[None]:
 
 
 def plain_facts(found: Mapping[str, Any] | None) -> Facts:
-    """What a stage returned, as JSON gives it back."""
+    """Return the facts of a stage as JSON gives them back."""
     plain: Facts = json.loads(json.dumps(dict(found or {}), default=str))
     return plain
 
 
 def plan_of(stages: Iterable[Stage]) -> Words:
-    """What the stages will do. ValueError for what would stop one of them."""
+    """Say what the stages will do. ValueError for what would stop one of them."""
     return {title: words for stage in stages for title, words in stage.plan().items()}
 
 
@@ -189,7 +189,7 @@ def staged_run(
 
 
 def read_facts(marker: Path) -> Facts | None:
-    """What a finished stage found; None where it is not finished. ValueError for a damaged marker."""
+    """Read what a finished stage found; None where it is not finished. ValueError for a damaged marker."""
     if marker.is_file():
         return read_marker(marker, "remove it, and the part is done again")
     return None

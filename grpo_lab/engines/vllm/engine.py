@@ -40,7 +40,7 @@ _PUT_BACK = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "VLLM_CPU_KVCACHE_SPACE", "TORCHI
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a recipe can say about the engine; `None` leaves the choice to vLLM (or to TRL, where TRL makes one).
+    """Options of the engine that a recipe can set; `None` leaves the choice to vLLM (or to TRL, where TRL makes one).
 
     dtype            "auto": the trainer's dtype on a CPU, vLLM's own rule on a GPU
     max_model_len    prompt + completion, in tokens
@@ -74,7 +74,7 @@ class EngineOptions:
         return cls(**settings)
 
     def llm_arguments(self, *, on_cpu: bool, trainer_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """What `LLM` is started with, beside what TRL gives it."""
+        """Arguments that `LLM` is started with, beside those that TRL gives it."""
         of_trainer = self.dtype == "auto" and on_cpu and trainer_dtype is not None
         kv_cache_gib = self.kv_cache_gib
         if kv_cache_gib is None and on_cpu:
@@ -158,7 +158,7 @@ def runs_on_cpu() -> bool:
 
 
 def lora_arguments(max_rank: int | None) -> dict[str, Any]:
-    """What `LLM` or a server is started with so that it takes adapters up to a rank."""
+    """Arguments that let `LLM` or a server take adapters up to a rank."""
     if max_rank is None:
         return {}
     return {"enable_lora": True, "max_loras": LORA_VERSIONS, "max_lora_rank": max_rank}

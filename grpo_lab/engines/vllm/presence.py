@@ -1,4 +1,4 @@
-"""Whether an engine can be started here: vLLM is there, it imports, and its kernels are loaded.
+"""Presence of an engine: it can be started here where vLLM is there, imports, and its kernels are loaded.
 
 A vLLM that cannot be imported is no reason to do without the rest: ``grpo_lab.trainer.trl_import`` then hides it from
 TRL and notes why, and whatever asks for an engine is refused with that reason before a run starts.
@@ -52,8 +52,8 @@ def refuse_without_engine(setting: str, kernels: bool = True) -> None:
 
 
 def engine_here(written: Mapping[str, Any]) -> dict[str, str]:
-    """What the plan of a recipe with ``use_vllm`` says of an engine that cannot be had on this machine; the run may be
-    on another."""
+    """Words for the plan of a recipe with ``use_vllm`` about an engine that cannot be had on this machine; the run may
+    be on another."""
     why = why_not(kernels=written.get("vllm_mode") != "server")
     if why is None:
         return {}
@@ -72,8 +72,8 @@ class _Heard(logging.Handler):
 
 
 def _without_kernels(platform: object) -> str | None:
-    """What is wrong with the compiled part of a vLLM for CPUs or for CUDA. A vLLM without it imports all the same, with
-    a warning, and fails in its first step."""
+    """Say what is wrong with the compiled part of a vLLM for CPUs or for CUDA. A vLLM without it imports all the same,
+    with a warning, and fails in its first step."""
     import torch
 
     asked = [getattr(platform, name, None) for name in ("is_cpu", "is_cuda")]

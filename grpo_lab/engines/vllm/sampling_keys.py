@@ -1,4 +1,4 @@
-"""What each sampling key of an engine would do to a training run: let through, or refused with the reason.
+"""Sampling keys of an engine, and what each would do to a training run: let through, or refused with the reason.
 
 `generation_kwargs` go into vLLM's `SamplingParams` (an engine in this process), into the body of a request (a server:
 what it does not know it ignores) or into transformers' `GenerationConfig` (likewise). Some keys change what TRL

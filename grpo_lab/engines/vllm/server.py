@@ -69,8 +69,9 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What to serve and where; ValueError for what is not allowed. `allow_hosts`: names under which it is asked, beside
-    its address and this machine's. `max_lora_rank`: it takes LoRA adapters of at most this rank."""
+    """Options of the server: what to serve and where; ValueError for what is not allowed. `allow_hosts`: names under
+    which it is asked, beside its address and this machine's. `max_lora_rank`: it takes LoRA adapters of at most this
+    rank."""
 
     model: str
     port: int = 8000

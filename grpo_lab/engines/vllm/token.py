@@ -1,4 +1,4 @@
-"""What a server keeps outside of run folders: its token, and folders that go with their process.
+"""Files that a server keeps outside of run folders: its token, and folders that go with their process.
 
 Whoever has the token can read prompts and replace the model, so it is in no log, no command line and no run folder.
 Which one, on both sides:

@@ -214,12 +214,12 @@ class WeightLoading:
 
     @_answered
     def grpo_lab_sees(self, folder: str) -> dict[str, Any]:
-        """Whether a folder of the trainer's shared memory exists on this side."""
+        """Return whether a folder of the trainer's shared memory exists on this side."""
         return {"sees": trusted_folder(folder).is_dir()}
 
     @_answered
     def grpo_lab_describe(self) -> dict[str, Any]:
-        """What a trainer compares with its own before it sends anything."""
+        """Return what a trainer compares with its own before it sends anything."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
         config = self.vllm_config.model_config

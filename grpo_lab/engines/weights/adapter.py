@@ -52,7 +52,7 @@ MERGED = "or send merged weights (`rollout.sync: merged`)"
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """One sync: its number, from 1; the name that no other has; the folder it lies in."""
+    """The adapter of one sync: its number, from 1; the name that no other has; the folder it lies in."""
 
     number: int
     name: str

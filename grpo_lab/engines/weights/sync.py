@@ -89,8 +89,9 @@ class WeightSyncError(RuntimeError):
 
 
 def fit(named_params: NamedTensors, engine: torch.dtype | None = None) -> NamedTensors:
-    """The same stream for an engine with weights of this dtype (None: not known). WeightSyncError at the first tensor
-    that no engine should hold: whole numbers (weights are cut to them, or were), NaN, what its dtype cannot hold."""
+    """Yield the same stream for an engine with weights of this dtype (None: not known). WeightSyncError at the first
+    tensor that no engine should hold: whole numbers (weights are cut to them, or were), NaN, what its dtype cannot
+    hold."""
     for name, tensor in named_params:
         if wrong := _unfit(tensor, engine):
             raise WeightSyncError(
@@ -142,7 +143,7 @@ def push_weights(llm: Any, named_params: NamedTensors) -> int:
 
 
 def dtype_of(runner: Any) -> torch.dtype:
-    """That of the engine's weights."""
+    """Return the dtype of the engine's weights."""
     return next(one.dtype for one in runner.get_model().parameters() if one.numel())
 
 
@@ -202,7 +203,7 @@ def put_back(model: nn.Module, runner: Any) -> None:
 
 
 def copied(named_params: NamedTensors, brought: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
+    """Yield the same stream with tensors of its own, since the engine keeps them longer; names and shapes are noted."""
     for name, tensor in named_params:
         brought[name] = str(list(tensor.shape))
         yield name, tensor.detach().clone()
