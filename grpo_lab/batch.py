@@ -63,7 +63,7 @@ def earlier_name(old: str, new: str) -> Callable[[Carrier], Carrier]:
 @earlier_name("old_logps", "proximal_logps")
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a surrogate sees: one micro-batch of completions with everything the loss may read.
+    """A micro-batch of completions with everything that the loss may read: the one argument of a surrogate.
 
     Args:
         logps: ``[B, T]`` log-probs of the policy that is being trained; carries the gradient.
@@ -104,7 +104,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What a sum over tokens is divided by: counts of the whole optimizer step over all ranks, made by the trainer.
+    """Denominators of a sum over tokens: counts of the whole optimizer step over all ranks, made by the trainer.
 
     Data-parallel training averages gradients over ranks, so each count is divided by the number of ranks. Counted
     *before* any row is left out, hence independent of how rows are cut into micro-batches.

@@ -49,7 +49,7 @@ class FiniteScores:
 
 
 def not_finite_scores(model: torch.nn.Module | None = None) -> str:
-    """What is said of a model whose next token cannot be drawn; of ``model`` the weights to blame are named."""
+    """Say that a model's next token cannot be drawn; of ``model`` the weights to blame are named."""
     said = "the model's scores of the next token are not finite"
     if model is None:
         return f"{said}: a weight of it is NaN, infinite or far too large; look at how it was made, saved or converted"
@@ -63,7 +63,7 @@ def not_finite_scores(model: torch.nn.Module | None = None) -> str:
 
 
 def not_finite(folder: Path) -> str | None:
-    """Which file of a saved model or checkpoint holds NaN or infinities, in which tensors; None where none does.
+    """Name the file of a saved model or checkpoint that holds NaN or infinities, and the tensors; None where none does.
 
     Weights, adapters, critic, reference, moments; whole or FSDP's shards. Not read: DeepSpeed's own files, moments in
     the classes of another package, what is damaged.

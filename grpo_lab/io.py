@@ -50,7 +50,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> N
 
 @contextmanager
 def saving(place: str | os.PathLike[str]) -> Iterator[None]:
-    """What the disk refuses of the block's writing into ``place`` is an OSError with its number and the place.
+    """Turn what the disk refuses of the block's writing into ``place`` into an OSError with its number and the place.
 
     safetensors, tokenizers, torch and ``copytree`` have errors of their own for it, and ``json.dump`` names no file.
     """
@@ -93,7 +93,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def write_json_lines(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """One object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
+    """Write one object a line, without escapes; half characters are the caller's to replace (`visible.encodable`)."""
     write_lines(path, (as_line(row) for row in rows))
 
 
@@ -160,7 +160,7 @@ def cut_to_whole_batches(file: IO[bytes], is_whole: Callable[[dict[str, Any]], b
 
 
 def _start_of_line(file: IO[bytes], end: int) -> int:
-    """Where the line begins that ends at ``end``."""
+    """Find where the line begins that ends at ``end``."""
     place = end - 1
     while place > 0:
         piece = max(0, place - 65536)
@@ -183,8 +183,8 @@ def _ends_batch(line: bytes, is_whole: Callable[[dict[str, Any]], bool]) -> bool
 
 
 def no_link(path: str, flags: int) -> int:
-    """For ``open(…, opener=no_link)``: ``path`` itself is opened, never a file that a link there leads to. ValueError:
-    a link, a folder, a pipe or a device stands there."""
+    """Open ``path`` itself, never a file that a link there leads to: for ``open(…, opener=no_link)``. ValueError: a
+    link, a folder, a pipe or a device stands there."""
     try:
         opened = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if stat.S_ISREG(os.fstat(opened).st_mode):
@@ -237,7 +237,8 @@ def _to_disk(path: Path) -> None:
 
 
 def own_cores() -> int:
-    """Those that it is bound to (containers, ``taskset``), where the system says so; all of the machine elsewhere."""
+    """Count the cores that this process is bound to (containers, ``taskset``), where the system says so; all of the
+    machine elsewhere."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

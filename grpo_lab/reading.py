@@ -140,7 +140,7 @@ def checked_object(found: Any, needs: Fields) -> dict[str, Any]:
 
 
 def _decoded(content: bytes, mark: bool = True) -> str:
-    """As text; ``mark``: a byte order mark may stand before it."""
+    """Decode ``content`` as text; ``mark``: a byte order mark may stand before it."""
     try:
         return content.decode("utf-8-sig" if mark else "utf-8")
     except UnicodeDecodeError as error:
@@ -165,7 +165,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _value_of(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
-    """What JSON ``text`` says. _Damaged: why it says nothing."""
+    """Return the value of JSON ``text``. _Damaged: why it has none."""
     if not text.strip("\0 \t\r\n"):
         raise _Damaged("zero bytes, as a lost write leaves them" if "\0" in text else "it is empty; JSON is needed")
     try:

@@ -1,4 +1,4 @@
-"""What this package cannot do without, and what of it is not to be had in this Python: all of it, in one message.
+"""Requirements of this package, and those that are not to be had in this Python: all of them, in one message.
 
 Uses the standard library alone. ``scripts/offline_kit.py`` asks the same table on a machine that lacks everything."""
 
@@ -69,7 +69,7 @@ def failing(needed: Sequence[str] = NEEDED) -> dict[str, str]:
 
 
 def described(error: BaseException, module: str = "") -> str:
-    """What was raised and in which file, in words; ``not installed`` where ``module`` itself is missing."""
+    """Say what was raised and in which file; ``not installed`` where ``module`` itself is missing."""
     if isinstance(error, ModuleNotFoundError) and error.name == module:
         return NOT_INSTALLED
     while error.__cause__ is not None:
@@ -94,7 +94,7 @@ def _place(error: BaseException) -> str:
 
 
 def in_words(found: Mapping[str, str]) -> str:
-    """One sentence that names them all, and how they are had."""
+    """Make one sentence that names them all, and how they are had."""
     gone = [name_of(one) for one, why in found.items() if why == NOT_INSTALLED]
     half = [f"{name_of(one)} ({why})" for one, why in found.items() if why != NOT_INSTALLED]
     parts = []

@@ -1,4 +1,4 @@
-"""What a person wrote → settings with checked types (by pydantic), and one sentence for what is wrong with it.
+"""Settings with checked types (by pydantic), made of what a person wrote, and one sentence for what is wrong with it.
 
 ``@settings()`` makes a frozen dataclass that checks its fields wherever it is made: by ``read`` from a mapping of a
 recipe, a configuration or a command line, or in Python. Field types that a plain ``int`` cannot say stand here, each
@@ -48,12 +48,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """What follows a name that is none of ``known``: the nearest one, and all that are allowed."""
+    """Make the words that follow a name that is none of ``known``: the nearest one, and all that are allowed."""
     return f"{did_you_mean(name, known) or '.'} Allowed: {list(known)}"
 
 
 def no_such_setting(key: object, allowed: Iterable[str]) -> str:
-    """What is said of an unknown key, without the place: the key, the nearest known one, up to 20 that are allowed."""
+    """Make the words for an unknown key, without the place: the key, the nearest known one, up to 20 that are
+    allowed."""
     known = sorted(allowed)
     return f"has no setting {key!r}{one_of(key, known) if len(known) <= 20 else did_you_mean(key, known)}"
 
@@ -102,7 +103,7 @@ def refuse_unknown_arguments(
 
 
 def refuse_misfit(called: Callable[..., Any], given: Collection[str], where: str, beside: Collection[str] = ()) -> None:
-    """The same, for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
+    """Do the same for what is called with nothing else: ``ValueError`` for an argument that is missing, too."""
     for one in refuse_unknown_arguments(called, given, where, beside):
         if one.default is one.empty and one.name not in (*given, *beside):
             raise ValueError(f"{where} needs `{one.name}`, and has none")
@@ -234,7 +235,7 @@ def from_json(value: Any, where: str) -> Any:
 
 @contextmanager
 def _in_our_words(where: str, root: str) -> Iterator[None]:
-    """What pydantic finds as a ``ValueError``, a sentence each."""
+    """Turn what pydantic finds into a ``ValueError``, a sentence each."""
     try:
         yield
     except ValidationError as error:

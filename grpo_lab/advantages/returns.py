@@ -1,4 +1,4 @@
-"""What comes after a token: REINFORCE's return, and generalised advantage estimation from a critic's values."""
+"""Returns, what comes after a token: REINFORCE's, and generalised advantage estimation from a critic's values."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Moments:
 
     @staticmethod
     def joined(parts: Tensor) -> Moments:
-        """Of the union, from ``masked_moments`` of each part, ``[R, 3]``. Parts without a token count nothing.
+        """Join the moments of parts, ``masked_moments`` of each, ``[R, 3]``, into those of the union. Parts without a
+        token count nothing.
 
         M2 = Σ_r M2_r + Σ_r n_r (m_r − m)²: no difference of two large sums (Chan, Golub, LeVeque 1979).
         """

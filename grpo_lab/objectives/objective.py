@@ -29,7 +29,7 @@ What else a surrogate may say of itself, as class attributes or methods, and wha
 
 @dataclass(frozen=True)
 class Objective:
-    """How tokens are pushed and averaged, once their advantages are known.
+    """The objective: how tokens are pushed and averaged, once their advantages are known.
 
     loss = aggregate( w · surrogate(ρ, Â, log π) + β·KL ), with w the sampler correction.
 
@@ -84,7 +84,8 @@ class Objective:
 
     @torch.no_grad()
     def diagnostics(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """What the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``; of a product the rows that are held."""
+        """Return what the surrogate reports for the log, ``[B, T]`` or ``[B, 1]``; of a product also the rows that are
+        held."""
         report = getattr(self.surrogate, "diagnostics", None)
         values: dict[str, Tensor] = {} if report is None else report(batch)
         if self.ratio == "product":

@@ -20,7 +20,8 @@ from grpo_lab.settings import did_you_mean
 
 @dataclass(frozen=True)
 class Preset:
-    """One row: names of the parts, where it comes from, and what the authors set (``paper``, for ``--dry-run``).
+    """A row of the menu: names of the parts, where it comes from, and what the authors set (``paper``, for
+    ``--dry-run``).
 
     Args:
         knobs: of the advantage rule, where they differ from its defaults.

@@ -1,4 +1,4 @@
-"""What a critic is trained on, and how well it explains the returns. Pure: no trainer, no averaging."""
+"""Loss of a critic, and how well it explains the returns. Pure: no trainer, no averaging."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a recipe says: its YAML, its sections, and everything that it names, resolved once."""
+"""Recipes: their YAML, their sections, and everything that they name, resolved once."""

@@ -1,5 +1,5 @@
-"""What a plan takes as given where the stages of a pipeline are looked at before the first of them begins: the places
-that earlier stages will leave, the processes of a stage, and whether the hub is to be asked."""
+"""Assumptions of a plan where the stages of a pipeline are looked at before the first of them begins: the places that
+earlier stages will leave, the processes of a stage, and whether the hub is to be asked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def looking_ahead(outlook: Ahead) -> Iterator[None]:
 
 
 def outlook() -> Ahead:
-    """What is taken as given now; nothing outside of a pipeline."""
+    """The assumptions in force now; none outside of a pipeline."""
     return _OUTLOOK.get()
 
 

@@ -1,4 +1,5 @@
-"""What would stop a training only when its trainer is built, or at its first generation: said before the first stage.
+"""Checks of what would stop a training only when its trainer is built, or at its first generation: said before the
+first stage.
 
 Tokens are counted as each stage counts them, by the recipe's own tokenizer; rows too short to matter are passed over.
 """
@@ -44,9 +45,9 @@ def evaluation_tokens(recipe: Recipe) -> int:
 def check_room(
     recipe: Recipe, trainer: Any, config: Any, model: tuple[Any, Any] | None, rows: Any, held_out: Any, cold_rows: Any
 ) -> str | None:
-    """What the run would refuse at its first evaluation or generation, and what a cold start would train out of its
-    context: a ``ValueError`` that names the setting, the tokens and the context. Returns the context in words, with a
-    warning where completions may run beyond it; None where it is not known here.
+    """Refuse what the run would refuse at its first evaluation or generation, and what a cold start would train out of
+    its context, by a ``ValueError`` that names the setting, the tokens and the context. Returns the context in words,
+    with a warning where completions may run beyond it; None where it is not known here.
 
     Args:
         trainer: its class.
@@ -95,8 +96,8 @@ def check_by(evaluation: EvaluationSection, held_out: Any) -> None:
 def check_held_out(
     section: EvaluationSection, otherwise: int, prompts: Sequence[Any], words: Any, context: int
 ) -> None:
-    """At least one prompt must fit: others are left out by the evaluation. ``otherwise``: what is in force without
-    ``evaluation.max_new_tokens``."""
+    """Refuse held-out rows of which not one prompt fits: others are left out by the evaluation. ``otherwise``: what is
+    in force without ``evaluation.max_new_tokens``."""
     own = section.max_new_tokens
     new = otherwise if own is None else own
     shortest = shortest_prompt(prompts, words, context - new, section.chat_template_kwargs)
@@ -303,7 +304,7 @@ def cold_start_rows(
 
 
 def no_room(completion: int, context: int) -> ValueError:
-    """Where not one prompt is short enough."""
+    """Make the error for rows of which not one prompt is short enough."""
     return ValueError(
         f"no prompt of `data` leaves room for max_completion_length={completion} tokens in the model's context of "
         f"{context}; lower `--max_completion_length`"

@@ -17,7 +17,7 @@ _A_TICK = 50_000_000
 
 
 def file_digest(file: Path) -> str:
-    """What ``file`` holds, as 16 hexadecimal digits of its SHA-256."""
+    """Digest what ``file`` holds: 16 hexadecimal digits of its SHA-256."""
     name = os.path.abspath(file)
     found = file.stat()
     stamp = (found.st_size, found.st_mtime_ns)
@@ -32,7 +32,7 @@ def file_digest(file: Path) -> str:
 
 
 def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
-    """Of each of ``files``, by its place in ``folder``; without one by its whole path."""
+    """Return size, time and digest of each of ``files``, by its place in ``folder``; without one by its whole path."""
     found: Seen = {}
     for file in files:
         stat = file.stat()
@@ -45,7 +45,7 @@ def seen(files: Iterable[Path], folder: Path | None = None) -> Seen:
 
 
 def remember(files: Mapping[str, Any], folder: Path = Path()) -> None:
-    """What was ``seen`` is known; entries that are none are passed over."""
+    """Remember what was ``seen``; entries that are none are passed over."""
     for name, one in files.items():
         if isinstance(one, list) and len(one) == 3:
             KNOWN.setdefault(os.path.abspath(folder / name), (one[0], one[1], str(one[2])))

@@ -156,7 +156,8 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """What is raised for a model that is not there, or whose files are broken, as a ``ValueError`` of one line."""
+    """Turn what is raised in the block for a model that is not there, or whose files are broken, into a ``ValueError``
+    of one line."""
     try:
         _reach(model)
         yield

@@ -1,4 +1,4 @@
-"""From a recipe's sections to real objects: rows, rewards, model and tokenizer."""
+"""Objects made from a recipe's sections: rows, rewards, model and tokenizer."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def reach_reward_models(rewards: Iterable[Any]) -> None:
 
 
 def scoring_nothing(name: str) -> Any:
-    """In place of a reward that cannot be built yet, under the name that it will have in the log."""
+    """Make a reward that scores nothing, in place of one that cannot be built yet, under the name that it will have in
+    the log."""
 
     def score(completions: list[Any], **_: Any) -> list[float]:
         return [0.0] * len(completions)
@@ -164,7 +165,8 @@ def trainer_class(name: str) -> Any:
 
 
 def trainer_parts(recipe: Recipe) -> dict[str, Any]:
-    """What the trainer is given beside model, rewards, rows and configuration, by the names of its arguments."""
+    """Collect what the trainer is given beside model, rewards, rows and configuration, by the names of its
+    arguments."""
     environment = recipe.environment_factory
     factory = None
     for tool in recipe.tools:

@@ -1,4 +1,5 @@
-"""What the trainer refuses of its model, asked of a model without weights: before anything is loaded or evaluated."""
+"""Checks of what the trainer refuses of its model, made on a model without weights: before anything is loaded or
+evaluated."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def load_rows(section: DataSection, where: str = "data") -> Dataset:
 
 
 def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[..., Any], str]:
-    """What loads the rows, and the place in words. ValueError for arguments that it does not take, or lacks."""
+    """Return the function that loads the rows, and its place in words. ValueError for arguments that it does not take,
+    or lacks."""
     load = loader_of(section.loader, f"{where}.loader")
     place = f"`{where}` (loader {section.loader!r})"
     refuse_misfit(load, section.arguments, place, BESIDE)
@@ -62,7 +63,7 @@ def _loader_with_arguments(section: DataSection, where: str) -> tuple[Callable[.
 
 
 def loader_of(name: str, where: str) -> Callable[..., Any]:
-    """What loads the rows. ValueError, naming ``where``, for an unknown loader."""
+    """Return the function that loads the rows. ValueError, naming ``where``, for an unknown loader."""
     if ":" in name:
         found: Callable[..., Any] = load_named(name, where)
     elif name in LOADERS:
@@ -79,7 +80,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def _with_prompts(found: Any, section: DataSection, own_template: bool, place: str) -> Dataset:
-    """What a team's loader gave, with ``prompt``, or with ``question`` for the recipe's template."""
+    """Return what a team's loader gave with ``prompt``, or with ``question`` for the recipe's template."""
     from datasets import Dataset
 
     from grpo_lab.data.prompts import find_template
@@ -102,7 +103,7 @@ def _with_prompts(found: Any, section: DataSection, own_template: bool, place: s
 
 
 def loader_signature(name: str, where: str = "data.loader") -> inspect.Signature:
-    """What the loader ``name`` takes, with its defaults. ValueError, naming ``where``, for an unknown loader."""
+    """Return what the loader ``name`` takes, with its defaults. ValueError, naming ``where``, for an unknown loader."""
     return inspect.signature(loader_of(name, where))
 
 

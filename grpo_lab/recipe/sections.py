@@ -96,7 +96,8 @@ class DataSection:
 
 @settings(bare="name", rest="arguments")
 class RewardSection:
-    """One reward: registered name, ``"module:attribute"`` or a reward model's folder or hub name; weight, arguments."""
+    """A reward: its registered name, ``"module:attribute"`` or a reward model's folder or hub name; weight,
+    arguments."""
 
     name: Annotated[str, Field(strict=True), must_be("a name, or a mapping {name: …, weight: …, …}")]
     weight: Float = 1.0
@@ -303,7 +304,7 @@ def recipe_from(written: Mapping[str, Any], default_name: str = "run") -> Recipe
 
 @settings()
 class SamplingSettings:
-    """How completions are sampled; the keys stand flat in a recipe.
+    """Settings by which completions are sampled; the keys stand flat in a recipe.
 
     Args:
         n_samples: completions a problem.

@@ -99,7 +99,8 @@ def _refused(what: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 def parsed(text: str, what: str) -> Any:
-    """What ``text`` says. ValueError of one line for what is no YAML, or means two things; ``what`` names the place."""
+    """Parse YAML ``text``. ValueError of one line for what is no YAML, or means two things; ``what`` names the
+    place."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as error:
@@ -202,7 +203,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def shipped_recipe(name: str, places: tuple[Path, ...] = PLACES) -> Path:
-    """Where the recipe ``name`` lies, such as ``quickstart/dr_grpo.yaml``. ValueError: this installation has none."""
+    """Return the place of the recipe ``name``, such as ``quickstart/dr_grpo.yaml``. ValueError: this installation has
+    none."""
     for place in places:
         if (place / name).is_file():
             return place / name

@@ -1,1 +1,1 @@
-"""What commands and pipelines are lists of: stages that sample, filter, select, train, merge and evaluate."""
+"""Stages, of which commands and pipelines are lists: they sample, filter, select, train, merge and evaluate."""

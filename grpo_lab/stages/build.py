@@ -35,7 +35,7 @@ Rows = list[dict[str, Any]]
 
 @settings(bare="file")
 class Source:
-    """Where rows come from, and how many. Without ``weight`` and ``count``: all of them.
+    """A source of rows: where they come from, and how many. Without ``weight`` and ``count``: all of them.
 
     Args:
         file: JSON lines with ``prompt`` and ``completion``, as stages leave them.
@@ -54,8 +54,8 @@ class Source:
             raise ValueError(f"`rows.{name}` is a `file` or `data`, and has a `weight`, a `count` or neither")
 
     def at_most(self, name: str) -> int | None:
-        """How many rows there are, the same ones counted twice; None where they are not here yet. ValueError: no such
-        file or loader, or rows without what is learned."""
+        """Number of rows that there are, equal ones counted each time; None where they are not here yet. ValueError: no
+        such file or loader, or rows without what is learned."""
         if self.data is None:
             place = str(self.file)
             check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})
@@ -72,7 +72,7 @@ class Source:
         return len(loaded)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """One after the other: a file's are never in memory together."""
+        """Yield the rows one after the other: a file's are never in memory together."""
         if self.data is None:
             found = self._read(name)
         else:
@@ -129,8 +129,9 @@ class Build:
         return {**facts, "sources": counts, "dropped": dropped}
 
     def _different(self) -> tuple[int, dict[str, list[bytes]]]:
-        """How many rows the sources have, and the different ones by source, as the lines that are written: so they take
-        the room of their text. The same prompt with the same words of an answer stays where it stands first."""
+        """Return how many rows the sources have, and the different ones by source, as the lines that are written: so
+        they take the room of their text. The same prompt with the same words of an answer stays where it stands
+        first."""
         asked = 0
         seen: set[bytes] = set()
         found: dict[str, list[bytes]] = {name: [] for name in self.rows}
@@ -224,8 +225,9 @@ class Fusion:
 
 
 def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
-    """Of every row the number of tokens that are trained on. ValueError where the model's chat template does not leave
-    the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's block."""
+    """Yield of every row the number of tokens that are trained on. ValueError where the model's chat template does not
+    leave the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's
+    block."""
     for number, row in enumerate(rows, start=1):
         asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
         if row["mode"] == "think":

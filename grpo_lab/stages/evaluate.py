@@ -107,7 +107,7 @@ class Evaluate:
         }
 
     def _difficulty(self, rows: Any) -> list[Any]:
-        """What each row has in ``effort_by``."""
+        """Values of the rows in the column ``effort_by``."""
         if self.effort_by is not None and self.effort_by not in rows.column_names:
             raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
         if self.effort_by is None:
@@ -142,7 +142,7 @@ def flat_facts(result: EvaluationResult) -> Facts:
 
 
 def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | None, **how: Any) -> EvaluationResult:
-    """What `measure_conditions` finds in the evaluation's own condition."""
+    """Return what `measure_conditions` finds in the evaluation's own condition."""
     return measure_conditions(model, section, target, **how)[0].result
 
 
@@ -217,8 +217,8 @@ class HeldOutRows:
     def asking(
         self, model: str, generator: LoadedGenerator, way: Condition, in_step: bool = False
     ) -> Callable[..., EvaluationResult]:
-        """What evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode that the prompts do
-        not know, a budget without room."""
+        """Return the function that evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode
+        that the prompts do not know, a budget without room."""
         sampler = generator.sampler
         told = told_template(self.section, way)
         limits = self._limits(way, generator.tokenizer, generator.stops)
@@ -311,7 +311,8 @@ def measure_conditions(
 
 
 def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
-    """What a score depends on besides the generation, for `summary.json`: rows with every argument, template, judge."""
+    """Facts that a score depends on besides the generation, for `summary.json`: rows with every argument, template,
+    judge."""
     mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     asked = way or Condition(section.data.template)

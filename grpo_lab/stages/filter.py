@@ -268,7 +268,7 @@ class HardestFilter:
 
 @settings()
 class Filters:
-    """Which filters run, in this order; None leaves one out."""
+    """Filters that run, in this order; None leaves one out."""
 
     kind: KindFilter | None = None
     duplicates: DuplicateFilter | None = None

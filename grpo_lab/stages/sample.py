@@ -141,7 +141,7 @@ class ModelSampler:
         max_new_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[Written]]:
-        """The same, each completion with whether the limit of tokens cut it."""
+        """Sample completions, each with whether the limit of tokens cut it."""
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
         # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
@@ -189,8 +189,8 @@ class ModelSampler:
         return pass_rates(problems, written, reward, self.settings.n_samples, **how)
 
     def identity(self) -> dict[str, Any]:
-        """What the samples depend on, for the header of their file: the model's files, and the settings. The engine
-        counts: its rounding differs. What it is given for a prompt is `rendered`."""
+        """Facts that the samples depend on, for the header of their file: the model's files, and the settings. The
+        engine counts: its rounding differs. What it is given for a prompt is `rendered`."""
         settings = self.settings
         return {
             "model": self.name,
@@ -203,7 +203,8 @@ class ModelSampler:
 
 
 def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[int, Problem]:
-    """Those whose prompt leaves room for a completion in the model's context; the others are counted and said."""
+    """Keep the problems whose prompt leaves room for a completion in the model's context; the others are counted and
+    said."""
     context = sampler.context
     completion = sampler.settings.max_completion_length
     if context is None:
@@ -271,7 +272,7 @@ def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
 
 
 def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Sampled]:
-    """What `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
+    """Read what `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
     return [
         Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
         for line in read_lines(file, OF_A_LINE if rows is None else SAMPLED)
@@ -293,7 +294,7 @@ def check_lines(place: str, where: str, needs: Fields) -> None:
 
 
 def lines_in(file: Path) -> int:
-    """How many lines it has; none of them is read."""
+    """Count the lines of a file without reading any of them."""
     with file.open("rb") as opened:
         return sum(block.count(b"\n") for block in iter(lambda: opened.read(1 << 20), b""))
 
@@ -306,7 +307,7 @@ def read_lines(file: Path, needs: Fields | None = None) -> list[dict[str, Any]]:
 def plan_of_samples(
     model: Any, reward: RewardSection, settings: SamplingSettings, rows: Any, file: Path, overwrite: bool
 ) -> Words:
-    """What will be sampled, and what an earlier run has left of it in ``file``."""
+    """Say what will be sampled, and what an earlier run has left of it in ``file``."""
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
     total = ""
     if rows is not None:

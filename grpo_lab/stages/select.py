@@ -25,7 +25,7 @@ Distinct = Literal["equations", "words", "text"]
 
 
 def _equations_or_words(text: str) -> Any:
-    """By its equations; an answer without any by its words: two proofs in words are two ways."""
+    """Key of an answer: its equations, or its words where it has none: two proofs in words are two ways."""
     return equation_list(text) or normalised(text)
 
 

@@ -37,7 +37,8 @@ Trace = dict[str, Any]
 
 @settings(bare="target")
 class OneLanguage:
-    """At least ``share`` of the reasoning's words are in ``target`` (`LanguageConsistencyReward`; or ``prompt``)."""
+    """Keeps traces in which at least ``share`` of the reasoning's words are in ``target`` (`LanguageConsistencyReward`;
+    or ``prompt``)."""
 
     target: str = "en"
     share: Number = 0.95
@@ -56,7 +57,7 @@ class OneLanguage:
 
 @settings()
 class Readable:
-    """What a reader can follow.
+    """Keeps traces that a reader can follow.
 
     Args:
         layout: the tags that a trace must have (`ThinkFormatReward`); None asks for none.
@@ -77,7 +78,8 @@ class Readable:
 
 @settings()
 class NotRepeating:
-    """At most ``share`` of its n-grams of ``ngram`` words were there before (TRL's repetition penalty)."""
+    """Keeps traces in which at most ``share`` of the n-grams of ``ngram`` words were there before (TRL's repetition
+    penalty)."""
 
     ngram: Positive = 20
     share: Number = 0.1
@@ -177,7 +179,7 @@ class FilterTraces:
         }
 
     def _filtered(self, left: list[Trace]) -> Iterator[tuple[str, list[Trace]]]:
-        """What is left after each filter that is set."""
+        """Yield the traces that are left after each filter that is set."""
         if self.right:
             yield "right", (left := [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
         if self.not_too_long is not None:

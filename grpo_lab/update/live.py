@@ -21,7 +21,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConditions:
-    """What the optimizer step reads besides advantage × surrogate. No defaults: every condition is looked at.
+    """Conditions that the optimizer step reads besides advantage × surrogate. No defaults: every condition is looked
+    at.
 
     A condition stands in the way where it is not 0, False or "". A `str` says in words what does.
 
@@ -130,7 +131,7 @@ def why_all_rows(conditions: LiveConditions) -> str | None:
 
 
 def live_rows(advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Which rows contribute to the policy loss: bool [N].
+    """Mark the rows that contribute to the policy loss: bool [N].
 
     live_i = some token t has mask_{i,t} ≠ 0 and advantage_{i,t} ≠ 0.
 

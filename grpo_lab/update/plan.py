@@ -126,7 +126,7 @@ def plan_update(rows: Rows, num_ranks: int, max_tokens: int, *, overhead_tokens:
 
 
 def empty_plan(num_ranks: int, shared: bool = False) -> Plan:
-    """No row is live: one stand-in a rank."""
+    """Make the plan of a step without a live row: one stand-in a rank."""
     return Plan([[[]] for _ in range(num_ranks)], 0, 0, 0, (0,) * num_ranks, (0,) * num_ranks, shared)
 
 
@@ -157,7 +157,7 @@ def _array(values: Numbers) -> NDArray[np.generic]:
 
 
 def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
-    """As int64; ValueError: not a list of them, or one is negative and not ``signed``."""
+    """Return whole numbers as int64; ValueError: not a list of them, or one is negative and not ``signed``."""
     array = _array(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ValueError(f"Rows.{name} must be whole numbers, one per row; got {array.dtype} of shape {array.shape}.")
@@ -168,7 +168,8 @@ def whole_numbers(name: str, values: Numbers, signed: bool = False) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Which planned rows leave the rank that holds them, and how wide they travel; all, in the order of the table.
+    """Routes of the planned rows: which leave the rank that holds them, and how wide they travel; all, in the order of
+    the table.
 
     A rank holds the rows that it generated (`rows_per_rank` in a row of the table); what is made of those that the plan
     computes elsewhere may be handed back the same way. A row travels as wide as its bin: the rest is never read.
