@@ -1,4 +1,4 @@
-"""Which rows to train on: each filter in its own file; `docs/choosing_the_data.md` says how they go together.
+"""Curation, which rows to train on: each filter in its own file; `docs/choosing_the_data.md` says how they go together.
 
 The samplers, which need torch, are imported on first use.
 """

@@ -1,4 +1,5 @@
-"""Which part of mathematics is a question from? The seven subjects of MATH (arXiv 2103.03874), by rules.
+"""Domain of a question, the part of mathematics that it is from: the seven subjects of MATH (arXiv 2103.03874), by
+rules.
 
 Kimi k1.5 (section 2.1) tags its prompts by domain and keeps the domains in balance, with a tagger that it does not
 describe. Ours reads words: every rule that a question meets gives its weight to one subject, the heaviest subject wins,

@@ -91,7 +91,7 @@ class Deduplicated(NamedTuple):
 
 
 def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicated:
-    """Which texts to keep so that no two kept ones are duplicates: the first of each family.
+    """Choose the texts to keep so that no two kept ones are duplicates: the first of each family.
 
     Args: similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
     Raises: ValueError for a similarity out of range or a text that is no string.
@@ -169,7 +169,7 @@ class Contamination:
 def contaminated(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
 ) -> list[bool]:
-    """Which of `texts` an evaluation set `against` already knows; settings as in `find_contamination`."""
+    """Mark those of `texts` that an evaluation set `against` already knows; settings as in `find_contamination`."""
     return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
 
 
@@ -293,7 +293,8 @@ class _EvaluationIndex:
         return Contamination(item, reason, " ".join(evidence[:40]), float(score))
 
     def _encoded(self, words: list[str]) -> str:
-        """One character a word, so that a run of words is a substring; `\\0` for words the evaluation set has not."""
+        """Write one character a word, so that a run of words is a substring; `\\0` for words the evaluation set has
+        not."""
         return "".join([self._codes.get(word, "\0") for word in words])
 
     def _says_something(self, template: str, content_words: float) -> bool:

@@ -1,4 +1,4 @@
-"""What kind of question is this? open, multiple choice, true/false or proof.
+"""Kind of a question: open, multiple choice, true/false or proof.
 
 Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of
 the RL set: the first two can be right by luck, the third cannot be checked by comparing an answer. The rules are ours,
@@ -196,7 +196,7 @@ def _parts_of_a_task(options: list[str]) -> bool:
 
 
 def _requested(text: str) -> QuestionKind:
-    """What the last sentence that asks for something asks for."""
+    """Return what the last sentence that asks for something asks for."""
     about_the_form = False
     ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
     pieces = (text[begin:end].strip() for begin, end in pairwise(ends))

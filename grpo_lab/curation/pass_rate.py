@@ -1,4 +1,4 @@
-"""How often a model solves each problem: n samples, scored, saved problem by problem.
+"""Pass rates, how often a model solves each problem: n samples, scored, saved problem by problem.
 
 p̂_i = (right completions of problem i) / (scored completions of problem i)
 
@@ -49,7 +49,7 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """One problem's completions and their scores. `cut`: how many were cut off at the limit of tokens; None where
+    """Completions of one problem, and their scores. `cut`: how many were cut off at the limit of tokens; None where
     `generate` does not say (it gives no `Written`)."""
 
     scores: tuple[float | None, ...]
@@ -129,7 +129,8 @@ def pass_rates(
 
 
 def _key(problem: Problem, rendered: Any) -> str:
-    """What makes a problem the same one in another run: a digest of all of its columns and of what the model gets."""
+    """Key by which a problem is the same one in another run: a digest of all of its columns and of what the model
+    gets."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
     if rendered is not None:
         text += json.dumps(rendered, ensure_ascii=True)
@@ -156,8 +157,8 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
 def scores_of(
     answers: Sequence[tuple[Problem, Any]], score: Score, ids: Sequence[Sequence[int] | None] | None = None
 ) -> list[float | None]:
-    """What a reward says of (problem, completion) pairs; every column of the problems goes to it, and ``ids``, the
-    tokens of the completions, where they are known."""
+    """Score (problem, completion) pairs by a reward; every column of the problems goes to it, and ``ids``, the tokens
+    of the completions, where they are known."""
     names = dict.fromkeys(name for problem, _ in answers for name in problem if name != "prompt")
     columns: dict[str, Any] = {name: [problem.get(name) for problem, _ in answers] for name in names}
     if ids is not None:
@@ -260,7 +261,7 @@ def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Cal
 
 
 def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0) -> list[bool]:
-    """Which problems have low < p < high, both ends excluded; a problem without a rate (None) is not kept.
+    """Mark the problems with low < p < high, both ends excluded; a problem without a rate (None) is not kept.
 
     The default keeps what can teach at all: with p = 0 or 1 every group is dead and its advantages are zero.
     """
@@ -294,7 +295,7 @@ def guess_rates(
 
 
 def guessable(rates: Sequence[PassRate]) -> list[bool]:
-    """Which problems were right in at least one try."""
+    """Mark the problems that were right in at least one try."""
     return [rate.successes > 0 for rate in rates]
 
 

@@ -29,7 +29,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One problem with its completions. `scores` and `lengths` run along `completions`; None = unscorable."""
+    """A problem with its completions. `scores` and `lengths` run along `completions`; None = unscorable."""
 
     prompt: Any
     completions: Sequence[Any]
@@ -188,7 +188,7 @@ def contrast_pairs(
 
 
 def text_of(completion: Any) -> str:
-    """Of a completion: itself, or its last message's."""
+    """Text of a completion: itself, or its last message's."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1]["content"])
@@ -202,7 +202,8 @@ def in_form_of(prompt: Any, text: str) -> Any:
 
 
 def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
-    """One text for each way, in the order in which the ways turned up; those of ``reference``'s way are left out."""
+    """Choose one text for each way, in the order in which the ways turned up; those of ``reference``'s way are left
+    out."""
     from rapidfuzz.distance import Levenshtein
 
     gold = [] if reference is None else [reference]

@@ -34,8 +34,8 @@ class DroppedExample:
 
 @dataclass(frozen=True)
 class FilterOutcome:
-    """One filter: `before` rows came in, `dropped` of them went; `refused` counts all rows of the data that it would
-    have dropped, those included that an earlier filter had dropped."""
+    """Outcome of one filter: `before` rows came in, `dropped` of them went; `refused` counts all rows of the data that
+    it would have dropped, those included that an earlier filter had dropped."""
 
     name: str
     setting: str
@@ -134,7 +134,7 @@ class Selection:
 
     @property
     def mask(self) -> list[bool]:
-        """Which rows are left."""
+        """Mask of the rows that are left."""
         return [by is None for by in self._dropped_by]
 
     def kept_rows(self) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ class Selection:
         return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
 
     def scored_columns(self) -> Iterator[tuple[str, list[Any]]]:
-        """The same, column by column: they need not be in memory together with the rows."""
+        """Yield the rows with their scores, column by column: they need not be in memory together with the rows."""
         for name in self._rows[0] if self._rows else ():
             yield name, [row[name] for row in self._rows]
         yield from ((name, list(values)) for name, values in self._scores.items())
@@ -166,7 +166,7 @@ class Selection:
 
 
 def shown_text(prompt: Any) -> str:
-    """Of a text or message list, cut to what a report shows."""
+    """Cut the text of a prompt (a text or a list of messages) to what a report shows."""
     if isinstance(prompt, str):
         text = prompt
     else:
@@ -180,7 +180,7 @@ def balance(
     per_domain: int | Mapping[Any, int] | None = None,
     seed: int = 0,
 ) -> list[bool]:
-    """Which rows to keep so that no domain has more than its share.
+    """Mark the rows to keep so that no domain has more than its share.
 
     Args:
         rows: the data.

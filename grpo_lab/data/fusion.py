@@ -37,7 +37,7 @@ _THINK, _END = "<think>", "</think>"
 
 @settings()
 class FusionShares:
-    """Which rows of a fusion are of which kind; each a share between 0 and 1, drawn row by row.
+    """Shares of the kinds among the rows of a fusion; each a share between 0 and 1, drawn row by row.
 
     Args:
         unflagged: of the thinking rows, those without any flag.
@@ -141,7 +141,7 @@ def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
 def _asked(
     mode: str, prompt: list[Message], every: Sequence[tuple[str, Any]], shares: FusionShares, rng: random.Random
 ) -> tuple[str, list[Message]]:
-    """Where the flag stands, and the prompt with it."""
+    """Draw where the flag stands, and return that with the prompt."""
     if rng.random() < shares.dialogues:
         earlier = [rng.choice(every)[1] for _ in range(rng.randint(2, shares.most_turns) - 1)]
         return "dialogue", _dialogue(mode, prompt, earlier, rng)

@@ -108,7 +108,7 @@ def countdown(
 
 
 def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> tuple[str, Row] | None:
-    """One game; None where its result is too large, or where it is one of the numbers."""
+    """Make a game; None where its result is too large, or where it is one of the numbers."""
     numbers = [rng.randint(1, largest) for _ in range(size)]
     left = [(number, str(number)) for number in numbers]
     steps: list[str] = []
@@ -201,7 +201,7 @@ def _spaced(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a coding task: in words, and as a line of Python. ``{k}`` is its number."""
+    """A step of a coding task: in words, and as a line of Python. ``{k}`` is its number."""
 
     words: str
     code: str
@@ -264,7 +264,7 @@ def coding_tasks(
 
 
 def _task(rng: random.Random, steps: int, tests: int) -> tuple[str, Row] | None:
-    """One task; None where a program without one of its steps would pass its tests."""
+    """Make a task; None where a program without one of its steps would pass its tests."""
     chain = [(step, rng.choice(step.numbers)) for step in (*rng.sample(MIDDLE, steps), rng.choice(LAST))]
     lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
 

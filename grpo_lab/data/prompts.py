@@ -1,4 +1,4 @@
-"""How a question becomes a prompt.
+"""Prompts made of questions, by templates.
 
 A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2), so a template has a
 name, every data set of ours carries it in the column ``template``, and a run states it in its summary.

@@ -168,7 +168,8 @@ def _premises(step: _Step) -> Iterator[Formula]:
 
 
 def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: int) -> int:
-    """Where ``step`` is shown: an earlier line of ``scope``, or new ones."""
+    """Write the lines that show ``step``, unless one of ``scope`` does, and return the number of the line that shows
+    it."""
 
     def add(text: str, depth: int) -> int:
         lines.append(f"{len(lines) + 1}. {'| ' * depth}{text}")

@@ -152,7 +152,7 @@ def first_present(rows: Sequence[Row], names: Sequence[str]) -> str | None:
 
 
 def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Path) -> str:
-    """As ``first_present``; none of them is an error that lists the columns seen."""
+    """Return what ``first_present`` does; none of the columns is an error that lists those seen."""
     found = first_present(rows, names)
     if found is None:
         raise ValueError(
@@ -172,7 +172,7 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 
 
 def place_of(source: str | Path, number: int) -> str:
-    """Where row ``number`` (from 1) stands, for messages: the line of a file of JSON lines."""
+    """Say where row ``number`` (from 1) stands, for messages: the line of a file of JSON lines."""
     path = Path(source).expanduser()
     if path.is_file() and path.suffix not in {".parquet", ".csv"}:
         lines = (line for line, _ in json_lines(path))

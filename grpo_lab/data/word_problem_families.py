@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
-    """One arithmetic event: its operation, how it is told, how a solution line for the side product says it."""
+    """An arithmetic event: its operation, how it is told, how a solution line for the side product says it."""
 
     op: str
     text: str

@@ -229,7 +229,7 @@ class _Draft:
 
 
 def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Draft | None:
-    """One story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
+    """Draft a story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
     people = rng.sample(NAMES, steps + 1)
     item = rng.choice(family.items)
     moves: list[tuple[Move, tuple[int, int]]] = []

@@ -15,7 +15,7 @@ SHOWN = 2
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a run's windows up to ``step`` say."""
+    """The diagnosis of a run's windows up to ``step``."""
 
     step: int
     wrong: tuple[tuple[str, str, str], ...]  # name of the rule, sentence, settings to look at; most serious first

@@ -90,8 +90,8 @@ class Tree:
         return (logps.exp() * (logps - self.logps(reference).sum(1))).sum()
 
     def divergence_of_next_tokens(self, logits: Tensor, reference: Tensor) -> Tensor:
-        """The same number by the chain rule, Σ P(prefix)·KL(next token), with P held fixed: its gradient does not
-        charge a token for the divergence that it leads to."""
+        """Compute the same number by the chain rule, Σ P(prefix)·KL(next token), with P held fixed: its gradient does
+        not charge a token for the divergence that it leads to."""
         policy = logits.log_softmax(-1)
         other = reference.log_softmax(-1)
         each = (policy.exp() * (policy - other)).sum(-1)

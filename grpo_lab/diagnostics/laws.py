@@ -33,7 +33,7 @@ COLLINEAR = 1e-9
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a law says at one place, with the standard error of its mean there, and of one new point."""
+    """The value that a law predicts at one place, with the standard error of its mean there, and of one new point."""
 
     value: float
     error: float
@@ -126,8 +126,8 @@ class OveroptimisationLaw:
 
     @property
     def peak(self) -> tuple[float, float] | None:
-        """Where R(d) is largest, d*, and R(d*) − R(0). None where it rises for ever (β ≤ 0: d* is where it is least),
-        or with best of n falls from the start (α ≤ 0).
+        """Place d* where R(d) is largest, and R(d*) − R(0). None where it rises for ever (β ≤ 0: d* is where it is
+        least), or with best of n falls from the start (α ≤ 0).
 
         RL: R' = α − β·log d − β = 0, d* = exp(α/β − 1), R = β·d*.  Best of n: d* = α/(2β), R = α²/(4β).
         """
@@ -146,8 +146,8 @@ class OveroptimisationLaw:
 
 
 def overoptimisation_law(points: Points, *, best_of_n: bool = False) -> OveroptimisationLaw:
-    """From points (√KL, reward − reward of the start). ValueError: see `least_squares`; a negative distance, as the
-    root of an estimate below 0 has none: such steps are at the start, with d = 0 or left out."""
+    """Fit the law to points (√KL, reward − reward of the start). ValueError: see `least_squares`; a negative distance,
+    as the root of an estimate below 0 has none: such steps are at the start, with d = 0 or left out."""
     for distance, _ in points:
         _distance(distance)
     return OveroptimisationLaw(least_squares(points, of_best_of_n if best_of_n else of_rl, "√KL"), best_of_n)
@@ -179,8 +179,8 @@ class EntropyLaw:
 
 
 def entropy_law(run: Points, share: float = 1 / 3) -> EntropyLaw:
-    """From points (entropy, reward) in the order of the steps, of which the first ``share``, rounded up, are fitted.
-    ValueError: see `least_squares`; a share outside (0, 1]."""
+    """Fit the law to points (entropy, reward) in the order of the steps, of which the first ``share``, rounded up, are
+    fitted. ValueError: see `least_squares`; a share outside (0, 1]."""
     if not 0 < share <= 1:
         raise ValueError(f"`share` of the run that is fitted is {share}; it lies in (0, 1]")
     first = run[: math.ceil(round(len(run) * share, 9))]

@@ -55,7 +55,7 @@ ZERO_LOSS = 1e-4
 
 @dataclass(frozen=True)
 class Facts:
-    """What of the settings the rules must know; None, or 0, where it is not known."""
+    """Facts of the settings that the rules must know; None, or 0, where one is not known."""
 
     updates: float | None = None  # optimizer steps on one generation batch
     last_step: int = 0  # ``max_steps`` of the run
@@ -282,7 +282,7 @@ def recent(history: History, *names: str) -> float | None:
 
 
 def lasting(history: History, *names: str) -> float | None:
-    """As ``recent``, and None before there are ``PERSISTENCE`` windows."""
+    """Return what ``recent`` does, and None before there are ``PERSISTENCE`` windows."""
     if len(history) >= PERSISTENCE:
         return recent(history, *names)
     return None
@@ -342,7 +342,7 @@ def _all_alike(history: History) -> bool:
 
 
 def _dead(history: History) -> bool:
-    """With a critic a group of equal rewards teaches like any other."""
+    """Return whether all groups have equal rewards; with a critic such a group teaches like any other."""
     return _all_alike(history) and not has_critic(history)
 
 

@@ -53,7 +53,7 @@ proportional to at α = 0 and at α = 1."""
 
 @dataclass(frozen=True)
 class WeightFamily:
-    """What a preset's weights are on-policy: |o|^(α−1), and whether Â is divided by the group's deviation."""
+    """Family of a preset's weights on-policy: |o|^(α−1), and whether Â is divided by the group's deviation."""
 
     alpha: int
     scaled: bool
@@ -133,15 +133,15 @@ def _in_buckets(values: Tensor, quarter: Tensor, pass_rate: Tensor) -> Tensor:
 
 
 def as_line(step: int, sums: Tensor) -> dict[str, Any]:
-    """What ``FILE`` says of an optimizer step; ``sums``: ``[BUCKETS, COLUMNS]`` over all ranks."""
+    """Make the line of ``FILE`` for an optimizer step; ``sums``: ``[BUCKETS, COLUMNS]`` over all ranks."""
     buckets = [dict(zip(COLUMNS, row, strict=True)) for row in sums.tolist()]
     return {"step": step, "by_length": buckets[:QUARTERS], "by_pass_rate": buckets[QUARTERS:]}
 
 
 class Bucket(NamedTuple):
-    """Of a part of a run's completions: their mean length (tokens) or their groups' mean pass rate, and mean |w| of a
-    token and Σ|w| of an answer, as measured and as the same completions would have them at α = 0 and α = 1. Each in
-    units of the run's mean."""
+    """Numbers of a part of a run's completions: their mean length (tokens) or their groups' mean pass rate, and mean
+    |w| of a token and Σ|w| of an answer, as measured and as the same completions would have them at α = 0 and α = 1.
+    Each in units of the run's mean."""
 
     at: float
     token: float

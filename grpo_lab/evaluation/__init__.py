@@ -1,4 +1,4 @@
-"""How good is a model, and what did a run do to it: accuracy with intervals, pass@k, maj@k; reports."""
+"""Evaluation: how good a model is, and what a run did to it. Accuracy with intervals, pass@k, maj@k; reports."""
 
 from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate

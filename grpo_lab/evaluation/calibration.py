@@ -45,8 +45,8 @@ class Calibration:
 
 
 def calibrated(pairs: Pairs, draws: int = DRAWS, seed: int = 0) -> Calibration:
-    """What ``pairs`` say of the model's confidence, with 95% bootstrap intervals over them. ValueError: none, or one
-    outside [0, 1]."""
+    """Measure what ``pairs`` say of the model's confidence, with 95% bootstrap intervals over them. ValueError: none,
+    or one outside [0, 1]."""
     both = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     wrong = both[~((both >= 0) & (both <= 1)).all(1)]  # also of NaN
     if len(wrong) or not len(both):

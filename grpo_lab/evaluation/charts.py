@@ -1,4 +1,4 @@
-"""Where the ink goes: series → pixel coordinates. The markup, which escapes all text, is in `figure.html.j2`."""
+"""Charts: series become pixel coordinates. The markup, which escapes all text, is in `figure.html.j2`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLES = [
 
 
 class Line(NamedTuple):
-    """One named series. ``errors``: (low, high) at each point, drawn as bars; ``markers``: show the points."""
+    """A named series. ``errors``: (low, high) at each point, drawn as bars; ``markers``: show the points."""
 
     label: str
     points: Points
@@ -133,7 +133,7 @@ def _draw_line(
     show: Callable[[float], str],
     over: str,
 ) -> SimpleNamespace:
-    """In pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
+    """Draw a line in pixels: SVG paths (`raw`, `smooth`), labelled dots, error bars; first and last value as text."""
     smoothed = smooth(line.points)
     lone = len(line.points) < SMOOTH_FROM or line.markers
     return SimpleNamespace(
@@ -169,7 +169,7 @@ def smooth(points: Points) -> list[tuple[float, float]]:
 
 
 def envelope(points: Points) -> list[tuple[float, float]]:
-    """At most ~_MOST_POINTS points that still touch every peak: the lowest and the highest of each stretch."""
+    """Thin points out to about _MOST_POINTS that still touch every peak: the lowest and the highest of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)

@@ -120,7 +120,7 @@ def paired_test(run: RunRecord, baseline: RunRecord) -> PairedTest:
 
 
 def _different(old: EvaluationResult, new: EvaluationResult, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Which of these settings of an evaluation differ, where both have them, and in what."""
+    """Yield the settings of an evaluation that differ, where both have them, and in what."""
     for key in keys:
         if key in old.settings and key in new.settings and old.settings[key] != new.settings[key]:
             yield key, f"{text_of('', new.settings[key])} and {text_of('', old.settings[key])}"
@@ -166,7 +166,7 @@ def _differing(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
 
 
 def _notes(runs: Sequence[RunRecord], tests: Sequence[PairedTest]) -> list[str]:
-    """What a reader has to know before believing the tables."""
+    """Notes that a reader has to know before believing the tables."""
     notes = [f"{run.name}: {notice}" for run in runs for notice in run.notices]
     notes += [f"{run.name}: {gap}" for run in runs if run.after for gap in run.after.gaps]
     notes += [f"{test.name} and {test.against}: no paired test ({test.why_not})" for test in tests if test.why_not]

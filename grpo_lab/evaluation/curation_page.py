@@ -52,7 +52,8 @@ def curation_page(report: CurationReport, summary: Mapping[str, Any] | None = No
 
 
 def read_curation(folder: Path) -> Page:
-    """Of the curation in ``folder``, out of `curation.json` and `all.parquet`. ValueError: not finished, or damaged."""
+    """Read the page of the curation in ``folder``, out of `curation.json` and `all.parquet`. ValueError: not finished,
+    or damaged."""
     table = folder / "all.parquet"
     try:
         found = read_record(folder / "curation.json")
@@ -74,7 +75,7 @@ def read_curation(folder: Path) -> Page:
 
 
 def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """What the page needs of the rows: `kept` and `pass_rate` of all, every column of those that are shown."""
+    """Read what the page needs of the rows: `kept` and `pass_rate` of all, every column of those that are shown."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(file)

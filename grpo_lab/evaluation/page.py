@@ -31,7 +31,7 @@ SHOWN_OF_ONE_SIDE = 4
 
 
 class ShownSample(NamedTuple):
-    """One problem with what the model wrote before and after; a side that was not evaluated is None."""
+    """A problem with what the model wrote before and after; a side that was not evaluated is None."""
 
     kind: str
     before: Outcome | None
@@ -55,7 +55,8 @@ class Card(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """How many rows were kept and dropped; ``full``: how many a bar of full length has. ``label``: in a histogram."""
+    """A bar of rows that were kept and dropped; ``full``: how many a bar of full length has. ``label``: in a
+    histogram."""
 
     kept: int
     dropped: int
@@ -79,8 +80,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """What stands under one heading, in this order. ``groups``: lists of (name, text), each with its heading.
-    ``drawing``: of stages, with its boxes and arrows. ``folded``: the words that are seen until it is opened."""
+    """A section: what stands under one heading, in this order. ``groups``: lists of (name, text), each with its
+    heading. ``drawing``: of stages, with its boxes and arrows. ``folded``: the words that are seen until it is
+    opened."""
 
     title: str
     lead: str = ""
@@ -210,7 +212,7 @@ def text_of(key: object, value: Any, inside: bool = False) -> str:
 
 
 def about(settings: Mapping[str, Any], *keys: str) -> list[str]:
-    """What was run in a few words: the values of these keys."""
+    """Say in a few words what was run: the values of these keys."""
     found = []
     for key in keys:
         value = settings.get(key)

@@ -179,7 +179,7 @@ def panel_figures(record: RunRecord) -> tuple[list[Figure], list[str]]:
 
 
 def unit_of(metric: str) -> str:
-    """Of a metric that a panel draws, or by its name; empty where that does not say."""
+    """Unit of a metric that a panel draws, or that its name says; empty where neither does."""
     drawn = {name: panel.unit for panel in PANELS for name in panel.metrics}
     return drawn.get(metric) or next((unit for named, unit in _UNITS if re.search(named, metric)), "")
 
@@ -232,7 +232,7 @@ _BY_PASS_RATE = "Dividing by σ, the root, lifts questions that are almost alway
 
 
 def weight_figures(record: RunRecord) -> list[Figure]:
-    """What answers weighed in the gradient, by their length and their group's pass rate, beside the formulas'."""
+    """Draw what answers weighed in the gradient, by their length and their group's pass rate, beside the formulas'."""
     if not record.token_weights:
         return []
     from grpo_lab.diagnostics.token_weights import WeightFamily, over_steps  # loads torch

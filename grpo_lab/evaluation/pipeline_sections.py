@@ -1,4 +1,4 @@
-"""What a page and the terminal say of pipelines: their stages drawn and in a table, stage × task, curves.
+"""Pipelines on a page and on the terminal: their stages drawn and in a table, stage × task, curves.
 
 One pipeline, or several runs of it: a number is then the mean over the runs that have it, with the lowest and the
 highest in brackets.
@@ -122,7 +122,7 @@ def _pipeline_in(folder: Path, stages: Sequence[PipelineStage]) -> RunRecord:
 
 
 def pipeline_sections(runs: Sequence[RunRecord]) -> list[Section]:
-    """Of one pipeline, or of those among several runs."""
+    """Make the sections of one pipeline, or of those among several runs."""
     runs = [run for run in runs if run.stages]
     if not runs:
         return []
@@ -168,7 +168,7 @@ def drawing(stages: Sequence[PipelineStage]) -> SimpleNamespace:
 
 
 def _words(stage: PipelineStage) -> list[list[str]]:
-    """Its kind, how far it is and its time; its facts."""
+    """Words of a stage: its kind, how far it is and its time; its facts."""
     found = numbers_of(stage)
     took = []
     if "seconds" in found:
@@ -179,7 +179,7 @@ def _words(stage: PipelineStage) -> list[list[str]]:
 
 
 def numbers_of(stage: PipelineStage) -> dict[str, float]:
-    """Its facts that are numbers, of an interval the value; and its seconds."""
+    """Pick a stage's facts that are numbers, of an interval the value; and its seconds."""
     found = {name: one.get("value") if isinstance(one, Mapping) else one for name, one in stage.results.items()}
     found["seconds"] = stage.seconds or None
     found.setdefault(OUT_OF, found.get("traces"))
@@ -187,8 +187,8 @@ def numbers_of(stage: PipelineStage) -> dict[str, float]:
 
 
 def stages_table(runs: Sequence[RunRecord]) -> Table:
-    """One row a stage, one column for each of `FACTS` that a stage has; the last row: tokens and time of all. Stages of
-    one name and different kinds are different stages."""
+    """Make a table with one row a stage, one column for each of `FACTS` that a stage has; the last row: tokens and time
+    of all. Stages of one name and different kinds are different stages."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     kinds: dict[tuple[str, str], str] = {}
     total: dict[str, list[float]] = {name: [0.0] * len(runs) for name in _COST}
@@ -267,7 +267,7 @@ def curves_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
-    """What a stage has of one fact; of rows, out of how many they were chosen."""
+    """Words of a cell: what a stage has of one fact; of rows, out of how many they were chosen."""
     said = _said(found.get(name, ()), name)
     total = found.get(OUT_OF)
     if said and total and name == "rows":
@@ -276,7 +276,7 @@ def _cell(found: Mapping[str, Sequence[float]], name: str) -> str:
 
 
 def _said(values: Sequence[float], name: str) -> str:
-    """Their mean, and the lowest and the highest of several."""
+    """Say the mean of ``values``, and the lowest and the highest of several."""
     if not values:
         return ""
     mean, low, high = (FACTS[name](of(values)) for of in (fmean, min, max))

@@ -1,4 +1,5 @@
-"""How many seeds a comparison of two arms needs, and what difference so many see: Student's t test, two-sided."""
+"""Power of a comparison of two arms: the seeds that it needs, and the difference that so many see. Student's t test,
+two-sided."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def power_said(
     spread: float | None = None,
     problems: int | None = None,
 ) -> str:
-    """In words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
+    """Say the power in words, for two arms of ``seeds``, tested by Student's t, two-sided at 5%.
 
     Args:
         arms: each arm's results that there are, one a seed, as shares.

@@ -1,4 +1,4 @@
-"""What an evaluation found: the graded completions (`Outcome`) with their files, and the numbers drawn from them."""
+"""Result of an evaluation: the graded completions (`Outcome`) with their files, and the numbers drawn from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Kind = Literal["greedy", "sampled"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the model wrote for one problem, and what the reward said of it.
+    """Outcome of one completion: what the model wrote for a problem, and what the reward said of it.
 
     problem     index of the row in the evaluated rows
     kind        "greedy" (one per problem) or "sampled"
@@ -100,7 +100,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 
 def read_outcome(row: dict[str, Any], where: str) -> Outcome:
-    """Of a line; what earlier releases did not write is as it is by default."""
+    """Read an outcome of a line; what earlier releases did not write is as it is by default."""
     row = {"thinking": None, "log_prob": None, "measures": {}, "group": None, **row}
     names = [f.name for f in fields(Outcome)]
     if missing := [name for name in names if name not in row]:
@@ -140,7 +140,8 @@ _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)", re.ASCII)
 
 
 def answer_reader(reward: Any) -> ReadAnswer | None:
-    """How to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for others."""
+    """Choose how to read answers where the caller did not say: as `AccuracyReward` (or its kin) does. None for other
+    rewards."""
     from grpo_lab.rewards.math.accuracy import AccuracyReward
 
     if not isinstance(reward, AccuracyReward):
@@ -255,12 +256,13 @@ class EvaluationResult:
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
-        """Of the greedy completions, as in `summary.json`: `worked_out_share` and so on."""
+        """Numbers of the greedy completions, as in `summary.json`: `worked_out_share` and so on."""
         return _tally(self.greedy, self.accuracy)
 
     @cached_property
     def calibration(self) -> dict[str, Calibration]:
-        """How sure it was against how right: by the log-prob of greedy answers, by the agreement of samples."""
+        """Calibration, how sure the model was against how right: by the log-prob of greedy answers, by the agreement of
+        samples."""
         sure = [(math.exp(o.log_prob), float(o.score >= CORRECT_FROM)) for o in self.greedy
                 if o.log_prob is not None and o.score is not None]  # fmt: skip
         agreed = []
@@ -270,13 +272,13 @@ class EvaluationResult:
 
     @property
     def stopped(self) -> str | None:
-        """Where the evaluation was stopped by hand; None for a whole one."""
+        """Place where the evaluation was stopped by hand; None for a whole one."""
         said = self.settings.get("stopped")
         return None if said is None else str(said)
 
     @property
     def gaps(self) -> list[str]:
-        """In words, why this is less than the rows that were asked for."""
+        """Reasons, in words, why this is less than the rows that were asked for."""
         found = []
         if self.stopped:
             found.append(f"stopped {self.stopped}: a part of the problems, and no fair sample of them")
@@ -341,7 +343,7 @@ def paired_gain(before: EvaluationResult, after: EvaluationResult) -> Interval |
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are there (of flags: the share that is set); None without any."""
+    """Mean of the values that are there (of flags: the share that is set); None without any."""
     there = [one for one in values if one is not None]
     return fmean(there) if there else None
 

@@ -86,7 +86,7 @@ def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
 
 
 def _without_a_page(folder: Path) -> str:
-    """What a folder that has no page of its own holds, and where what it holds is shown."""
+    """Say what a folder that has no page of its own holds, and where that is shown."""
     if (folder / "records.json").is_file():
         drawn = "`grpo-lab lab NAME --at-most 0` draws table and figure anew"
         return f"{folder} holds a lab, which has no page: {drawn}, and `report` takes the folder of a cell (ARM-SEED)"
@@ -103,7 +103,7 @@ def _without_a_page(folder: Path) -> str:
 
 
 def run_page(record: RunRecord) -> Page:
-    """What ``record`` has; what it lacks is named at the end."""
+    """Make the page of what ``record`` has; what it lacks is named at the end."""
     trained = record.kind not in (EVALUATION, LONG2SHORT)
     settings = record.summary or (record.after.settings if record.after and record.kind == EVALUATION else {})
     figures, missing = panel_figures(record)
@@ -135,7 +135,7 @@ def run_page(record: RunRecord) -> Page:
 
 
 def pipeline_page(record: RunRecord) -> Page:
-    """Of `pipeline.json` and the folders of the stages."""
+    """Make the page of a pipeline, out of `pipeline.json` and the folders of the stages."""
     stages = record.stages
     done = sum(one.status == "done" for one in record.stages)
     said = {one.name: {"why it was done": one.why, "results": one.results, **_said(one.settings)} for one in stages}
@@ -163,7 +163,7 @@ def title_of(record: RunRecord) -> str:
 
 
 def notices_of(record: RunRecord) -> list[str]:
-    """What could not be read, and what the evaluations do not cover."""
+    """List what could not be read, and what the evaluations do not cover."""
     evaluations = [("before", record.before), *((f"step_{n}", e) for n, e in record.during), ("after", record.after)]
     gaps = [f"evaluation/{name}: {gap}" for name, result in evaluations if result for gap in result.gaps]
     return [*record.notices, *gaps]
@@ -241,7 +241,7 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
 
 
 def reliability_figures(before: EvaluationResult | None, after: EvaluationResult | None) -> list[Figure]:
-    """How often answers of a confidence are right; a calibrated model's lie on the diagonal."""
+    """Draw how often answers of a confidence are right; a calibrated model's lie on the diagonal."""
     found = []
     for name, of in {"agreement": "agreement of its samples", "log_prob": "its answer's probability per token"}.items():
         lines = []
@@ -295,7 +295,8 @@ _ROUNDS_FOOT = (
 
 
 def rounds_page(record: RunRecord) -> Page:
-    """Of `rounds.jsonl`, `run.json` and the evaluations of the start and of the last model."""
+    """Make the page of rounds, out of `rounds.jsonl`, `run.json` and the evaluations of the start and of the last
+    model."""
     run = record.summary
     lines = record.rounds
     settings = {"method": run.get("method"), "seconds": run.get("seconds") or {}, **_said(run.get("recipe"))}
@@ -337,7 +338,7 @@ def _rounds_cards(record: RunRecord) -> list[Card]:
 
 
 def rounds_table(lines: Sequence[Mapping[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> Table:
-    """One row a round; columns that no round has a number for are left out."""
+    """Make a table with one row a round; columns that no round has a number for are left out."""
 
     def cell(how: str, line: Mapping[str, Any]) -> str:
         try:

@@ -1,4 +1,5 @@
-"""What a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops a report.
+"""Record of what a finished (or broken-off) run left in its folder, read so that a missing or damaged piece never stops
+a report.
 
     run.json                  what was run: pipeline, model, template, objective, settings, versions, seed, seconds;
                               of a finished run the names of the files that it has left (``gone_from``)
@@ -71,7 +72,7 @@ StagesOf = Callable[[Path], Sequence[PipelineStage]]
 
 
 def as_left(folder: Path) -> Sequence[PipelineStage]:
-    """Of every folder none."""
+    """Return no stages for any folder."""
     return ()
 
 
@@ -150,7 +151,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def gone_from(folder: Path, summary: Mapping[str, Any]) -> list[str]:
-    """Of the files that the run in ``folder`` has ``left`` by its ``run.json``, those that are not there any more."""
+    """List the files that the run in ``folder`` has ``left`` by its ``run.json`` and that are not there any more."""
     left = summary.get("left")
     names = left if isinstance(left, list) else []
     return [str(name) for name in names if not (folder / str(name)).is_file()]
@@ -210,9 +211,9 @@ def read_stages(record: RunRecord) -> None:
 
 
 def _read_answers(record: RunRecord) -> None:
-    """What a pipeline did to the answers to the problems that its models were most often evaluated on: of the model
-    that the others come from, and of the one that comes from them. Where it ends in several (arms), none is its result,
-    and a notice says so."""
+    """Read what a pipeline did to the answers to the problems that its models were most often evaluated on: of the
+    model that the others come from, and of the one that comes from them. Where it ends in several (arms), none is its
+    result, and a notice says so."""
     alike: dict[Any, dict[str, EvaluationResult]] = {}
     for stage in record.stages:
         for place in ("evaluation", "evaluation/before", "evaluation/after"):
@@ -255,7 +256,7 @@ def _model_of(stage: PipelineStage, place: str) -> str:
 
 
 def _come_from(model: str, stages: list[PipelineStage]) -> set[str]:
-    """Of which models (``_model_of``) it is made, over all stages before its own."""
+    """Names of the models (``_model_of``) that a model is made of, over all stages before its own."""
     known = {one.name: one for one in stages}
     found: set[str] = set()
     left = [name for name in [model.removesuffix(" before")] if name in known]
@@ -334,7 +335,7 @@ def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> Evalua
 
 
 def last_verdict(folder: str | Path) -> Diagnosis | None:
-    """What the last window of the run in ``folder`` says; None where no training was logged."""
+    """Return what the last window of the run in ``folder`` says; None where no training was logged."""
     record = read_run(folder)
     found = windows(record)
     if found:
@@ -343,7 +344,8 @@ def last_verdict(folder: str | Path) -> Diagnosis | None:
 
 
 def left_out(folder: str | Path) -> str | None:
-    """How many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out none."""
+    """Say how many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out
+    none."""
     metrics = {name: series for name, series in read_run(folder).metrics.items() if not name.startswith("eval_")}
     ends = sorted({step for series in metrics.values() for step, _ in series})
     length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
@@ -369,7 +371,7 @@ def windows(record: RunRecord) -> list[dict[str, float]]:
 
 
 def facts_of(record: RunRecord) -> Facts:
-    """From the settings in run.json; what they leave open is not known."""
+    """Make the facts from the settings in run.json; what they leave open is not known."""
     settings = record.summary.get("settings")
     if not isinstance(settings, dict):
         return Facts()

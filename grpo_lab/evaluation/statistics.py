@@ -20,7 +20,7 @@ Vote = tuple[str | None, bool]
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value of a file can be averaged and drawn: no switch, no NaN, not beyond 1e100."""
+    """Return whether a value of a file can be averaged and drawn: no switch, no NaN, not beyond 1e100."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e100 < value < 1e100
 
 

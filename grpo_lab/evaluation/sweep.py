@@ -1,4 +1,5 @@
-"""One evaluation under several conditions: templates, thinking or not, thinking budgets, two models on the same rows.
+"""Sweep of one evaluation over several conditions: templates, thinking or not, thinking budgets, two models on the same
+rows.
 
 The first condition is the evaluation's own (`summary.json` in its folder): first template, first mode, widest budget.
 The others lie in folders below, and `sweep.json` lists all.
@@ -45,7 +46,7 @@ def write_sweep(found: Sequence[Measured], folder: Path) -> None:
 
 
 def read_sweep(folder: Path) -> list[Measured]:
-    """What `write_sweep` left; empty where there was one condition. ValueError: damaged."""
+    """Read what `write_sweep` left; empty where there was one condition. ValueError: damaged."""
     file = folder / SWEEP
     rows = []
     if file.is_file():

@@ -81,7 +81,7 @@ def lengths(before: EvaluationResult | None, after: EvaluationResult) -> str:
 
 
 def _table(before: EvaluationResult | None, after: EvaluationResult, title: str) -> Table:
-    """At most 80 columns wide: logs and pipes have no more."""
+    """Make a table of at most 80 columns: logs and pipes have no more."""
     heading = f"{title}, {after.n_problems} problems"
     look: Any = {"title_style": "bold", "title_justify": "left", "header_style": "bold", "padding": 0}
     table = Table(title=heading, box=box.SIMPLE_HEAD, **look)
@@ -157,7 +157,7 @@ def _print_rows(console: Console, title: str, head: Sequence[str], rows: Sequenc
 
 
 def describe_sampling(result: EvaluationResult) -> str:
-    """How many samples at which temperature, in words; empty where nothing was sampled."""
+    """Say how many samples were drawn at which temperature; empty where nothing was sampled."""
     asked = result.settings
     sampled = f"{asked.get('n_samples')} samples a problem at temperature {asked.get('temperature')}"
     return sampled if result.sampled else ""

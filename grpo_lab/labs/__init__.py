@@ -17,7 +17,7 @@ LABS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of ``grpo-lab lab``: which one, and what every experiment has."""
+    """Add the arguments of ``grpo-lab lab``: which one, and those that every experiment has."""
     from grpo_lab.labs.arms import shipped_labs
     from grpo_lab.labs.experiment import add_options
 

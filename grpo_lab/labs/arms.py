@@ -39,7 +39,7 @@ KEPT = ("metrics.jsonl", "evaluation/before/summary.json", "evaluation/after/sum
 
 @settings()
 class LabFile:
-    """What a ``lab.yaml`` says.
+    """Contents of a ``lab.yaml``.
 
     Args:
         about: a line.
@@ -147,8 +147,8 @@ class Arms:
             load_named(self.said.prepare, "prepare")(options)
 
     def settings(self, arm: str, seed: int, options: Options) -> Mapping[str, Any] | None:
-        """What a cell is made from: its recipe, read, without what changes no number. None: the
-        arm is made by a function of what ``prepare`` makes, and that is not there, or not enough: the cell says so."""
+        """Settings that a cell is made from: its recipe, read, without what changes no number. None: the arm is made by
+        a function of what ``prepare`` makes, and that is not there, or not enough: the cell says so."""
         try:
             changes = self.changes(arm, seed, options)
         except (OSError, ValueError):
@@ -164,11 +164,12 @@ class Arms:
         return {**plain, "name": None, "threads": self.said.threads}
 
     def start_folder(self, options: Options) -> Path:
-        """Where the start lies, or will lie."""
+        """Folder where the start lies, or will lie."""
         return Path(self.given_start(options) or self.own_start(options))
 
     def check(self, arms: Sequence[str], options: Options) -> dict[str, str]:
-        """What a dry run says of the lab. ValueError: what would stop a cell, or a number that no run can have."""
+        """Check the lab, and return what a dry run says of it. ValueError: what would stop a cell, or a number that no
+        run can have."""
         from grpo_lab.pipelines.train import NOTHING_TO_SHARE
 
         given = self.given_start(options)
@@ -228,7 +229,7 @@ class Arms:
         return {"before": numbers, "after": self.numbers(after, log), "curves": curves}
 
     def changes(self, arm: str, seed: int, options: Options) -> dict[str, Any]:
-        """What the arm with this seed changes in the recipe, ``--set`` left out."""
+        """Changes of the recipe by the arm with this seed, ``--set`` left out."""
         of_arm: Any = self.said.arms[arm]
         if isinstance(of_arm, str):
             of_arm = load_named(of_arm, f"arms.{arm}")(arm, seed, options)

@@ -104,11 +104,11 @@ class LabCell:
         stage.write(self.folder)
 
     def record(self) -> Record:
-        """What the cell found, as it was written."""
+        """Read what the cell found, as it was written."""
         return read_record(self.file, {"arm": str, "seed": int}, "remove it, and the cell runs again")
 
     def _stage(self) -> StageRecord:
-        """As the folder says it; a cell that is done and has lost its record goes on."""
+        """Read the cell's stage as the folder says it; a cell that is done and has lost its record goes on."""
         stage = StageRecord.read(self.folder, self.folder.name, "cell")
         if stage.status == DONE and not self.file.is_file():
             stage.status = RUNNING
@@ -116,12 +116,12 @@ class LabCell:
 
 
 def record_file(folder: Path, arm: str, seed: int) -> Path:
-    """Where the record of a cell of the lab in ``folder`` lies."""
+    """File of the record of a cell of the lab in ``folder``."""
     return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
 
 
 def seeds_recorded(folder: Path, arm: str) -> list[int]:
-    """Those of the arm that have a record in the lab's folder, of whatever it was made."""
+    """List the arm's seeds that have a record in the lab's folder, of whatever it was made."""
     start = record_file(folder, arm, 0).parent.name.removesuffix("0")
     seeds = [file.parent.name.removeprefix(start) for file in folder.glob(f"{escape(start)}*/arm.json")]
     return sorted(int(seed) for seed in seeds if re.fullmatch(r"-?\d+", seed))

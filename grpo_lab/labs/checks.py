@@ -1,4 +1,4 @@
-"""What is wrong with what a lab's table and figure are to show, as far as it can be known before anything is made."""
+"""Checks of what a lab's table and figure are to show, as far as mistakes can be known before anything is made."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _logged_by(jobs: Iterable[Job]) -> list[str] | None:
 
 
 def _check_metric(metric: str, where: str, jobs: Mapping[str, Job], logged: Collection[str] | None) -> None:
-    """One that is logged: ``rewards/NAME/mean`` of a reward that an arm has (an environment brings its own), or any
-    other of ``logged``, where that is known."""
+    """Refuse a metric that is not logged. Logged are ``rewards/NAME/mean`` of a reward that an arm has (an environment
+    brings its own), or any other of ``logged``, where that is known."""
     found = re.fullmatch(r"rewards/.+/(mean|std)", metric)
     if found and jobs and not any(job.arguments.get("environment_factory") for job in jobs.values()):
         rewards = [one for job in jobs.values() for one in job.trainer.declared_rewards([*job.rewards])]

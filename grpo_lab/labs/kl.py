@@ -1,4 +1,4 @@
-"""What each KL estimator does to value and gradient, against exact enumeration: no sampling noise anywhere.
+"""KL estimators: what each does to value and gradient, against exact enumeration, without sampling noise.
 
 A policy π, its reference and the older policy μ that wrote the completions are tables over 4 tokens (one of which ends
 a completion) and up to 3 places. Everything is an expectation over all 40 completions; the estimates and the gradients
@@ -94,8 +94,8 @@ class World:
 
 @dataclass(frozen=True)
 class EstimatorErrors:
-    """Of one completion's estimate: bias and standard deviation of the value, in units of the KL; of the gradient, in
-    lengths of the true one, and its bias against the gradient of each next token."""
+    """Errors of one completion's estimate: bias and standard deviation of the value, in units of the KL; of the
+    gradient, in lengths of the true one, and its bias against the gradient of each next token."""
 
     value_bias: float
     value_std: float
@@ -105,7 +105,7 @@ class EstimatorErrors:
 
 
 def measured(world: World, estimator: str, place: str, sampling: Sampling) -> EstimatorErrors:
-    """By exact enumeration over all completions."""
+    """Measure an estimator's errors by exact enumeration over all completions."""
     chances, values, gradients = estimates(world, estimator, place, sampling)
     divergence = float(world.tree.divergence(world.policy, world.reference))
     true = world.gradient()
@@ -154,8 +154,8 @@ def _weights(sampling: Sampling, logps: Tensor, wrote: Tensor, mask: Tensor) -> 
 def _pushes(
     estimator: str, place: str, sampling: Sampling, logps: Tensor, wrote: Tensor, ref: Tensor, mask: Tensor
 ) -> Tensor:
-    """What each ∇log π(y_t) of a sampled completion is multiplied by, downhill, ``[C, T]``; so that a right estimator's
-    expectation is ∇KL."""
+    """Factors by which each ∇log π(y_t) of a sampled completion is multiplied, downhill, ``[C, T]``; so that a right
+    estimator's expectation is ∇KL."""
     if place == "loss":
         term = KLTerm(1.0, estimator, ratio_weighted=sampling.weights != NONE)
         level = "product" if sampling.weights == COMPLETION else "token"
@@ -250,7 +250,7 @@ def report(found: Found, options: Options) -> str:
 
 
 def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """What the numbers of a sampling in a world follow from."""
+    """Settings that the numbers of a sampling in a world follow from."""
     spreads = {"to_reference": TO_REFERENCE, "to_sampler": TO_SAMPLER, "distances": DISTANCES}
     return {"sampling": asdict(SAMPLINGS[arm]), "estimators": ESTIMATORS, **spreads}
 

@@ -68,7 +68,7 @@ def stages_of_cell(arm: str, seed: int, options: Options) -> list[dict[str, Any]
 
 
 def settings(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """What a cell is made from: its stages, and the one that made the start."""
+    """Settings that a cell is made from: its stages, and the one that made the start."""
     return {"start": stages_of(options)[0], "stages": stages_of_cell(arm, seed, options)}
 
 

@@ -86,7 +86,7 @@ def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _case(one: Any) -> Mapping[str, Any]:
-    """One case, its ``input`` and ``output`` by these names."""
+    """Return a case with its ``input`` and ``output`` by these names."""
     if isinstance(one, Mapping) and any(name in one for name in _OUTPUT):
         return {**one, "input": _first(one, _INPUT), "output": _first(one, _OUTPUT)}
     if isinstance(one, list | tuple) and len(one) == 2:
@@ -215,7 +215,8 @@ class CodeReward:
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
     ) -> list[Trial]:
-        """The same, with how many tests passed and how each trial ended. Equal programs of equal rows are run once."""
+        """Judge completions, and say how many tests passed and how each trial ended. Equal programs of equal rows are
+        run once."""
         if entry_point is None:
             names: list[str | None] = [None] * len(tests)
         else:

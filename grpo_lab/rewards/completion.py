@@ -51,7 +51,7 @@ class RowReward(ABC):
         return [self.score(text, *row) for text, *row in zip(texts, *list(lists.values())[1:], strict=True)]
 
     def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
-        """What of each completion is judged."""
+        """Return the part of each completion that is judged."""
         return [completion_text(completion) for completion in completions]
 
 
@@ -106,7 +106,8 @@ def reasoning_of(text: str) -> str:
 
 
 def parsed_reasoning(completion: Any) -> str | None:
-    """What stood between the tags, where TRL's response parsing has taken it out of the last message's content."""
+    """Return what stood between the tags, where TRL's response parsing has taken it out of the last message's
+    content."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
         for key in ("reasoning_content", "thinking"):
             if isinstance(completion[-1].get(key), str):
@@ -313,7 +314,7 @@ class ThinkFormatReward(RowReward):
         self.think_opened = think_opened
 
     def texts(self, completions: Sequence[Any], completion_ids: Sequence[Any] | None) -> list[str]:
-        """As the model wrote them."""
+        """Return the completions as the model wrote them."""
         if completion_ids is None:
             ids: Sequence[Any] = [None] * len(completions)
         else:
@@ -335,7 +336,8 @@ _FLAG = re.compile(r"(?<!\S)/(no_)?think(?![\w/])")
 
 
 def asks_to_think(prompt: Any) -> bool:
-    """What a prompt asks for: the last `/think` or `/no_think` in a system or user turn wins; without one, thinking.
+    """Return whether a prompt asks for thinking: the last `/think` or `/no_think` in a system or user turn wins;
+    without one, thinking.
 
     Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
     """

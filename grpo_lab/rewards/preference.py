@@ -123,7 +123,7 @@ class PreferenceReward:
         self.__dict__.pop("classifier", None)
 
     def fit(self, pairs: Sequence[Pair], step: int) -> None:
-        """One training on ``pairs``, drawn by seed and step. The global random state is left as it was."""
+        """Train once on ``pairs``, drawn by seed and step. The global random state is left as it was."""
         import torch
 
         draw = random.Random(f"{self.seed}/{step}")
@@ -164,13 +164,13 @@ def holds_out(prompt: Any, share: float) -> bool:
 
 
 def right_way_round(scores: Iterable[tuple[Any, Any]]) -> list[float]:
-    """Of each (better, worse): 1 where they are so, ½ for a tie; nothing where one has no score."""
+    """Score each (better, worse): 1 where they are so, ½ for a tie; nothing where one has no score."""
     known = [pair for pair in scores if None not in pair and not any(map(math.isnan, pair))]
     return [0.5 if better == worse else float(better > worse) for better, worse in known]
 
 
 def orders(judged: Sequence[float], group_size: int) -> Iterator[list[tuple[int, int]]]:
-    """For each group all (better, worse), by what the judge said of its completions; NaN is in no pair."""
+    """Yield for each group all (better, worse), by what the judge said of its completions; NaN is in no pair."""
     for start in range(0, len(judged), group_size):
         group = range(start, start + group_size)
         yield [(one, other) for one in group for other in group if judged[one] > judged[other]]

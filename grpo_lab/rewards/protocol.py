@@ -1,4 +1,4 @@
-"""What a reward may look at: one completion, or the whole group that shares its prompt.
+"""Protocol of rewards: what one may look at, one completion or the whole group that shares its prompt.
 
 TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge
 half a group wherever a group straddles ranks, and nobody notices. Here a reward states what it needs:
@@ -172,7 +172,7 @@ class GroupReward(ABC):
 
     @abstractmethod
     def score_group(self, group: Group) -> Sequence[float | None]:
-        """One number per completion of one whole group; ``None`` = unscorable."""
+        """Return one number per completion of one whole group; ``None`` = unscorable."""
 
     def required(self, name: str, group: Group) -> Values:
         """The values of reward ``name`` on ``group``: the run's own, else computed by ``sources[name]``."""

@@ -106,7 +106,8 @@ KINDS: dict[str, Callable[[list[int], list[float]], float]] = {
 
 
 class SortingReward(RowReward):
-    """How well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and show it.
+    """Scores how well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and show
+    it.
 
         distance                       Σ_i 1[o_i = sorted(q)_i]                                           0 … L
         inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                           0 … 2L − 1
@@ -179,7 +180,7 @@ class ProofReward(RowReward):
 
 
 def why_not(completion: str, sequent: str) -> str:
-    """What is wrong with the proof in ``completion``; empty where it is one. ``NoFormula``: the sequent is none."""
+    """Say what is wrong with the proof in ``completion``; empty where it is one. ``NoFormula``: the sequent is none."""
     premises, goal = read_sequent(sequent)
     lines = [line for line in answer_block(completion).splitlines() if line.strip()]
     first = max((place for place, line in enumerate(lines) if _FIRST.match(line)), default=len(lines))

@@ -28,7 +28,7 @@ TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """One completion's steps, checked: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``.
+    """Check one completion's steps: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``.
 
     Ends and scores become Python's own numbers (numpy's and torch's are taken, too).
     """
@@ -100,7 +100,7 @@ class StepReward(ABC):
         return self.checked(scored, completion_ids)
 
     def checked(self, scored: Any, completion_ids: TokenIds, keep_infinite: bool = False) -> list[StepScores]:
-        """What ``score_steps`` gave, checked; NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ stays."""
+        """Check what ``score_steps`` gave; NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ stays."""
         count = len(completion_ids)
         rows = [
             _listed(row, count, self.name, f" for completion {place}")
@@ -173,7 +173,7 @@ _SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
 
 
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
-    """For each end in characters the index of the token that holds the character before it.
+    """Find for each end in characters the index of the token that holds the character before it.
 
     ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
 
@@ -239,7 +239,7 @@ class SplitStepReward(StepReward):
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
-        """One score a step; ``None`` = not scored."""
+        """Return one score a step; ``None`` = not scored."""
 
     def score_all(
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
@@ -277,7 +277,7 @@ class SplitStepReward(StepReward):
         return ends
 
     def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
-        """At the tokens where the steps end; of steps that end within one token the worst score counts."""
+        """Place scores at the tokens where the steps end; of steps that end within one token the worst score counts."""
         merged: dict[int, float] = {}
         to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
         for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):

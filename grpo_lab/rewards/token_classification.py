@@ -112,7 +112,8 @@ class TokenClassificationSteps(SplitStepReward):
         return scores
 
     def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """One completion as the reward model reads it: ids, and the places of the steps that are not beyond its end."""
+        """Return one completion as the reward model reads it: ids, and the places of the steps that are not beyond its
+        end."""
         ids = list(prompt)
         places = []
         for step in steps:
@@ -202,7 +203,7 @@ def saved_weights(source: str, head: str) -> Any:
 
 
 def padded_ids(rows: Sequence[list[int]], pad: int, device: Any) -> dict[str, Any]:
-    """What a model is called with for rows of ids, filled up on the right."""
+    """Make what a model is called with for rows of ids, filled up on the right."""
     from grpo_lab.batch import padded
 
     return dict(zip(("input_ids", "attention_mask"), padded(rows, pad, device), strict=True))

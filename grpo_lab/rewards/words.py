@@ -70,7 +70,7 @@ def known_languages() -> list[str]:
 
 
 class Word(NamedTuple):
-    """One word of a spaced script, or one unbroken run of characters of an unspaced one."""
+    """A word of a spaced script, or an unbroken run of characters of an unspaced one."""
 
     text: str  # case-folded, NFKC
     group: str  # script group

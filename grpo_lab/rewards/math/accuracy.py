@@ -60,7 +60,7 @@ def gold_answer(solution: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How one completion was judged: what was read on both sides, the verdict with its reason, the reward."""
+    """The judgement of one completion: what was read on both sides, the verdict with its reason, the reward."""
 
     gold: str | None
     answer: str | None
@@ -79,7 +79,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GoldReport:
-    """What `check_golds` found: `unusable` holds (row, solution, reason) of every gold that rejects its own answer."""
+    """Report of `check_golds`: `unusable` holds (row, solution, reason) of every gold that rejects its own answer."""
 
     total: int
     unusable: list[tuple[int, Any, str]]
@@ -172,7 +172,8 @@ class AccuracyReward:
     def judge(
         self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
     ) -> list[Judgement]:
-        """The same, with what was read and why it was judged so; for reports and for a look at wrong answers."""
+        """Judge completions, and say what was read and why it was judged so; for reports and for a look at wrong
+        answers."""
         if prompts is None:
             questions = [""] * len(completions)
         else:
@@ -227,7 +228,8 @@ def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
 
 
 def _beside(gold: str, answer: Answer) -> str:
-    """What of the answer is compared: with its letter beside a choice, `(A) 5 apples`; else what stands behind it."""
+    """Choose what of the answer is compared: with its letter beside a choice, `(A) 5 apples`; else what stands behind
+    it."""
     if answer.labelled and names_choice(gold):
         return answer.labelled
     return answer.text
@@ -283,8 +285,8 @@ class HashesReward(RowReward):
 
 
 class BoxedReward(AccuracyReward):
-    r"""As `AccuracyReward`, 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable` for a
-    completion without a box. No other marker counts, thinking tags are not looked at, run-on text is not cut.
+    r"""Judges as `AccuracyReward`: 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable`
+    for a completion without a box. No other marker counts, thinking tags are not looked at, run-on text is not cut.
 
     Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
     answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number), and

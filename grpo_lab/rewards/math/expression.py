@@ -1,4 +1,4 @@
-"""From a few words to the one expression they state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
+"""The one expression that a few words state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
 
 A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
 
@@ -98,7 +98,8 @@ _MARKDOWN = " \t\r\n*_`>"
 
 
 def asked_unit(question: str) -> Fraction | None:
-    """What a question wants counted in: 12 for `How many dozen eggs …?`, 1000 for `How much, in thousands, …?`."""
+    """Unit in which a question wants its answer counted: 12 for `How many dozen eggs …?`, 1000 for `How much, in
+    thousands, …?`."""
     found = _ASKED.search(question)
     if found is None:
         return None
@@ -106,7 +107,7 @@ def asked_unit(question: str) -> Fraction | None:
 
 
 def whole_number(text: str, start: int, end: int) -> int:
-    """Where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
+    """Find where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
     read = read_quantity(text, start)
     if read is not None and not read.plain:
         end = max(end, read.end)
