@@ -304,15 +304,15 @@ def typed(values: Mapping[str, Any], kind: Callable[..., Any], where: str = "") 
 def hints_of(kind: Callable[..., Any]) -> dict[str, Any]:
     """Name → declared type of a dataclass's fields or a callable's parameters, as far as Python can resolve them."""
     plain_class = isinstance(kind, type) and not hasattr(kind, "__dataclass_fields__")
-    told: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
+    annotated: Any = kind.__init__ if plain_class else kind  # type: ignore[misc]
     unresolved = (NameError, TypeError, AttributeError)
     with suppress(*unresolved):
-        return get_type_hints(told)
+        return get_type_hints(annotated)
     found: dict[str, Any] = {}
-    for name, annotation in getattr(told, "__annotations__", {}).items():
+    for name, annotation in getattr(annotated, "__annotations__", {}).items():
         with suppress(*unresolved):  # a name that only the type checker knows
             one = types.SimpleNamespace(__annotations__={name: annotation})
-            found |= get_type_hints(one, globalns=getattr(told, "__globals__", {}))
+            found |= get_type_hints(one, globalns=getattr(annotated, "__globals__", {}))
     return found
 
 

@@ -109,10 +109,10 @@ def word_problems(
     limits = {"split": split, "steps": tuple(steps), "largest": largest, "families": list(families or FAMILIES)}
     problems = take(rows, n, "problems", "Raise largest or steps", **limits)
     names = ("question", "solution", "worked_solution", "family", "steps")
-    told = [{name: getattr(problem, name) for name in names} for problem in problems]
-    for row in told:
+    plain = [{name: getattr(problem, name) for name in names} for problem in problems]
+    for row in plain:
         row["worked_solution"] = style.write(row["worked_solution"], writer, hurry)
-    return to_dataset(told, form)
+    return to_dataset(plain, form)
 
 
 def iter_word_problems(

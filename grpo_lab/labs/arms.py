@@ -137,9 +137,9 @@ class Arms:
         if given := self.given_start(options):
             return given
         recipe = self.with_changes(options, self.said.settings)
-        told = template_kwargs_of(recipe.arguments)
+        template_kwargs = template_kwargs_of(recipe.arguments)
         place = self.own_start(options)
-        return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=told))
+        return str(shared_start(recipe.model, recipe.cold_start, place, chat_template_kwargs=template_kwargs))
 
     def make_ready(self, options: Options) -> None:
         options.start = self.start(options)

@@ -177,8 +177,8 @@ def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) 
     tokenizer = load_tokenizer(dataclasses.replace(recipe.model, tokenizer=own))
     if not tokenizer.chat_template:
         return f"{prompt!r} (no chat template)"
-    told = {**template_kwargs_of(recipe.arguments), **({"tools": list(tools)} if tools else {})}
-    return repr(render_prompt(prompt, tokenizer, told).text)
+    template_kwargs = {**template_kwargs_of(recipe.arguments), **({"tools": list(tools)} if tools else {})}
+    return repr(render_prompt(prompt, tokenizer, template_kwargs).text)
 
 
 def own_tokenizer(section: ModelSection) -> str | None:

@@ -82,8 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(how, "--temperature", "of the samples (default: 1.0)", type=float)
     add(how, "--seed", "of the samples (default: 0); the rows' is --data.seed", type=int)
     add(how, "--thinking", "what the chat template is told, `enable_thinking`", nargs="+", choices=["on", "off"])
-    told = "what the chat template is told besides, as YAML: '{reasoning_effort: low}' (default: nothing, or as --like)"
-    add(how, "--chat-template-kwargs", told, metavar="MAPPING")
+    template_help = (
+        "what the chat template is told besides, as YAML: '{reasoning_effort: low}' (default: nothing, or as --like)"
+    )
+    add(how, "--chat-template-kwargs", template_help, metavar="MAPPING")
     add(how, "--thinking-budget", "tokens of thinking, or none", nargs="+", metavar="TOKENS")
     add(how, "--budget-text", "closes the thinking at the budget (default: that of Qwen's documentation)")
     measure = "also the mean of this reward: format=think_format, 'language={name: language_consistency, target: de}'"

@@ -27,7 +27,7 @@ from grpo_lab.recipe.parts import build_reward
 from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ModelSection, RewardSection
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import conditions_in, told_template
+from grpo_lab.stages.evaluate import conditions_in, template_kwargs_in
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable
@@ -102,8 +102,8 @@ def write_task(model: str, plan: HeldOut, folder: Path, tokenizer: str | None = 
     _judge(json.dumps(reward))
     way = next(iter(conditions_in(plan.section).values()))
     rows = load_rows(replace(plan.section.data, template=way.template), "evaluation.data").to_list()
-    told = told_template(plan.section, way)
-    prompts = [render_prompt(row["prompt"], words, told) for row in rows]
+    template_kwargs = template_kwargs_in(plan.section, way)
+    prompts = [render_prompt(row["prompt"], words, template_kwargs) for row in rows]
     fits = [context is None or len(one.ids) + plan.max_new_tokens <= context for one in prompts]
     if context is not None and not any(fits):
         raise ValueError(too_long("shortest", min(len(one.ids) for one in prompts), plan.max_new_tokens, context))

@@ -195,14 +195,14 @@ def _launch(entry: Entry, recipe: PipelineRecipe, stop: StopRequests) -> None:
     environment = {**os.environ, PIPELINE_OF_RANK: str(os.getpid())}
     ends_with_this = partial(die_with_parent, signal.SIGTERM)
     running = psutil.Popen(launch, process_group=0, env=environment, preexec_fn=ends_with_this)
-    told = set[int]()
+    signalled = set[int]()
     with stop.defer_signals(signal.SIGINT):
         while running.poll() is None:
             with suppress(psutil.Error):  # one has just ended
                 for rank in running.children() if stop.asked() else ():
-                    if rank.pid not in told and "--launched" in rank.cmdline():
+                    if rank.pid not in signalled and "--launched" in rank.cmdline():
                         rank.send_signal(signal.SIGUSR1)
-                        told.add(rank.pid)
+                        signalled.add(rank.pid)
             time.sleep(0.2)
     if running.returncode:
         stop.check()

@@ -210,9 +210,9 @@ def _make_start(job: Job, start: Path) -> None:
 
         alike = ("seed", "use_cpu", "bf16", "save_on_each_node")
         arguments = {**{name: getattr(config, name) for name in alike}, **job.cold_start.arguments}
-        told = config.chat_template_kwargs
+        template_kwargs = config.chat_template_kwargs
         with saving(start):
-            cold_start(model, tokenizer, job.cold_rows, start, arguments, chat_template_kwargs=told)
+            cold_start(model, tokenizer, job.cold_rows, start, arguments, chat_template_kwargs=template_kwargs)
     elif config.should_save:
         with saving(start):
             model.save_pretrained(start)

@@ -206,8 +206,8 @@ def check_columns(recipe: Recipe, trainer: Any, rows: Dataset, rewards: list[Any
     for section, reward in zip(recipe.rewards, rewards, strict=True):
         if isinstance(reward, str) or not inspect.isroutine(reward):
             continue
-        told = inspect.signature(reward).parameters.values()
-        named = [p.name for p in told if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        parameters = inspect.signature(reward).parameters.values()
+        named = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         missing = [name for name in named if name not in (*GIVEN_TO_REWARDS, *rows.column_names)]
         if missing and scope_of(reward) == "completion":
             raise ValueError(f"`rewards`: {section.name!r} needs {missing}, and the rows have {rows.column_names}")

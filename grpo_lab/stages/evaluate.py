@@ -180,8 +180,8 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
     return found
 
 
-def told_template(section: EvaluationSection, way: Condition) -> dict[str, Any]:
-    """What the chat template is told in a condition."""
+def template_kwargs_in(section: EvaluationSection, way: Condition) -> dict[str, Any]:
+    """Keywords that the chat template gets in a condition."""
     mode = {}
     if way.thinking is not None:
         mode = {"enable_thinking": way.thinking}
@@ -220,11 +220,16 @@ class HeldOutRows:
         """Return the function that evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode
         that the prompts do not know, a budget without room."""
         sampler = generator.sampler
-        told = told_template(self.section, way)
+        template_kwargs = template_kwargs_in(self.section, way)
         limits = self._limits(way, generator.tokenizer, generator.stops)
         if limits is not None:
             sampler = BudgetedSampler(sampler, limits, in_step)
-        how: Any = {**self.asked, "generate": sampler, "context": generator.context, "chat_template_kwargs": told}
+        how: Any = {
+            **self.asked,
+            "generate": sampler,
+            "context": generator.context,
+            "chat_template_kwargs": template_kwargs,
+        }
         said = about(model, self.section, way)
         return partial(evaluate, None, generator.tokenizer, self.rows[way.template], said=said, **how)
 
@@ -233,7 +238,7 @@ class HeldOutRows:
         rows = self.rows[way.template]
         if way.thinking is not None and rows is not None:
             prompt = rows[0]["prompt"]
-            modes = [{**told_template(self.section, way), "enable_thinking": on} for on in (True, False)]
+            modes = [{**template_kwargs_in(self.section, way), "enable_thinking": on} for on in (True, False)]
             both = {render_prompt(prompt, tokenizer, mode).text for mode in modes}
             if len(both) == 1:
                 raise ValueError(
@@ -259,7 +264,7 @@ class HeldOutRows:
         for way in self.ways.values():
             self._limits(way, tokenizer)
             if context is not None and self.rows[way.template] is not None:
-                asked = replace(self.section, chat_template_kwargs=told_template(self.section, way))
+                asked = replace(self.section, chat_template_kwargs=template_kwargs_in(self.section, way))
                 prompts = self.rows[way.template]["prompt"]
                 check_held_out(asked, self.asked["max_new_tokens"], prompts, tokenizer, context)
 

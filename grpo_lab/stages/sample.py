@@ -161,8 +161,8 @@ class ModelSampler:
 
     def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
-        told = {**self.settings.chat_template_kwargs, **(chat_template_kwargs or {})}
-        return render_prompt(prompt, self.tokenizer, told).ids
+        template_kwargs = {**self.settings.chat_template_kwargs, **(chat_template_kwargs or {})}
+        return render_prompt(prompt, self.tokenizer, template_kwargs).ids
 
     def tokens(self, completion: Any) -> int:
         """Length of a completion's text in this model's tokens, without an end token."""

@@ -212,24 +212,24 @@ def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
     write_whole(folder / TENSORS, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
     if critic.trunk is not None:
         critic.trunk.config.save_pretrained(folder)
-    told = {"format": FORMAT, "own_network": critic.trunk is not None, "hidden_size": critic.head.in_features}
-    write_whole_text(folder / MANIFEST, json.dumps(told))
+    manifest = {"format": FORMAT, "own_network": critic.trunk is not None, "hidden_size": critic.head.in_features}
+    write_whole_text(folder / MANIFEST, json.dumps(manifest))
 
 
 def load_critic(folder: str | Path) -> Critic:
     """A critic that ``save_critic`` wrote. ValueError: a file is missing or damaged, or of another format."""
     place = Path(folder)
     try:
-        told = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}, and this version reads {FORMAT}")
+        manifest = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, and this version reads {FORMAT}")
         tensors = load_file(place / TENSORS)
         trunk = None
-        if told["own_network"]:
+        if manifest["own_network"]:
             config = AutoConfig.from_pretrained(place)
             # `AutoModel.from_config` under ZeRO-3 gives a rank empty parameters, which take no tensors
             trunk = MODEL_MAPPING[type(config)](config)
-        critic = Critic(int(told["hidden_size"]), trunk)
+        critic = Critic(int(manifest["hidden_size"]), trunk)
         critic.load_state_dict(tensors)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{place} holds no critic that can be loaded: {error}") from error

@@ -289,8 +289,8 @@ class Server:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(flag: str, told: str, kind: Any = str, **how: Any) -> None:
-        parser.add_argument(flag, help=told, **({} if "action" in how else {"type": kind}), **how)
+    def add(flag: str, about: str, kind: Any = str, **how: Any) -> None:
+        parser.add_argument(flag, help=about, **({} if "action" in how else {"type": kind}), **how)
 
     warned = "at another one prompts and token cross the network unencrypted"
     add("--model", "folder or hub name; the trainer's weights replace its own", required=True)

@@ -226,9 +226,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         with replaced(self, "asked", [prompt for prompt, _ in mine or rows[:1]]):
             made = generate_in_step(trainer, whole, [[*rows[0][0], *rows[0][1]]], 1, limit)
         # an engine that stops short of the limit says that the completion is at its end
-        told: list[Any] = [one.logprobs or [None] * len(one.ids) for one in made]
+        logprobs: list[Any] = [one.logprobs or [None] * len(one.ids) for one in made]
         ended = [one.ended or len(one.ids) < limit for one in made]
-        return list(gather_object([(one.ids, *rest) for one, *rest in zip(made, told, ended, strict=True)]))
+        return list(gather_object([(one.ids, *rest) for one, *rest in zip(made, logprobs, ended, strict=True)]))
 
     def _settings(self) -> dict[str, Any]:
         """Settings in which the groups of a checkpoint must agree with those of this run."""

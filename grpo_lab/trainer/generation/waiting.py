@@ -43,8 +43,8 @@ class WaitingCompletion:
         segments = [*before, (version, last[1] + len(ids))]
         if last[0] != version:
             segments = [*before, last, (version, len(ids))]
-        told = [math.nan if value is None else float(value) for value in logprobs]
-        return WaitingCompletion([*self.ids, *ids], [*self.logprobs, *told], segments, whole)
+        values = [math.nan if value is None else float(value) for value in logprobs]
+        return WaitingCompletion([*self.ids, *ids], [*self.logprobs, *values], segments, whole)
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,10 @@ def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = 
     own = None
     if fault is not None:
         own = f"{type(fault).__name__}: {fault}"
-    told = [own] if alone else gather_object([own])
-    problem = next((f"rank {rank}: {why}" if len(told) > 1 else why for rank, why in enumerate(told) if why), None)
+    reports = [own] if alone else gather_object([own])
+    problem = next(
+        (f"rank {rank}: {why}" if len(reports) > 1 else why for rank, why in enumerate(reports) if why), None
+    )
     if problem is None:
         return
     if not alone:

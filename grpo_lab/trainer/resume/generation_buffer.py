@@ -150,8 +150,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
         place.mkdir(parents=True, exist_ok=True)
-        told = gather_object([(self._save_rows(place), float(trainer._tr_loss))])
-        problem = next((words for words, _ in told if words is not None), None)
+        gathered = gather_object([(self._save_rows(place), float(trainer._tr_loss))])
+        problem = next((words for words, _ in gathered if words is not None), None)
         if problem is not None:
             trainer.recorder.say(
                 f"{place} is inside a generation batch that could not be written ({problem}): a resume from this "
@@ -160,7 +160,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
                 level=logging.WARNING,
             )
         window = {  # metrics and loss since the last log
-            "losses": [loss for _, loss in told],
+            "losses": [loss for _, loss in gathered],
             "last_logged": trainer._globalstep_last_logged,
             "metrics": plain_metrics(trainer._metrics["train"]),
             "pairs": trainer.recorder.book("train").pending(),

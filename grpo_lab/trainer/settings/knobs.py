@@ -124,8 +124,8 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
 
 def in_words(part: Any, chosen: Any) -> str:
     """``name(knob=value, …)`` with the knobs that differ from their default, under the name that it was chosen by."""
-    told = knobs_in_words(part, only_set=True)
-    return name_of(chosen) + (f"({told})" if told else "")
+    knobs = knobs_in_words(part, only_set=True)
+    return name_of(chosen) + (f"({knobs})" if knobs else "")
 
 
 def knobs_in_words(part: Any, only_set: bool = False) -> str:

@@ -42,15 +42,15 @@ def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> s
     rows, tensors = _chosen(faults)
     mine = {"rank": rank, "said": faults.said[:MOST_ROWS], "rows": rows}
     full = len(list(place.parent.glob("step-*"))) >= MOST_STEPS and not place.exists()
-    told = gather_object([(full, mine)])
-    if any(is_full for is_full, _ in told):
+    gathered = gather_object([(full, mine)])
+    if any(is_full for is_full, _ in gathered):
         return None
     problem = None
     try:
         place.mkdir(parents=True, exist_ok=True)
         write_whole(place / f"rank-{rank}.safetensors", lambda partial: save_file(tensors, partial))
         if rank == 0:
-            ranks = [of_rank for _, of_rank in told]
+            ranks = [of_rank for _, of_rank in gathered]
             whole = {"format": 1, **facts, "ranks": len(ranks), "rewards": list(faults.names), "of_rank": ranks}
             write_whole_text(place / FACTS, json.dumps(whole, indent=1, default=str))
     except OSError as error:

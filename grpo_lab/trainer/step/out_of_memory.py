@@ -67,13 +67,13 @@ def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
     """Return the smallest bin that did not fit on one of the ranks, the same on all of them. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
-    told = (0, 0)
+    size = (0, 0)
     said = "another rank ran out of it"
     if own is not None:
-        told = (own.tokens, own.rows)
+        size = (own.tokens, own.rows)
         said = own.said
     with named_place("whether all bins fit"):
-        found = trainer.accelerator.gather(torch.tensor([told], device=trainer.accelerator.device)).tolist()
+        found = trainer.accelerator.gather(torch.tensor([size], device=trainer.accelerator.device)).tolist()
     failed = [TooLarge(tokens, rows, said) for tokens, rows in found if rows]
     return min(failed, key=lambda one: (one.rows > 1, one.tokens), default=None)
 
