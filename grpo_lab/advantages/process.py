@@ -46,7 +46,7 @@ class StepTable:
 
     @staticmethod
     def of(steps: list[list[tuple[int, float | None]]], group_size: int) -> StepTable:
-        """From ``[[(end_token, score), …], …]``, one list a completion (empty: no step was scored)."""
+        """Make the table from ``[[(end_token, score), …], …]``, one list a completion (empty: no step was scored)."""
         flat = [(row, end, score) for row, ends in enumerate(steps) for end, score in ends]
         return StepTable(
             row=torch.tensor([row for row, _, _ in flat], dtype=torch.long),

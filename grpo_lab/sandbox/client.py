@@ -24,8 +24,8 @@ _AT_LEAST = {
 
 @dataclass(frozen=True)
 class Tests:
-    """What a program is tested with: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected],
-    …]`` of ``entry_point``) or ``pairs`` (``[[input, output], …]`` of a script, texts)."""
+    """Tests of a program: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of
+    ``entry_point``) or ``pairs`` (``[[input, output], …]`` of a script, texts)."""
 
     kind: Literal["assertions", "calls", "pairs"]
     tests: Any
@@ -112,7 +112,8 @@ class CodeJudge:
         return given
 
     def judge(self, trials: Sequence[tuple[str, Tests]], *, stop_early: bool) -> list[Trial]:
-        """One ``Trial`` per (program, tests), in order. With ``stop_early`` the first failed test ends a trial."""
+        """Return one ``Trial`` per (program, tests), in order. With ``stop_early`` the first failed test ends a
+        trial."""
         if not trials:
             return []
         common = {**self._common, "walls": self.walls, "stop_early": stop_early}

@@ -44,7 +44,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class AtLimit:
-    """What a handler returns for a job that it ended at a limit of its own: the job's value, and what it cost."""
+    """Answer of a handler for a job that it ended at a limit of its own: the job's value, and what it cost."""
 
     value: Any
     seconds: float
@@ -99,7 +99,7 @@ def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """What a fork does: lower its limits, say that it is ready, serve until the socket closes."""
+    """Do what a fork does: lower its limits, say that it is ready, serve until the socket closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

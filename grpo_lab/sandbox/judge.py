@@ -50,7 +50,7 @@ def _parent() -> int:
 
 
 def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
-    """What ``process`` wrote before it ended, and whether it ended by itself, within time and ``most`` bytes."""
+    """Return what ``process`` wrote before it ended, and whether it ended by itself, within time and ``most`` bytes."""
     os.set_blocking(pipe, False)
     said = bytearray()
     while process.poll() is None:
@@ -93,7 +93,7 @@ def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
 
 
 def _processor_seconds() -> float:
-    """What all jails that have ended used."""
+    """Processor seconds that all jails that have ended used."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -170,7 +170,8 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    """Whether its output is ``expected``, by line without white space at the ends; whether it ended by itself."""
+    """Return whether a script's output is ``expected``, by line without white space at the ends, and whether it ended
+    by itself."""
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")

@@ -129,7 +129,7 @@ def install_filter(instructions: bytes) -> None:
 
 
 def give_up_rights() -> None:
-    """No capability, and none by any program that is started."""
+    """Give up every capability, also for any program that is started."""
     syscall(_SYS_CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
@@ -143,7 +143,8 @@ def landlock_version() -> int:
 
 
 def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """From now on only these paths: read and execute, or all but devices and sockets. After ``give_up_rights``."""
+    """Leave only these paths from now on: read and execute, or all but devices and sockets. After
+    ``give_up_rights``."""
     known = landlock_version()
     handled = _HANDLED[min(known, 5)]
     tcp = 3 if known >= 4 else 0

@@ -30,8 +30,8 @@ _Status = Literal["ok", "timeout", "crash", "unjudged"]
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What became of one job: `ok` with the handler's value; with a reason `timeout` or `crash`, which are the job's
-    own doing, or `unjudged`: its process was killed from outside twice, or the batch had no time left; wall-clock
+    """Outcome of one job: `ok` with the handler's value; with a reason `timeout` or `crash`, which are the job's own
+    doing, or `unjudged`: its process was killed from outside twice, or the batch had no time left; wall-clock
     seconds."""
 
     status: _Status
@@ -188,7 +188,8 @@ class _Round:
         return found
 
     def _choose(self) -> None:
-        """What was killed is judged again at the end, alone: nothing of this batch takes its memory then."""
+        """Choose what comes next: what was killed is judged again at the end, alone, where nothing of this batch takes
+        its memory."""
         if self.patience.over:
             for job in (*self.todo, *self.again):
                 self.results[job] = JobOutcome("unjudged", None, str(self.patience), 0.0)
@@ -269,7 +270,7 @@ class _Round:
         self._run_out(worker, limits.wall_seconds, f"no result within {limits.wall_seconds * worker.share:g} s")
 
     def _run_out(self, worker: WorkerProcess, seconds: float, why: str) -> None:
-        """It has used up its share of these seconds."""
+        """End a job whose worker has used up its share of these seconds."""
         self.patience.lost += seconds * worker.share
         if worker.share < 1.0:
             self._finish(worker, "unjudged", None, f"{why}; {self.patience}")

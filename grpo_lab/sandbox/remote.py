@@ -77,8 +77,8 @@ class Program:
             return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
-        """What an object that is a kind of list, number or text holds (else None): until a call may change it, it says
-        no other. Asked afresh at every ``==``, it could be True to one and False to the next."""
+        """Return what an object that is a kind of list, number or text holds (else None): until a call may change it,
+        it says no other. Asked afresh at every ``==``, it could be True to one and False to the next."""
         if number not in self._held:
             self._held[number] = self.ask(number, "plain")
         return self._held[number]
@@ -111,7 +111,7 @@ class Program:
         return value
 
     def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
-        """What the program raised (else None), or the value that it gave."""
+        """Return what the program raised (else None), or the value that it gave."""
         while "back" in reply:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()

@@ -40,7 +40,7 @@ class _Enough(BaseException):
 
 
 class Run:
-    """One program's test run. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
+    """Run of one program's tests. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
 
     def __init__(self, program: Program, report: Callable[[bytes], Any], stop_early: bool) -> None:
         self.program = program
@@ -131,7 +131,7 @@ class Names(dict[str, Any]):
         return self._program.get(name)
 
     def program_value(self, name: str) -> Any:
-        """For a module."""
+        """Return the program's value of a name, for a module."""
         if name not in self._program.names:
             raise AttributeError(name)
         return self._program.get(name)
@@ -244,8 +244,9 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """By one statement that is this call, and named nowhere else (a comprehension calls it often, it may call itself).
-    Otherwise each statement that calls it is a test: what is inside would be more tests than are counted."""
+    """Return whether a function is called by one statement that is this call, and named nowhere else (a comprehension
+    calls it often, it may call itself). Otherwise each statement that calls it is a test: what is inside would be more
+    tests than are counted."""
     calls = [one.value for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
     alone = [one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name]
     return len(alone) == _uses(body, name) == 1

@@ -53,7 +53,8 @@ class Cell:
 
 
 def enter_namespaces() -> None:
-    """In the watching process: the next child is the first process of namespaces of its own (mounts: ``put_up``)."""
+    """Enter new namespaces in the watching process: the next child is the first process of namespaces of its own
+    (mounts: ``put_up``)."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # no CAP_SYS_ADMIN, as in a container: a user namespace may be allowed
             kernel.unshare(_NAMESPACES)
@@ -85,8 +86,8 @@ def _set_ids(number: int) -> None:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """In the jailed process, as the last thing before what it is for; it dies with its parent from here on.
-    ``OSError``: a wall that cannot be put up."""
+    """Put the walls up in the jailed process, as the last thing before what it is for; it dies with its parent from
+    here on. ``OSError``: a wall that cannot be put up."""
     walls = cell.walls
     folder = cell.folder
     if "namespaces" in walls:
@@ -138,7 +139,7 @@ def _limit(cell: Cell, processes: int | None) -> None:
 
 
 def _readable() -> list[str]:
-    """What can be read inside. Links stay links."""
+    """List what can be read inside. Links stay links."""
     inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM.split())
     places = [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
     return places + [place for place in _DEVICES.split() if os.path.exists(place)]

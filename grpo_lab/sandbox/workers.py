@@ -38,10 +38,10 @@ class VerifierError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one job may use up: `cpu_seconds`, enforced by the kernel (processor time, so that a busy machine makes no
-    right answer a timeout), and `wall_seconds`, the end of one that sleeps or starves; one worker: address space, and
-    `startup_seconds` on the clock for its imports; and one batch: the `batch_seconds` that each worker may lose, for
-    every thousand jobs begun, to jobs that end at their limit (`pool.Patience`)."""
+    """Limits of what one job may use up: `cpu_seconds`, enforced by the kernel (processor time, so that a busy machine
+    makes no right answer a timeout), and `wall_seconds`, the end of one that sleeps or starves; one worker: address
+    space, and `startup_seconds` on the clock for its imports; and one batch: the `batch_seconds` that each worker may
+    lose, for every thousand jobs begun, to jobs that end at their limit (`pool.Patience`)."""
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 30.0
@@ -93,7 +93,7 @@ class ForkServerProcess:
         return WorkerProcess(self, self._count, ours, self._limits)
 
     def ended(self) -> str:
-        """How it ended, in words; empty where it was killed from outside, or runs."""
+        """Say how the process ended; empty where it was killed from outside, or runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it is over
             code = self.process.wait(_ANSWER_SECONDS)
             if -code in FROM_OUTSIDE:
@@ -127,7 +127,7 @@ class ForkServerProcess:
 
 
 class WorkerProcess:
-    """One worker. `pid` is known once it is ready, and has said hello; `deadline` is monotonic seconds."""
+    """A worker process. `pid` is known once it is ready, and has said hello; `deadline` is monotonic seconds."""
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self.server = server

@@ -1,4 +1,5 @@
-r"""One spelling for an answer: unicode to LaTeX, wrappers, currency, separators and units off. Linear in its length.
+r"""Canonical spelling of an answer: unicode to LaTeX, wrappers, currency, separators and units off. Linear in its
+length.
 
     "**$\boxed{1{,}234}$.**" -> "1,234"        "−3½ kg" -> "-3\frac{1}{2}"        "\text{Evelyn}." -> "\text{Evelyn}"
 
@@ -206,6 +207,6 @@ def inside_text_group(canonical_text: str) -> str | None:
 
 
 def text_key(canonical_text: str) -> str:
-    """What two text answers are compared by: letters and digits only, without case."""
+    """Key by which two text answers are compared: letters and digits only, without case."""
     bare = _TEXT_HEAD.sub("", canonical_text)
     return "".join(c for c in bare if c.isalnum()).casefold()

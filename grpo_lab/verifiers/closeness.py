@@ -30,7 +30,8 @@ _OF_POLYNOMIALS = 25
 
 @contextmanager
 def relative_closeness() -> Iterator[None]:
-    """In the block, math-verify's numeric equality holds where `agree` holds, too: in lists and matrices as well."""
+    """Let math-verify's numeric equality hold where `agree` holds, too, for the block: in lists and matrices as
+    well."""
     from math_verify import grader
 
     absolute = grader.sympy_numeric_eq
@@ -69,7 +70,7 @@ def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, A
 
 
 def _exact(side: Any) -> Any:
-    """With every decimal as the fraction that it writes."""
+    """Write every decimal as the fraction that it stands for."""
     from sympy import Float, Rational
 
     return side.xreplace({one: Rational(str(one)) for one in side.atoms(Float) if one.is_finite})
@@ -103,7 +104,8 @@ def _same(gold: Any, answer: Any, decimals: bool) -> bool:
 
 
 def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool) -> bool:
-    """At positive points of several magnitudes: a tiny term shows where the others are tiny (`x + 10^{-20}`)."""
+    """Return whether both sides agree at positive points of several magnitudes: a tiny term shows where the others are
+    tiny (`x + 10^{-20}`)."""
     from sympy import Rational
 
     polynomial = gold.is_polynomial(*symbols) and answer.is_polynomial(*symbols)

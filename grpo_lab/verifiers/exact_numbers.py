@@ -51,7 +51,8 @@ def without_thousands(text: str) -> str:
 
 
 def decimals_compared(gold: str) -> int:
-    """To how many decimals floats are rounded: 6, and for a gold below 0.1 six from its first significant digit."""
+    """Number of decimals that floats are rounded to: 6, and for a gold below 0.1 six from its first significant
+    digit."""
     small = _ZEROS.fullmatch(gold)
     return 6 + (len(small[1]) if small else 0)
 
@@ -71,7 +72,7 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """As `compare_plain_numbers`, fractions too. Both in canonical spelling."""
+    """Compare numbers as `compare_plain_numbers` does, fractions too. Both in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain

@@ -101,7 +101,7 @@ def _single(tokens: list[str], place: int, depth: int) -> tuple[Formula, int]:
 
 
 def write(formula: Formula) -> str:
-    """With brackets around every compound part, none around the whole."""
+    """Write a formula with brackets around every compound part, none around the whole."""
     if len(formula) == 1:
         return str(formula[0])
     parts = [f"({write(part)})" if len(part) == 3 else write(part) for part in formula[1:]]

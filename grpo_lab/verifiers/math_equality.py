@@ -43,7 +43,7 @@ _COMPARED = {same: MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "ex
 
 
 class GoldKind(Enum):
-    """How a gold answer is compared; see `kind_of_gold`."""
+    """Kind of comparison of a gold answer; see `kind_of_gold`."""
 
     NUMBER = "number"
     TEXT = "text"
@@ -52,7 +52,7 @@ class GoldKind(Enum):
 
 
 def kind_of_gold(gold: str) -> GoldKind:
-    """How a canonical gold is to be compared. Prose is unusable: no rule could say which answers it accepts."""
+    """Choose how a canonical gold is to be compared. Prose is unusable: no rule could say which answers it accepts."""
     key = text_key(gold)
     if not key or key in _PLACEHOLDERS:
         return GoldKind.UNUSABLE
@@ -138,7 +138,7 @@ class MathVerifier:
             self.pool.warm_up()
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[MathVerdict]:
-        """One verdict per (gold, answer), in order."""
+        """Return one verdict per (gold, answer), in order."""
         read = {pair: self._read(*pair) for pair in dict.fromkeys(pairs)}
         keys = [read[pair] for pair in pairs]
         decided = {key: self._decide_here(*key) for key in dict.fromkeys(keys)}
@@ -254,6 +254,6 @@ def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
 
 
 def prepare_worker() -> None:
-    """Where no job's clock is running: import sympy and build the parser's tables."""
+    """Import sympy and build the parser's tables, while no job's clock is running."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own (signal) time limit is off
     compare_in_worker({"gold": r"\frac{1}{2}", "answer": "(x+0.5)^2"})

@@ -1,4 +1,4 @@
-r"""How a gold and an answer are read before they are compared: number words as figures, percents, one answer or many.
+r"""Reading of a gold and an answer before they are compared: number words as figures, percents, one answer or many.
 
     gold 12000000   answer "12\text{ million}"               -> 12000000
     gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)

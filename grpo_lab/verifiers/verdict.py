@@ -1,4 +1,4 @@
-"""What a mathematical comparison can come to, and what a score is: a number or None, correct from 1 on."""
+"""Verdicts that a mathematical comparison can come to, and what a score is: a number or None, correct from 1 on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def as_number(value: Any) -> float | None:
 def checked_scores(
     values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
 ) -> list[float | None]:
-    """What ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
+    """Check what ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
     handed on. ``ValueError``: in one line who, what was seen and where, what is allowed."""
     try:
         number = None

@@ -67,7 +67,7 @@ def number_text(value: Any) -> str | None:
 
 
 def _of_array(value: Any) -> str | None:
-    """Of a number of numpy or torch: the shortest digits that are this number in its own width."""
+    """Write a number of numpy or torch: the shortest digits that are this number in its own width."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value if value.element_size() != 2 else value.float()).numpy()
