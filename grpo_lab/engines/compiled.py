@@ -142,7 +142,7 @@ class _OpenRows:
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor) -> _OpenRows:
-        """All rows of a call, filled up with copies of the first."""
+        """Make them of all rows of a call, filled up with copies of the first."""
         rows = torch.arange(len(ids), device=ids.device)
         return cls(ids, mask, rows, torch.ones_like(rows, dtype=torch.bool)).of_rows(_filled_up(rows))
 

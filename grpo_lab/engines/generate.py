@@ -155,7 +155,7 @@ class _PenaltyOnText(LogitsProcessor):  # type: ignore[misc]
 
 
 def not_by_groups(model: Any, config: GenerationConfig, more: Any = None) -> str | None:
-    """Why completions are left to transformers' ``generate``; None where they need not be."""
+    """Say why completions are left to transformers' ``generate``; None where they need not be."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
     from transformers.integrations.fsdp import is_fsdp_managed_module
 

@@ -217,7 +217,8 @@ def with_every_argument(section: DataSection) -> DataSection:
 
 
 def title(model: str, plan: HeldOut) -> str:
-    """Everything that a score depends on, in one line; of the rows' arguments none that is off (None, False, 0.0)."""
+    """Say in one line everything that a score depends on; of the rows' arguments none that is off (None, False,
+    0.0)."""
     from grpo_lab.runs.console import describe
 
     data = plan.section.data

@@ -68,8 +68,8 @@ class PipelineRecipe:
             raise ValueError(f"`stages` has {twice[0]!r} twice, or it is a name of the folder's own; choose another")
 
     def in_order(self) -> list[StageSection]:
-        """Every stage after those whose things it takes, else in the order in which they are written. ValueError for a
-        circle, or a stage that is none."""
+        """List the stages, each after those whose things it takes, else in the order in which they are written.
+        ValueError for a circle, or a stage that is none."""
         named = {one.name: one for one in self.stages}
         for one in self.stages:
             for setting, wanted in one.inputs.items():

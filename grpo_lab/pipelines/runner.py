@@ -90,8 +90,8 @@ def forget_stages(recipe: PipelineRecipe) -> None:
 
 @contextmanager
 def _held(place: Path) -> Iterator[None]:
-    """Around what is done with the stage in ``place``: its lock, and nobody writes there who was left over when a
-    launcher was killed."""
+    """Hold the lock of the stage in ``place`` for the block; nobody writes there who was left over when a launcher was
+    killed."""
     name = place.name
     with one_writer(place.parent, LOCK_OF_STAGE.format(name), f"stage {name!r} of {str(place.parent)!r}"):
         if (place / LOCK).exists():
@@ -179,7 +179,7 @@ def _as_launched(entry: Entry, folder: Path) -> Facts:
 
 
 def _end_with_launcher(entry: Entry) -> None:
-    """This rank is asked to stop when its launcher ends. Interrupted: that has ended already, during the seconds in
+    """Let this rank be asked to stop when its launcher ends. Interrupted: that has ended already, during the seconds in
     which this process imported what it needs; nobody would ask it any more."""
     die_with_parent(signal.SIGUSR1)
     pipeline = os.environ.get(PIPELINE_OF_RANK)

@@ -76,8 +76,8 @@ class StageRecord(PipelineStage):
         write_json(folder / STAGE, asdict(self))
 
     def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
-        """Why a stage that is asked for with ``settings`` and made from ``digests`` is to be done; empty where it is
-        not. ``gone``: what it has left and is no longer there."""
+        """Say why a stage that is asked for with ``settings`` and made from ``digests`` is to be done; empty where it
+        is not. ``gone``: what it has left and is no longer there."""
         changed = [str(one) for one in differing(self.settings, settings)]
         changed += [f"{name} has changed" for name, one in digests.items() if self.digests.get(name, one) != one]
         if self.status == WAITING:

@@ -286,7 +286,8 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
 
 @contextmanager
 def _ended_as_asked(trainer: Any, folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Around ``train()``: ``Interrupted`` where it was broken off, or lost its server, after it was asked to stop."""
+    """Context around ``train()``: raises ``Interrupted`` where it was broken off, or lost its server, after it was
+    asked to stop."""
     try:
         yield
     except KeyboardInterrupt:

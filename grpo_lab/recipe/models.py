@@ -230,8 +230,8 @@ def load_saved_model(model: str, use_cpu: bool, tokenizer: str | None = None) ->
 
 @contextmanager
 def whole_on_each_rank() -> Iterator[None]:
-    """Every process loads all weights. Under a launch for FSDP2 only the first of a machine would (the others have
-    zeros, and no error), under one for ZeRO-3 each a shard."""
+    """Let every process load all weights in the block. Under a launch for FSDP2 only the first of a machine would (the
+    others have zeros, and no error), under one for ZeRO-3 each a shard."""
     from accelerate.utils import patch_environment
     from transformers.integrations import deepspeed
 

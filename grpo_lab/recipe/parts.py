@@ -137,7 +137,8 @@ def _built(kind: Any, section: RewardSection | PartSection, where: str, beside: 
 
 
 def check_golds(rows: Dataset, rewards: list[Any], limit: float = MAX_UNPARSEABLE_GOLDS) -> None:
-    """Every verifier must accept its own gold answers: ValueError where it cannot read more than ``limit`` of them."""
+    """Check that every verifier accepts its own gold answers: ValueError where it cannot read more than ``limit`` of
+    them."""
     for reward in rewards:
         check = getattr(reward, "check_golds", None)
         if check is None or "solution" not in rows.column_names:

@@ -20,7 +20,8 @@ from grpo_lab.trainer.generation.in_step import refuse_generation
 
 
 def meta_model(section: ModelSection) -> Any:
-    """Without weights; of a hub name where its config is in the cache or can be had. Text: why there is none."""
+    """Make the model without weights; of a hub name where its config is in the cache or can be had. Text: why there is
+    none."""
     from peft import get_peft_model
 
     if section.path is None:

@@ -193,7 +193,7 @@ class EvaluationSection:
     chat_template_kwargs: TemplateKwargs | None = None
 
     def rendered_as(self, kwargs: Mapping[str, Any] | None) -> EvaluationSection:
-        """This evaluation, its prompts rendered with ``kwargs``, the run's, where it says nothing."""
+        """Return this evaluation with its prompts rendered with ``kwargs``, the run's, where it says nothing."""
         said = self.chat_template_kwargs is not None
         if said or not kwargs:
             return self

@@ -35,7 +35,8 @@ QUICKSTART = "quickstart/dr_grpo.yaml"
 
 
 def _resolvers() -> dict[Any, list[tuple[str, Any]]]:
-    """First character → the forms of plain text that are more than text. The dumper quotes texts of these forms."""
+    """Map each first character to the forms of plain text that are more than text. The dumper quotes texts of these
+    forms."""
     stock = yaml.SafeLoader.yaml_implicit_resolvers
     kept = {first: [one for one in forms if not one[0].endswith(":timestamp")] for first, forms in stock.items()}
     return kept | {first: [*_OURS, *kept.get(first, ())] for first in "-+0123456789."}

@@ -1,4 +1,4 @@
-"""Is this the same run, and what differs: settings by their flat names, rows and releases, in one sentence each."""
+"""Differences between two runs: settings by their flat names, rows and releases, in one sentence each."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def refuse_other_settings(
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Every setting that is not the same in two mappings of plain values."""
+    """List every setting that is not the same in two mappings of plain values."""
     before = dict(flat(then))
     after = dict(flat(now))
     every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]

@@ -136,12 +136,12 @@ class StopRequests:
         return MAX_HOURS if late else None
 
     def asked(self) -> str | None:
-        """Who has asked so far."""
+        """Name of the first request so far; None where nobody has asked."""
         self.name = self.name or self._standing()
         return self.name
 
     def check(self) -> None:
-        """Between two things that are done: ``Interrupted`` (or Ctrl-C) where somebody asked."""
+        """Stop between two things that are done, where somebody asked: ``Interrupted``, or Ctrl-C."""
         if self.asked() is not None:
             self._leave()
 
@@ -178,7 +178,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
-        """Around a training: what trains it. Ctrl-C waits for the step's end, too."""
+        """Context around a training: gives the object that trains. Ctrl-C waits for the step's end, too."""
         self.check()
         with self.defer_signals(signal.SIGINT):
             try:

@@ -93,9 +93,9 @@ class NotRepeating:
 
 @settings()
 class Refine:
-    """Every trace in one form, and judged again: one that is not right any more goes. ``form``: its ``{reasoning}`` is
-    the inside of the think tags, or all before the answer, without empty lines at its ends and lines that are said
-    twice in a row; its ``{answer}`` is the trace's own, alone."""
+    """Writes every trace in one form, and judges it again: one that is not right any more goes. ``form``: its
+    ``{reasoning}`` is the inside of the think tags, or all before the answer, without empty lines at its ends and lines
+    that are said twice in a row; its ``{answer}`` is the trace's own, alone."""
 
     form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
 
@@ -104,7 +104,7 @@ class Refine:
             raise ValueError(f"`refine.form` is {self.form!r}; both {{reasoning}} and {{answer}} must stand in it")
 
     def refined(self, trace: Trace) -> list[Trace]:
-        """None of them where there is no answer to sum up, or no reasoning."""
+        """Return the trace in its form; none where there is no answer to sum up, or no reasoning."""
         text = trace["text"]
         answer = extract_answer(trace["text"])
         if answer is None:

@@ -281,7 +281,7 @@ class TrainingFacts(MetricsFile):
         self.weights: list[float] = []
 
     def begin(self, step: int) -> None:
-        """After ``step`` steps: the lines up to there stay."""
+        """Begin after ``step`` steps: the lines up to there stay."""
         if step:
             cut_metrics(self.path, step)
             self.weights = [line[WEIGHT] for line in read_lines(self.path) if WEIGHT in line]

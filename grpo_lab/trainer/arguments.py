@@ -209,8 +209,8 @@ def resolve_arguments(
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
-    """Before the model loads: the accuracy reward's worker begins to import sympy, if the first golds say that it will
-    be needed; the code reward says which walls stand here. ValueError where they are too few."""
+    """Warm rewards up before the model loads: the accuracy reward's worker begins to import sympy, if the first golds
+    say that it will be needed; the code reward says which walls stand here. ValueError where they are too few."""
     for reward in as_list(reward_funcs):
         if isinstance(reward, CodeReward):
             reward.warm_up()

@@ -150,7 +150,7 @@ class LabConfig(GRPOConfig):
 
     @property
     def lab_settings(self) -> LabSettings:
-        """Our settings, parsed."""
+        """Settings that this package adds, parsed."""
         self.agree()
         return self._parsed[0]
 

@@ -158,7 +158,7 @@ class LabTrainer(ResumableTrainer):
         return rule(table.total, table.group_size)
 
     def token_loss(self, batch: TokenBatch) -> Tensor:
-        """Per-token loss ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
+        """Compute the loss per token ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
 
         Raises:
             ValueError: the loss is left to TRL, which has none per token to hand out.

@@ -120,7 +120,7 @@ class Faults:
         self.said.append(sentence)
 
     def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]], first: int = 0) -> None:
-        """This rank's rows, from number ``first`` of all, and their rewards; infinite ones as they were."""
+        """Note this rank's rows, from number ``first`` of all, and their rewards; infinite ones as they were."""
         self.generation()
         self.names = names
         for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):

@@ -253,7 +253,7 @@ class RowTable:
         return RowTable(fields, self.offset.cpu(), self.per_token)
 
     def prepared(self) -> RowTable:
-        """This table, with all that the host will ask of it already there."""
+        """Return this table, with all that the host will ask of it already there."""
         _ = self.on_host
         if self.offset.device.type != "cpu":
             _ = self._layout.on_host

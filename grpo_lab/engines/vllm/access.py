@@ -1,4 +1,5 @@
-"""Who may ask a server what: one ASGI middleware before everything that vLLM serves, also what a later release adds.
+"""Access to a server, who may ask it what: one ASGI middleware before everything that vLLM serves, also what a later
+release adds.
 
 Named on the server's command line as `--middleware grpo_lab.engines.vllm.access.Guard`, so vLLM puts it around all its
 own. A request passes that

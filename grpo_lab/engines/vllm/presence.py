@@ -24,8 +24,8 @@ def note_broken(why: str) -> None:
 
 
 def why_not(kernels: bool = True) -> str | None:
-    """Why no engine can be started in this process; None: nothing speaks against it. ``kernels``: an engine is to run
-    here, and not only a client of one. Loads a vLLM that works, which takes seconds."""
+    """Say why no engine can be started in this process; None: nothing speaks against it. ``kernels``: an engine is to
+    run here, and not only a client of one. Loads a vLLM that works, which takes seconds."""
     if _broken is not None:
         return f"vLLM is broken here ({_broken})"
     if find_spec("vllm") is None:

@@ -153,7 +153,7 @@ def server_command(options: ServerOptions, *, on_cpu: bool) -> list[str]:
 
 
 def server_environment(options: ServerOptions, token: str, sockets: str) -> dict[str, str]:
-    """This process's environment with the server's development endpoints on, and what `Guard` reads.
+    """Return this process's environment with the server's development endpoints on, and what `Guard` reads.
 
     `sockets`: folder for those between the server's processes; in vLLM's /tmp the umask decides who may connect.
     Without VLLM_ENABLE_V1_MULTIPROCESSING the CPU build starts a third process, which pins itself to a core.

@@ -43,7 +43,7 @@ class RequestRefused(ValueError):
 
 
 class TokenRefused(ValueError):
-    """There is a server, and it does not take this process's token."""
+    """Raised where there is a server, and it does not take this process's token."""
 
 
 def got(url: str, token: str | None, timeout: float = 5.0) -> tuple[int | None, bytes]:

@@ -190,7 +190,8 @@ def clear_cache(runner: Any) -> None:
 
 
 def put_back(model: nn.Module, runner: Any) -> None:
-    """After a load that failed: layers that vLLM left without storage get the tensors back that they computed with."""
+    """Give layers that vLLM left without storage, after a load that failed, the tensors back that they computed
+    with."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 
     for layer in model.modules():

@@ -1,4 +1,5 @@
-"""Two questions to the model itself, once, before the first update: may rows be in bins, and may they be under dropout?
+"""Probes that ask the model itself two questions, once, before the first update: may rows be in bins, and may they be
+under dropout?
 
 ``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
 positions and no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
@@ -59,7 +60,7 @@ class _Question:
         self._answered: tuple[str | None] | None = None
 
     def why_stock(self) -> str | None:
-        """Why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
+        """Say why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
         self._answered = self._answered or (self._answer(),)
         return self._answered[0]
 
@@ -123,7 +124,7 @@ class BinProbe(_Question):
 
 
 def two_rows(trainer: Any) -> dict[str, Tensor]:
-    """Two rows of ordinary tokens as TRL pads them."""
+    """Make two rows of ordinary tokens as TRL pads them."""
     tokenizer = trainer._tokenizer
     device = trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)

@@ -68,7 +68,7 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Why bins cannot hand in the positions that stock has, the row's place in TRL's padding; "" where they can."""
+    """Say why bins cannot hand in the positions that stock has, the row's place in TRL's padding; "" where they can."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):

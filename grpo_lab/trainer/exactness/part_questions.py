@@ -276,7 +276,7 @@ def _why_not_row_by_row(token_loss: TokenLoss, objective: Objective) -> str | No
 
 
 def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Per-token loss and its gradient, both ``[B, T]``."""
+    """Compute the loss per token and its gradient, both ``[B, T]``."""
     logps = batch.logps.detach().clone().requires_grad_(True)
     moved = logps - batch.logps.detach()  # 0, with the gradient of logps
     per_token = batch.log_ratio.shape == batch.mask.shape

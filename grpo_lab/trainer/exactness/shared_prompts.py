@@ -141,7 +141,8 @@ class SharedPrompts:
 
     @torch.no_grad()
     def _check(self, model: nn.Module, part: Bin) -> None:
-        """Every rank is at the first shared bin that scores: with weights in parts these forwards are collectives."""
+        """Compare the first shared bin that scores with unshared rows. Every rank is at it: with weights in parts these
+        forwards are collectives."""
         accelerator = self._trainer.accelerator
         part = _some_groups(part)
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
@@ -185,8 +186,8 @@ def refuse_unshared(because: str) -> None:
 
 
 def why_unshared(model: nn.Module, attention: str | None = None) -> str:
-    """Why a packed row would be another function of ``model``; "" where nothing is known. ``attention``: what it will
-    be loaded with, where that is not its own."""
+    """Say why a packed row would be another function of ``model``; "" where nothing is known. ``attention``: what it
+    will be loaded with, where that is not its own."""
     inner = _inner(model)
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"

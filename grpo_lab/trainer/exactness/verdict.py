@@ -91,7 +91,8 @@ class StandingVerdict:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the first step's forwards: whether they draw random numbers, beside the dropout that is known."""
+        """Context around the first step's forwards: watches whether they draw random numbers, beside the dropout that
+        is known."""
         if self._watch is None:
             yield
             return

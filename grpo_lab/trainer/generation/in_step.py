@@ -73,7 +73,7 @@ def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
 
 
 def _drops(model: Any) -> str:
-    """Why its dropout keeps groups apart; "" where none is active."""
+    """Say why the model's dropout keeps groups apart; "" where none is active."""
     drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
     if drops:
         return "dropout is active, which a prompt that is read once would share"

@@ -67,7 +67,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """Around a generation: one of the training gets the completions that were begun before, if any were."""
+        """Context around a generation: one of the training gets the completions that were begun before, if any were."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             yield

@@ -96,7 +96,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._kept = self._waiting, () if self.trainer.phase.at_end else self._open
 
     def choose(self, inputs: Rows) -> Rows:
-        """This rank's rows of the generation batch, of ``len(inputs)`` as the loader gave them; in training the
+        """Choose this rank's rows of the generation batch, of ``len(inputs)`` as the loader gave them; in training the
         completions to them are then ready to be taken."""
         trainer = self.trainer
         self._answer = self._versions = None
@@ -163,8 +163,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(waiting[place] for place in places), rest
 
     def _rows(self, coming: int, number: int) -> Rows | None:
-        """This rank's rows of generation batch ``coming``, while ``number`` is made; None where it is too far ahead, or
-        there is none in this epoch and training."""
+        """Read this rank's rows of generation batch ``coming``, while ``number`` is made; None where it is too far
+        ahead, or there is none in this epoch and training."""
         if coming - number > self._batches_ahead:
             return None
         rows: Rows | None = self._ahead.rows_to_train(self.trainer, coming * self.trainer.phase.every)

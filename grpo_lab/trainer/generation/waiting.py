@@ -74,7 +74,7 @@ def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> Waiti
 
 
 def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
-    """Into a checkpoint's folder."""
+    """Write groups that wait into a checkpoint's folder."""
     plain = [
         {
             "row": group.row,

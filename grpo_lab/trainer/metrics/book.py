@@ -223,7 +223,7 @@ class TrlBook(MetricBook):
         return dict.fromkeys(extremes, math.nan) | super().read()
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
-        """Each micro-batch is a mean: nothing waits."""
+        """Reduce the pairs over ranks; each micro-batch is a mean, so nothing waits."""
         super().reduce(accelerator)
 
     def _empty(self, name: str, left_out: LeftOut) -> Tensor:

@@ -68,7 +68,7 @@ OF_TRANSFORMERS = (
 
 
 def logged_names(rewards: Iterable[str]) -> list[str]:
-    """Every name that a run with these ``rewards`` may log, unless a team's code logs more."""
+    """List every name that a run with these ``rewards`` may log, unless a team's code logs more."""
     found = dict[str, None]()
     for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
         if "<name>" in name:

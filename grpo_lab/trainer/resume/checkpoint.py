@@ -130,7 +130,8 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
 
 
 def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Callable[..., None]) -> None:
-    """Before it has its name, and before an earlier one goes: read back by one process of a node."""
+    """Refuse a checkpoint that is not finite, before it has its name and before an earlier one goes: one process of a
+    node reads it back."""
     first = trainer.args.local_process_index == 0
     bad: list[str | None] = []
     together(lambda: bad.append(not_finite(partial) if first and not trainer.lab_settings.keeps_nan else None))

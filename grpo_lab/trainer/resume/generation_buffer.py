@@ -144,7 +144,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
             trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """This rank's rows into a checkpoint, and the record's entry; on every rank. What cannot be written is said."""
+        """Write this rank's rows into a checkpoint, and return the record's entry; on every rank. A failure to write is
+        reported."""
         trainer = self.trainer
         place = Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
@@ -175,7 +176,8 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         }
 
     def _save_rows(self, place: Path) -> str | None:
-        """This rank's micro-batches, where the checkpoint is inside a generation batch → why not, or None."""
+        """Write this rank's micro-batches, where the checkpoint is inside a generation batch; return why that failed,
+        or None."""
         trainer = self.trainer
         every = self.trainer.phase.every
         file = place / rows_file(trainer.accelerator.process_index)

@@ -162,7 +162,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def wait(self) -> Iterator[None]:
-        """Around a wait for a server, also inside another one."""
+        """Context around a wait for a server, also inside another one."""
         before = self._waiting
         self._waiting = True
         try:
@@ -258,7 +258,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Around ``train()``: the handlers come back, and then the signal goes to whoever would have had it."""
+        """Context around ``train()``: the handlers come back, and then the signal goes to whoever would have had it."""
         try:
             yield
         finally:
@@ -291,8 +291,8 @@ def remove(file: Path) -> None:
 
 
 def started(pid: int | None = None) -> float:
-    """When a process (this one) was started, to a hundredth of a second; seconds since 1970. The kernel counts ticks
-    since the machine's start; psutil adds them to that moment in whole seconds."""
+    """Return when a process (this one) was started, to a hundredth of a second; seconds since 1970. The kernel counts
+    ticks since the machine's start; psutil adds them to that moment in whole seconds."""
     try:
         ticks = int(Path(f"/proc/{pid or os.getpid()}/stat").read_text().rpartition(")")[2].split()[19])
         since_start = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -311,7 +311,8 @@ def is_of_an_earlier_run(file: Path) -> bool:
 
 
 def hours_of_this_process() -> float:
-    """Since the process was started: loading and waiting count, what an earlier process of the run took does not."""
+    """Return the hours since the process was started: loading and waiting count, what an earlier process of the run
+    took does not."""
     return (time.time() - started()) / 3600
 
 

@@ -74,7 +74,7 @@ def newest_whole(folder: Path, read: bool = False) -> tuple[Path | None, list[st
 
 
 def what_is_broken(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, None for a whole one. Heads and ends of its files are read."""
+    """Say why a checkpoint cannot be resumed from, None for a whole one. Heads and ends of its files are read."""
     if (checkpoint / INCOMPLETE).exists():
         return f"{INCOMPLETE} stands in it: saving was not finished"
     try:
@@ -98,7 +98,7 @@ def lacking(checkpoint: Path) -> list[str]:
 
 
 def broken_weights(folder: Path) -> str | None:
-    """Why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
+    """Say why the saved model (or adapter) in ``folder`` cannot be loaded, as far as its files' heads and sizes say."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

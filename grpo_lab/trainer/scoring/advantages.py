@@ -179,15 +179,15 @@ def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Te
 
 
 def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
-    """Over the tokens of all ranks. A collective."""
+    """Compute moments over the tokens of all ranks. A collective."""
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
 def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
-    """This rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes after it
-    where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages, too, per
-    token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of this rank's
-    tokens, or TRL's own ``[B]``."""
+    """Return this rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes
+    after it where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages,
+    too, per token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of
+    this rank's tokens, or TRL's own ``[B]``."""
     batch = made.scored.batch
     mask = made.local.mask
     if returns is not None and made.local.values is not None:

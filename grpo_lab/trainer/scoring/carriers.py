@@ -106,7 +106,7 @@ class Penalised:
 
 
 def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
-    """This rank's rows of what was gathered."""
+    """Slice of what was gathered that is this rank's rows."""
     rows = batch["prompt_ids"].size(0)
     rank = trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))

@@ -55,7 +55,7 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
         self.reward.seen = []
 
     def learn(self, table: RewardTable) -> None:
-        """After each generation in training; ``table`` is of all ranks. A collective."""
+        """Collect comparisons after each generation in training; ``table`` is of all ranks. A collective."""
         if (reward := self.reward) is None:
             return
         step = self.trainer.state.global_step
@@ -85,7 +85,8 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                         weights.copy_(broadcast(weights.detach().clone()))
 
     def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Beside a policy, in a checkpoint or the last one; called on every rank, of which one writes."""
+        """Save the preference model beside a policy, in a checkpoint or the last one; called on every rank, of which
+        one writes."""
         if self.reward is None or not self.kept:
             return None
         if self.trainer.args.should_save:

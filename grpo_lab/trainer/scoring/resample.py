@@ -126,7 +126,8 @@ class Resampler:
         return (torch.tensor(groups, dtype=torch.long).unsqueeze(1) * size + torch.arange(size)).flatten()
 
     def _draw(self, local: int, round_: int) -> list[dict[str, Any]]:
-        """This rank's rows of a further batch: prompts without repetition, G times, groups contiguous over ranks."""
+        """Draw this rank's rows of a further batch: prompts without repetition, G times, groups contiguous over
+        ranks."""
         trainer = self.trainer
         data = self.trainer.train_dataset
         groups = local * trainer.accelerator.num_processes // self.group_size
@@ -140,7 +141,7 @@ class Resampler:
         return [dict(data[indices[row // self.group_size]]) for row in range(first, first + local)]
 
     def _assembled(self, rounds: list[Scored], chosen: list[int]) -> Scored:
-        """This rank's share of the chosen groups, and the rewards of all of them."""
+        """Assemble this rank's share of the chosen groups, and the rewards of all of them."""
         trainer = self.trainer
         first = rounds[0]
         index = self._rows(chosen)

@@ -144,7 +144,8 @@ def check_steps(reward_funcs: list[Any], rule: Any, own_hook: bool, tokenizer: A
 
 
 def gathered_steps(local: dict[int, list[StepScores]], group_size: int) -> dict[int, StepTable]:
-    """Each step reward's steps over all ranks, with the resolution of float32 that every reward has. A collective."""
+    """Gather each step reward's steps over all ranks, with the resolution of float32 that every reward has. A
+    collective."""
     tables = {}
     for column in sorted(local):
         table = StepTable.of(gather_object(local[column]), group_size)
@@ -274,8 +275,8 @@ def _gathered_rows(
 
 
 def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
-    """This rank's environments where a group reward reads them, else None for each row. ValueError: a group may lie on
-    several ranks, and an environment cannot be sent from one to another."""
+    """Return this rank's environments where a group reward reads them, else None for each row. ValueError: a group may
+    lie on several ranks, and an environment cannot be sent from one to another."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
     if trainer.environments is None or not readers:
         return [None] * rows

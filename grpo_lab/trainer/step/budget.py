@@ -53,7 +53,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """None: the device has no such statistics."""
+        """Make one for a device; None: the device has no such statistics."""
         if not hasattr(torch.get_device_module(device), "mem_get_info"):
             return None
         return DeviceMemory(device)

@@ -189,7 +189,8 @@ class ExactUpdate:
 
     @contextlib.contextmanager
     def memory_in_words(self) -> Iterator[None]:
-        """Around HF's training step, which runs the last bin's backward: a bin that does not fit is a sentence."""
+        """Context around HF's training step, which runs the last bin's backward: a bin that does not fit is a
+        sentence."""
         self._under_way = None
         try:
             yield

@@ -287,7 +287,8 @@ class OldPolicy:
         return received
 
     def write(self, found: Collected, rows: Exchange, wanted: list[int | None], batches: list[dict[str, Any]]) -> None:
-        """Into the places ``wanted`` of the buffer (None: not this one), what the step of ``batches`` has collected."""
+        """Write what the step of ``batches`` has collected into the places ``wanted`` of the buffer (None: not this
+        one)."""
         sizes = [batch["completion_ids"].size(0) for batch in batches]
         double = any(weights.dtype == torch.float64 for weights in self._trainer.model.parameters())
         local, made = rows.home(found, torch.float64 if double else torch.float32)

@@ -90,7 +90,7 @@ def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:
 
 
 def micro_batch_loss(trainer: StepPort, model: nn.Module, inputs: dict[str, Any], objective: Objective) -> Tensor:
-    """Our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
+    """Compute our objective on one micro-batch with TRL's own forward: all rows, all padding, images, router loss."""
     mode = trainer.recorder.mode()
     with capture_values(trainer, model) as heard:
         logps, entropies, router_loss = trl_bridge.stock_forward(

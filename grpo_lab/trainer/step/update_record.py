@@ -96,7 +96,7 @@ class UpdateRecord:
         self, found: UpdateVerdict, reason: str, computed: int, rows: Rows, budget: int, stock: int,
         prompts: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Once a reason: what is not skipped, why, and what it costs beside the live ``rows`` in bins of ``budget``
+        """Say once a reason what is not skipped, why, and what it costs beside the live ``rows`` in bins of ``budget``
         tokens (with each of ``prompts`` once)."""
         recorder = self.trainer.recorder
         key = f"exact update: {reason}"

@@ -79,8 +79,8 @@ def on_ladder(length: int) -> int:
 
 
 def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
-    """Who sees whom in a packed row that is filled up to ``length``: tokens of one group, no later ones, of the prompt
-    or the own completion; a head's key nobody; a token that fills up itself alone."""
+    """Make the mask of who sees whom in a packed row that is filled up to ``length``: tokens of one group, no later
+    ones, of the prompt or the own completion; a head's key nobody; a token that fills up itself alone."""
     blocks = length // BLOCK
     queries = _overlap(spans.start, spans.size, blocks)
     keys = _overlap(spans.start + spans.head, spans.size - spans.head, blocks)

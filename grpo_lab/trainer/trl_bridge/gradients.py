@@ -95,7 +95,8 @@ def overflow_of_scaler(accelerator: Any) -> bool:
 
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
-    """While a trainer is built: TRL's reference model gets the weights of rank 0 on every rank before it is sharded.
+    """Context while a trainer is built: gives TRL's reference model the weights of rank 0 on every rank before it is
+    sharded.
 
     With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
     zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference itself and does
@@ -180,7 +181,7 @@ def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
 
 
 def whole_by_names(trainer: Any) -> str | None:
-    """Why a rank cannot read and write the reference tensor by tensor, or ``None``."""
+    """Say why a rank cannot read and write the reference tensor by tensor, or ``None``."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3, which keeps weights in partitions of its own"
@@ -232,7 +233,7 @@ def _is_fsdp2(trainer: Any) -> bool:
 
 
 def optimizer_saved_as_it_is(trainer: Any) -> contextlib.AbstractContextManager[Any]:
-    """While a checkpoint is written torch makes up no moments.
+    """Context while a checkpoint is written: torch makes up no moments.
 
     Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
     every step, an expert without tokens. torch 2.13 makes them up when it saves an FSDP2 optimizer that has none at all
