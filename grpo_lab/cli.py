@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(words: Sequence[str] | None) -> int:
-    """The same, where everything imports."""
+    """Do what ``main`` does, where everything imports."""
     from grpo_lab.registry import working_folder_on_path
 
     working_folder_on_path()
@@ -106,7 +106,7 @@ def _code_of(error: Exception) -> tuple[int, str]:
 
 
 def _say(words: str) -> None:
-    """One line on stderr; what it quotes of files and models is made visible."""
+    """Write one line to stderr; what it quotes of files and models is made visible."""
     print(visible(f"grpo-lab: {words}"), file=sys.stderr, flush=True)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """One command. What it does stands as ``module:function`` below ``grpo_lab``.
+    """A command. What it does stands as ``module:function`` below ``grpo_lab``.
 
     Attributes:
         run: gets the options and gives an exit code; of a pipeline: gets the recipe, and the flags that it has.

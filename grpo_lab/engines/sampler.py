@@ -1,4 +1,4 @@
-"""From prompts to completions: one `Sampler`, one `Completion`, whatever makes them.
+"""Sampling of completions to prompts: one `Sampler`, one `Completion`, whatever makes them.
 
 `TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their
 place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the
@@ -37,7 +37,7 @@ TEMPLATE_CHARACTERS = 10_000_000
 
 @dataclass(frozen=True)
 class Completion:
-    """What a policy wrote after a prompt.
+    """A completion, what a policy wrote after a prompt.
 
     ids             tokens [T], the end token included
     ended           by an end token; False where the limit of tokens cut it off

@@ -143,7 +143,7 @@ def _sampler_of(
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
-    """What is asked: kind, completions a problem, temperature."""
+    """List what is asked: kind, completions a problem, temperature."""
     greedy: tuple[Kind, int, float] = ("greedy", 1, 0.0)
     if n_samples:
         return [greedy, ("sampled", n_samples, temperature)]
@@ -181,7 +181,7 @@ def _written(
 
 
 def _fitting(asked: list[_Asked], context: int | None, max_new_tokens: int) -> list[_Asked]:
-    """Those with room for a completion; ValueError if there are none."""
+    """Pick the prompts with room for a completion; ValueError if there are none."""
     if context is None:
         return asked
     fitting = [one for one in asked if len(one.prompt.ids) + max_new_tokens <= context]
@@ -238,8 +238,8 @@ def _mean_log_prob(completion: Completion) -> float | None:
 
 
 def _scores(reward: Reward, given: Sequence[tuple[Row, str, Sequence[int]]]) -> list[float | None]:
-    """One call of the reward, as TRL makes it: columns as lists, the tokens of each completion, messages in when
-    messages went out. ``given``: row, text of the completion, its tokens."""
+    """Call the reward once, as TRL does: columns as lists, the tokens of each completion, messages in when messages
+    went out. ``given``: row, text of the completion, its tokens."""
     rows = [row for row, _, _ in given]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
     columns["completion_ids"] = [list(ids) for _, _, ids in given]
@@ -253,7 +253,7 @@ def _name(reward: Reward) -> str:
 
 
 def _question(prompt: Any) -> str:
-    """What a reader wants to see of a prompt: itself, or the last user message."""
+    """Pick what a reader wants to see of a prompt: itself, or the last user message."""
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message["role"] == "user"] or list(prompt)
@@ -293,7 +293,7 @@ def _are_messages(prompt: Any) -> bool:
 
 
 def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: float, seed: int) -> dict[str, Any]:
-    """What the result says it was measured with."""
+    """Check what the result says it was measured with, and return it."""
     counts = {"max_new_tokens": (max_new_tokens, 1), "batch_size": (batch_size, 1), "n_samples": (n_samples, 0)}
     for name, (value, least) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -305,7 +305,8 @@ def _checked(max_new_tokens: int, batch_size: int, n_samples: int, temperature: 
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """As the launcher has numbered them; this rank's device is chosen, too."""
+    """Return this rank and the number of ranks, as the launcher has numbered them; this rank's device is chosen,
+    too."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return 0, 1
     from accelerate import PartialState
@@ -363,7 +364,7 @@ class Blocks:
             append_json_line(self.folder / KEPT.format(self.rank), row)
 
     def outcomes(self, kind: Kind, of_all: bool = True) -> list[Outcome]:
-        """Those that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""
+        """Return the outcomes that are there, in the rows' order; ``of_all``: of all ranks, which are waited for."""
         if of_all:
             self._exchange()
         every = [one for name, block in self.found.items() if name.startswith(f"{kind} ") for one in block]

@@ -42,13 +42,13 @@ OF_THE_CALL = (
 
 
 def options_of_cell(arm: str, seed: int, options: Options) -> Mapping[str, Any]:
-    """What a cell is made from where its experiment says no more: all options but those `OF_THE_CALL`."""
+    """Settings that a cell is made from where its experiment says no more: all options but those `OF_THE_CALL`."""
     return {name: value for name, value in vars(options).items() if name not in OF_THE_CALL}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is run, and how it is shown.
+    """An experiment: what is run, and how it is shown.
 
     Args:
         arms: their names, in the order of the table.
@@ -134,7 +134,7 @@ def add_options(found: argparse.ArgumentParser, folder: str) -> None:
 
 
 def changes_asked(options: Options) -> dict[str, Any]:
-    """What ``--set`` says, for ``read_recipe``. ValueError: a value that is no YAML."""
+    """Read what ``--set`` says, for ``read_recipe``. ValueError: a value that is no YAML."""
     return {key: parsed(value, f"`--set {key}` {value!r}") for key, value in options.set}
 
 
@@ -177,7 +177,7 @@ def _cells(experiment: Experiment, arms: Sequence[str], options: Options) -> lis
 
 
 def _plan(why: Mapping[str, str]) -> dict[str, str]:
-    """Which cells would run, by the reason."""
+    """Say which cells would run, by the reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_shortened(reason) or "done already", []).append(name)
@@ -204,7 +204,7 @@ def _run(experiment: Experiment, cells: Sequence[LabCell], options: Options) -> 
 
 
 def _report(experiment: Experiment, arms: Sequence[str], cells: Sequence[LabCell], options: Options) -> None:
-    """Of the cells that are done as it is asked for; others that have a record are named."""
+    """Report the cells that are done as it is asked for; others that have a record are named."""
     done: Found = {}
     for arm in arms:
         of_arm = [cell for cell in cells if cell.arm == arm]
@@ -231,7 +231,8 @@ def _print(*said: str) -> None:
 
 
 def records(arms: Sequence[str], options: Options) -> Found:
-    """Of the cells that have one, of whatever they were made; an arm of which none has one has no entry."""
+    """Read the records of the cells that have one, of whatever they were made; an arm of which none has one has no
+    entry."""
     found: Found = {}
     for arm in arms:
         cells = [LabCell.of(arm, seed, options.folder, None) for seed in options.seeds]
@@ -250,8 +251,8 @@ def _run_cell(experiment: Experiment, cell: LabCell, options: Options) -> None:
 
 
 def program() -> list[str]:
-    """How this process was started, without its words: a script by its path, a package (``python -m``) by its name,
-    since its ``__main__.py`` run as a script would find the package's own modules in place of others."""
+    """Words by which this process was started, without its arguments: a script by its path, a package (``python -m``)
+    by its name, since its ``__main__.py`` run as a script would find the package's own modules in place of others."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return [sys.executable, *(sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
 

@@ -35,7 +35,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def table(found: Found) -> str:
-    """Of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each as `spread`."""
+    """Make a table of records with numbers ``after``, and maybe ``before``: the start, then an arm a line, each as
+    `spread`."""
     first = next(iter(found.values()))[0]
     names = list(first["after"])
     rows = [
@@ -48,8 +49,8 @@ def table(found: Found) -> str:
 
 
 def until(curve: Sequence[tuple[float, float]], tokens: float) -> float:
-    """What was there when ``tokens`` had been generated: the value of the last point with no more; NaN if there is
-    none. ``curve``: (tokens, value), in their order."""
+    """Return what was there when ``tokens`` had been generated: the value of the last point with no more; NaN if there
+    is none. ``curve``: (tokens, value), in their order."""
     return next((value for at, value in reversed(curve) if at <= tokens), math.nan)
 
 

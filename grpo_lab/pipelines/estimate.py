@@ -135,7 +135,7 @@ class Estimates:
         return "\n" + "; ".join([self._memory(s, section, model, said), *self._tokens(s, section, said)])
 
     def in_all(self) -> str:
-        """Of what was asked about so far."""
+        """Say what all that was asked about so far takes."""
         known = []
         if self.most:
             known = [f"{self.most / 2**30:.1f} GiB a process"]

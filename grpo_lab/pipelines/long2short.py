@@ -199,7 +199,7 @@ def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
 
 
 def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False) -> list[Stage]:
-    """List the stages: before? → select → train, or merge → after?"""
+    """List the stages: List the stages: before? → select → train, or merge → after?"""
     path = str(recipe.model.path)
     sampling = recipe.sampling
 

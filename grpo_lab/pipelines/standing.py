@@ -215,7 +215,7 @@ def left_in(folder: Path, places: Sequence[str]) -> list[str]:
 
 
 def again_in_words(folder: Path, overwrite: bool) -> dict[str, str]:
-    """For the dry run of a command: what its finished run in ``folder`` misses."""
+    """Say for the dry run of a command what its finished run in ``folder`` misses."""
     gone = []
     if not overwrite:
         gone = gone_from(folder, read_marker(folder / RUN))

@@ -194,10 +194,10 @@ def shared_start(
         cold_start(loaded, tokenizer, rows, start, arguments, chat_template_kwargs=chat_template_kwargs)
         tokenizer.save_pretrained(start)
 
-    told = {}
+    template = {}
     if chat_template_kwargs:
-        told = {"chat_template_kwargs": dict(chat_template_kwargs)}
-    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **told}, make)
+        template = {"chat_template_kwargs": dict(chat_template_kwargs)}
+    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **template}, make)
     return start
 
 

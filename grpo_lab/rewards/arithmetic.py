@@ -52,7 +52,7 @@ _CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:
 
 @dataclass(frozen=True)
 class Equation:
-    """One link of a chain as it was written, and whether it holds."""
+    """A link of a chain as it was written, and whether it holds."""
 
     left: str
     right: str
@@ -211,7 +211,7 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 
 
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
-    """Whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``)."""
+    """Return whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``)."""
     if first:
         start, end = run[0]
         if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
@@ -291,13 +291,14 @@ def equation_list(text: str) -> tuple[str, ...]:
 
 
 def calculates_right(text: str) -> bool:
-    """Whether every equation of ``text`` that can be judged holds; true where there is none."""
+    """Return whether every equation of ``text`` that can be judged holds; true where there is none."""
     return all(one.holds for one in judged(text))
 
 
 def works_out(text: str) -> bool:
-    """Whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong: ``4*6=24``, not
-    ``x = 24``. ``MOST_READ`` characters are read; words that reason without a calculation are not seen."""
+    """Return whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong:
+    ``4*6=24``, not ``x = 24``. ``MOST_READ`` characters are read; words that reason without a calculation are not
+    seen."""
     return _CALCULATION.search(text[:MOST_READ]) is not None
 
 

@@ -1,4 +1,4 @@
-"""How people and models write arithmetic, put into one plain form that a reader of expressions knows.
+"""Plain arithmetic: what people and models write, put into one form that a reader of expressions knows.
 
 What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it is not taken for the whole
 (``17 mod 5 = 2`` is not ``5 = 2``).

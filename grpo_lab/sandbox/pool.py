@@ -148,7 +148,7 @@ class Patience:
 
     @property
     def share(self) -> float:
-        """How much of its time the next job has."""
+        """Share of its time that the next job has."""
         if self.lost >= self._allowed / 2:
             return 0.1
         return 1.0

@@ -137,7 +137,7 @@ def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
 
 
 def numbers(calls: str) -> dict[str, int]:
-    """Of the system calls in a text as above, those that this machine has."""
+    """Number the system calls in a text as above that this machine has."""
     here = 0
     if platform.machine() != "x86_64":
         here = -1

@@ -206,7 +206,7 @@ class GuessFilter:
 
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What rows to imitate have in common where they are about one problem: equal problems are sampled once."""
+    """Pick what rows to imitate have in common where they are about one problem: equal problems are sampled once."""
     of_answer: tuple[str, ...] = ()
     if "completion" in row:
         of_answer = ("completion", "source", "length")

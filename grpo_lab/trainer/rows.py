@@ -172,7 +172,7 @@ class Bin:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """For ``trl_bridge.completion_log_probs``."""
+        """The arguments of ``trl_bridge.completion_log_probs``."""
         on_host = None
         if self.layout is not None:
             on_host = self.layout.labels

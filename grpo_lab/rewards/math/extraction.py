@@ -1,4 +1,4 @@
-"""Which part of a completion is its answer.
+"""Extraction of the part of a completion that is its answer.
 
 Five rules (docs/algorithms/accuracy_reward.md, "What is read"); all scans are linear in the length of the completion.
 """
@@ -57,8 +57,8 @@ _LONGEST_READ = 4000
 
 
 def is_heading(line: str, before: str) -> bool:
-    """Whether `line`, after the hashes and `before`, is one: `#### Step 1`, `#### 1. Add`, `#### 2. Multiply` after an
-    item 1. `#### 30. Jeff walks ...` with no item 29 before it is the answer 30."""
+    """Return whether `line`, after the hashes and `before`, is one: `#### Step 1`, `#### 1. Add`, `#### 2. Multiply`
+    after an item 1. `#### 30. Jeff walks ...` with no item 29 before it is the answer 30."""
     if line.startswith("#") or _HEADING.match(line):
         return True
     numbered = _NUMBERED.match(line)
@@ -136,7 +136,7 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
 
 
 def _after_thinking(completion: str) -> str | None:
-    """What follows the (first) closed thinking; None while thinking is still open."""
+    """Return what follows the (first) closed thinking; None while thinking is still open."""
     _, closed, text = completion.partition(END_OF_THINK)
     if not closed:
         opened = completion.find(THINK)
@@ -319,7 +319,7 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
 
 
 def _line(text: str, start: int) -> str:
-    """To the end of the line, or to a new task within it."""
+    """Cut the text at the end of the line, or to a new task within it."""
     window = text[start : start + _WINDOW].partition("\n")[0]
     task = _TASK_IN_LINE.search(window)
     if task:

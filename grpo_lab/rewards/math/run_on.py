@@ -1,4 +1,5 @@
-"""Where a completion stops being the model's own answer: another turn begins, or a new task that it sets itself."""
+"""Run-on text, where a completion stops being the model's own answer: another turn begins, or a new task that it sets
+itself."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instru
 
 
 def next_turn_start(text: str) -> int:
-    """Where somebody else's turn begins after the model has said something; `len(text)` if nowhere."""
+    """Find where somebody else's turn begins after the model has said something; `len(text)` if nowhere."""
     lower = text.lower()  # what `_NEXT_TURN` finds holds one of these; most texts do not
     if text.isascii() and not any(sign in lower for sign in _TURN_SIGNS.split()):
         return len(text)

@@ -244,7 +244,7 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 
 def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
-    """In words: what of a team's makes the loss of a token, and what averages it."""
+    """Name what of a team's makes the loss of a token, and what averages it."""
     found = []
     if trainer.team_overrides_token_loss:
         found = [f"`{teams(trainer, 'token_loss')}`"]

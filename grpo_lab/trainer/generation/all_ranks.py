@@ -1,4 +1,4 @@
-"""What the main process learns from a server, on every rank: its value, or its error, raised at the same place."""
+"""Answers of a server to the main process, on every rank: its value, or its error, raised at the same place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def raise_together(accelerator: Any, failure: Exception | None) -> None:
 
 
 def of_all_ranks(fault: BaseException | None) -> bool:
-    """Whether ``raise_together`` raised it, or what it comes ``from``, so that what takes all ranks may follow."""
+    """Return whether ``raise_together`` raised it, or what it comes ``from``, so that what takes all ranks may
+    follow."""
     return fault is not None and (getattr(fault, "of_all_ranks", False) or of_all_ranks(fault.__cause__))
 
 

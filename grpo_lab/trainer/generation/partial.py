@@ -135,8 +135,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [list(one.ids) for one in made], [list(one.logprobs) for one in made]
 
     def versions(self) -> list[int] | None:
-        """Of each row of the generation batch at hand: optimizer steps that the policy of its first segment had taken;
-        None where all are of one policy, that of the step or of ``overlap``."""
+        """Optimizer steps that the policy of each row's first segment had taken, for the generation batch at hand; None
+        where all are of one policy, that of the step or of ``overlap``."""
         if self.trainer.model.training:
             return self._versions
         return None

@@ -1,4 +1,4 @@
-"""Whether a vLLM server serves the model that the trainer trains, asked before anything is sent.
+"""Check that a vLLM server serves the model that the trainer trains, made before anything is sent.
 
 With another end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading
 fails.
@@ -31,12 +31,12 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
     ends = end_ids(getattr(base.generation_config, "eos_token_id", None), tokenizer.eos_token_id)
     if client.has_worker:
         theirs = worker_reports(client.post, "grpo_lab_describe")[0]
-        told = {  # of the tokenizer, the first that differs
+        differences = {  # of the tokenizer, the first that differs
             "vocabulary_size": f"its vocabulary has {theirs['vocabulary_size']} tokens, not {ours['vocabulary_size']}",
             "vocabulary": "its vocabulary has other tokens behind the same ids",
             "encoding": "its tokenizer cuts the same text into other tokens",
         }
-        found = [sentence for key, sentence in told.items() if theirs[key] != ours[key]][:1]
+        found = [sentence for key, sentence in differences.items() if theirs[key] != ours[key]][:1]
         if theirs["end_ids"] != ends:
             found.append(
                 f"its end-of-sequence ids are {theirs['end_ids']}, the trainer's {ends} (generation_config.json and "
@@ -79,7 +79,7 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
 
 
 def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
-    """What differs as far as completions and the tokenizer's endpoint show it."""
+    """List what differs as far as completions and the tokenizer's endpoint show it."""
     found = []
     missed = []
     body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}

@@ -228,7 +228,7 @@ class ServerReturn:
         return self._asked(proven_and_asked, stock_sync, "generation")
 
     def record(self, book: MetricBook) -> None:
-        """How often the server came back since the last batch, which may have taken several generations (turns of
+        """Log how often the server came back since the last batch, which may have taken several generations (turns of
         tools, a thinking budget, groups drawn anew)."""
         if self.waits:
             book.add_alike("rollout/server_returns", torch.tensor([float(self._since)]), 1)

@@ -174,12 +174,12 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     @property
     def has_worker(self) -> bool:
-        """Whether our worker extension runs inside the server."""
+        """Return whether our worker extension runs inside the server."""
         return bool((self.info.get("parallel_config") or {}).get("worker_extension_cls") == WORKER_EXTENSION)
 
     @property
     def reads_tensors(self) -> bool:
-        """Whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
+        """Return whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
         return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
 
     @property
@@ -284,8 +284,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             read_to_end(named_params)
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As TRL's; of the completions that were begun before, where these are they. Raises ``EngineFault`` for a
-        log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
+        """Generate as TRL's client does; hand over the completions that were begun before, where these are they. Raises
+        ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
         self.background.settle()
         if self.background.takes:
             answer = self.background.take(args[0] if args else kwargs["prompts"])
@@ -294,7 +294,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return self._drawn(*args, **kwargs)
 
     def begin(self, prompts: list[list[int]], **arguments: Any) -> None:
-        """As ``generate``, in the background: nobody waits for the answer before it is asked for."""
+        """Begin what ``generate`` does, in the background: nobody waits for the answer before it is asked for."""
         self.background.begin(functools.partial(self._drawn, prompts, **arguments), prompts)
 
     def _drawn(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -251,7 +251,7 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
 
     @property
     def late(self) -> str | None:
-        """What this process was asked after the last moment at which it could be answered."""
+        """Name of the request that came after the last moment at which it could be answered."""
         if self.reason is None:
             return self._asked
         return None

@@ -112,7 +112,7 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
 
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
-    """Which rule, and the knobs that are set: those of ``advantage`` go over those beside ``objective``'s rule."""
+    """Choose the rule and the knobs that are set: those of ``advantage`` go over those beside ``objective``'s rule."""
     knobs = {}
     if settings is not None:
         knobs = settings.knobs

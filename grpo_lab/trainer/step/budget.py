@@ -53,7 +53,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """Make one for a device; None: the device has no such statistics."""
+        """Make one for a device; Make one for a device; None: the device has no such statistics."""
         if not hasattr(torch.get_device_module(device), "mem_get_info"):
             return None
         return DeviceMemory(device)
@@ -109,7 +109,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     @property
     def number(self) -> int | None:
-        """What is in force; None: the stock micro-batch's footprint."""
+        """The budget in force, in tokens; None: the stock micro-batch's footprint."""
         if self.is_auto:
             return self.tokens
         return self.asked

@@ -35,8 +35,8 @@ KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """Leaves out steps with a number that is not finite. One per trainer; does nothing where ``guard`` is not in force
-    (``faults`` is None).
+    """Leaves out steps with a number that is not finite. Leaves out steps with a number that is not finite. One per
+    trainer; does nothing where ``guard`` is not in force (``faults`` is None).
 
     Attributes:
         in_a_row: bad steps since the last that was taken; a bad generation batch counts once.

@@ -46,8 +46,8 @@ CALL = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """One call of attention: m sequences of like length, q queries and k keys each; bool ``seen`` ``[m or 1, 1, q,
-    k]``, None: causal, q = k."""
+    """A call of attention: m sequences of like length, q queries and k keys each; bool ``seen`` ``[m or 1, 1, q, k]``,
+    None: causal, q = k."""
 
     sequences: int
     queries: int
@@ -220,8 +220,9 @@ def _rectangle(rows: list[Ints]) -> Ints:
 def shared_log_probs(
     trainer: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
-    """As ``completion_log_probs`` of the bin of ``shape`` ``[B, L]`` that was packed; the model's attention must read
-    rows of that form (``form_of``, ``served_as``). Only scored positions leave the backbone, on every device."""
+    """Compute what ``completion_log_probs`` does for the bin of ``shape`` ``[B, L]`` that was packed; the model's
+    attention must read rows of that form (``form_of``, ``served_as``). Only scored positions leave the backbone, on
+    every device."""
     inputs = {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
         # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
@@ -287,7 +288,7 @@ def _by_token(heads: Tensor) -> Tensor:
 
 
 def form_of(attention: str | None) -> Form:
-    """What a model reads whose attention transformers knows under this name."""
+    """Form of packed rows that a model reads whose attention transformers knows under this name."""
     if is_flash(attention):
         return "varlen"
     if attention in (FLEX, SHARED_FLEX):
