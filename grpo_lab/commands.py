@@ -104,8 +104,8 @@ COMMANDS = {
     ),
     "lab": Command(
         "what RL does to a model, as a small experiment: table and figure under runs/labs/NAME",
-        run="labs:run",
-        options="labs:add_arguments",
+        run="labs.command:run",
+        options="labs.command:add_arguments",
         about="Run a lab: arms that differ in one thing, each with several seeds, from one start. Prints a table with "
         "intervals over seeds and writes it, with a figure, into the folder. Cells that are done are never repeated; "
         "where their settings have changed they run again, and what was there stands beside them.",

@@ -246,8 +246,8 @@ class TransformersSampler:
         from tqdm.auto import tqdm
 
         from grpo_lab.batch import padded
+        from grpo_lab.engines.forward import forward_logprobs
         from grpo_lab.engines.generate import generate_by_groups
-        from grpo_lab.engines.weights.proof import forward_logprobs
         from grpo_lab.finite import FiniteScores
 
         context = context_of_config(self.model.config)

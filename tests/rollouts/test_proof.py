@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.weights.proof import (
     SyncGap,
     TensorDifference,
     differing_tensors,
-    forward_logprobs,
     judge,
     sync_gap,
     tolerance_for,

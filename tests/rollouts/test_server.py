@@ -25,6 +25,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.engines.vllm.server import WORKER_EXTENSION, Server, ServerOptions
 from grpo_lab.engines.vllm.talk import ServerGone, bound_session, post_json, wait_until_ready
 from grpo_lab.engines.vllm.token import Bearer, of_trainer, own_folder
@@ -36,7 +37,7 @@ from grpo_lab.engines.vllm.worker import (
     trusted_folder,
     write_shards,
 )
-from grpo_lab.engines.weights.proof import forward_logprobs, sync_gap, tolerance_for
+from grpo_lab.engines.weights.proof import sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, fit
 from grpo_lab.finite import NumbersError
 from grpo_lab.trainer.generation.engine import send

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from grpo_lab.batch import padded
+from grpo_lab.engines.forward import Rows, forward_logprobs
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.sampler import of_engine
 from grpo_lab.engines.weights.sync import (
@@ -40,8 +40,6 @@ from grpo_lab.engines.weights.sync import (
     trainer_names,
 )
 
-#: token ids, ragged [row][token]
-Rows = Sequence[Sequence[int]]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 #: of float32 on a GPU, where vLLM's attention multiplies in TF32, Triton's default: 1.5e-4 on an H200
 TOLERANCE_TF32 = 1e-3
@@ -135,25 +133,6 @@ def draw_probe(
 
 
 @torch.no_grad()
-def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
-    """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
-
-    One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
-    in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
-    """
-    rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
-    device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
-    ids, mask = padded(rows, 0, device)
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    picked = []
-    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        first = len(prompt) - 1
-        scores = logits[row, first : first + len(completion)].float().log_softmax(-1)
-        tokens = torch.tensor(list(completion), device=device, dtype=torch.long)
-        picked.append(scores.gather(-1, tokens[:, None])[:, 0].tolist())
-    return picked
-
-
 def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> list[TensorDifference]:
     """Tensors in which the engine differs from the trainer by as much as one bit of its dtype, largest first.
 

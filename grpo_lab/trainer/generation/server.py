@@ -26,9 +26,10 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import RequestRefused, ServerGone, TokenRefused, read_as_vllms
-from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, forward_logprobs, judge, sync_gap
+from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, judge, sync_gap
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.all_ranks import from_main, of_all_ranks, on_main, raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong

@@ -1,0 +1,32 @@
+"""Log-probs by a model's own forward: what an engine's are held against, and what a sampler scores its tokens by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from grpo_lab.batch import padded
+
+#: token ids, ragged [row][token]
+Rows = Sequence[Sequence[int]]
+
+
+def forward_logprobs(model: Callable[..., Any], prompt_ids: Rows, completion_ids: Rows) -> list[list[float]]:
+    """Log-probs of the completions' tokens under a causal LM, in nats, at temperature 1; log-softmax in float32.
+
+    One forward pass over the batch [B, T], padded on the right, where a causal model cannot see it. The model must be
+    in evaluation mode (dropout); under FSDP or ZeRO-3 every rank must call this at the same time.
+    """
+    rows = [list(p) + list(c) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+    device = next(iter(model.parameters())).device  # type: ignore[attr-defined]
+    ids, mask = padded(rows, 0, device)
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    picked = []
+    for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        first = len(prompt) - 1
+        scores = logits[row, first : first + len(completion)].float().log_softmax(-1)
+        tokens = torch.tensor(list(completion), device=device, dtype=torch.long)
+        picked.append(scores.gather(-1, tokens[:, None])[:, 0].tolist())
+    return picked
