@@ -66,7 +66,12 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def call(checkout: Path, what: str, **more: str) -> Any:
-    places = {"SITE": str(checkout / "on it"), "OUT": str(checkout / "out"), "PYTHON": str(checkout / "python")}
+    places = {
+        "KIT": str(checkout / "kept"),
+        "SITE": str(checkout / "on it"),
+        "OUT": str(checkout / "out"),
+        "PYTHON": str(checkout / "python"),
+    }
     command = ["bash", str(checkout / "scripts" / "gpu_lent.sh"), what]
     return subprocess.run(command, env={**os.environ, **places, **more}, capture_output=True, text=True, check=False)
 
@@ -101,6 +106,27 @@ def test_a_failed_check_s_code_is_the_call_s_and_its_results_are_there(checkout:
 
 def test_a_kit_that_did_not_travel_is_named(checkout: Path) -> None:
     (checkout / ".kit" / "manifest.json").unlink()
-    done = call(checkout, "prepare")
+    done = call(checkout, "first")
     assert done.returncode == 3
-    assert done.stderr.startswith("gpu_lent: .kit/manifest.json is not here: name it in carry")
+    assert done.stderr.startswith(f"gpu_lent: {checkout}/kept/manifest.json is not here: name it in carry")
+
+
+def test_what_a_call_has_brought_is_kept_for_the_next(checkout: Path) -> None:
+    """A call that carries other parts leaves none of the earlier ones in the checkout."""
+    kit, site = checkout / ".kit", checkout / "on it"
+    later = [kit / "packages.tar.xz.001", kit / "engine.tar.xz.001"]
+    for part in later:
+        part.rename(checkout / part.name)
+    done = call(checkout, "prepare")
+    assert done.returncode == 0, done.stderr
+    assert "packages are not whole yet" in done.stdout
+    assert not (site / "packages").exists()
+    shutil.rmtree(kit)
+    kit.mkdir()
+    for part in later:
+        (checkout / part.name).rename(part)
+    done = call(checkout, "second")
+    assert done.returncode == 0, done.stderr
+    assert "--budget 255 --output" in done.stdout, "nothing to go on with"
+    assert (site / "packages").is_dir()
+    assert (site / "engine").is_dir()
