@@ -9,10 +9,8 @@ completions all get the same reward, and by the passes over it; what that comes 
 generation g, weight sync s, the rest u. While weights go over neither side works, so the ideal of overlap is
 (g + u + s) / (max(g, u) + s).
 
-Two cores that work at once are slower than one that works alone: they share a cache, the memory, a clock. So a third
-side, *busy*, is synchronous beside a process at the lowest priority (``SCHED_IDLE``) that keeps the other core at work,
-and its g, u and s say what overlap can come to on this machine at best. The sides take turns ``--rounds`` times, each
-without its first two batches; medians, and the least and the most over the rounds.
+The sides take turns ``--rounds`` times, each without its first two batches; medians, and the least and the most over
+the rounds.
 
     python scripts/bench_overlap.py                  # two idle cores, about half an hour
     python scripts/bench_overlap.py --tiny           # does it run: two batches of a tiny model
@@ -21,14 +19,10 @@ without its first two batches; medians, and the least and the most over the roun
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +43,6 @@ from grpo_lab.trainer.trl_bridge import replaced
 
 GROUP = 8
 SKIPPED = 2
-#: what keeps a core at work that nobody else wants
-BURNER = """
-import os, sys, torch
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-os.sched_setaffinity(0, {int(sys.argv[1])})
-torch.set_num_threads(1)
-left, right = torch.rand(512, 256), torch.rand(256, 1024)
-while os.getppid() == int(sys.argv[2]):
-    for _ in range(100):
-        left @ right
-"""
 
 
 @dataclass
@@ -111,18 +94,6 @@ def timed(owner: Any, name: str, seconds: list[float]) -> None:
     setattr(owner, name, call)
 
 
-@contextlib.contextmanager
-def other_core_busy(cores: list[int]) -> Iterator[None]:
-    words = [[sys.executable, "-c", BURNER, str(core), str(os.getpid())] for core in cores]
-    burners = [subprocess.Popen(one) for one in words]
-    try:
-        yield
-    finally:
-        for one in burners:
-            one.kill()
-            one.wait()
-
-
 class Reward:
     """Share of odd tokens; of the first ``dead`` prompts of each batch of ``prompts`` always 1."""
 
@@ -165,8 +136,7 @@ def seconds(side: str, folder: str, url: str, dead: int, passes: int, asked: arg
     """Medians without the first batches."""
     trainer = trainer_of(side, folder, url, dead, passes, asked)
     clock = Clock(trainer, passes)
-    with other_core_busy(asked.cores if side == "busy" else []):
-        trainer.train()
+    trainer.train()
     skipped = min(SKIPPED, asked.batches - 1)
     every = (clock.batches, clock.generations, clock.syncs)
     return Times(*(statistics.median(taken[skipped:]) for taken in every))
@@ -200,7 +170,6 @@ def main() -> None:
     if asked.tiny:
         asked.shape, asked.tokens, asked.batches, asked.cells = "tiny", 16, 3, ["5:1"]
         asked.rounds = 1
-    asked.cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         size = build(Path(folder) / "model", asked.shape)
@@ -222,15 +191,15 @@ def main() -> None:
 
 def table(cell: str, folder: str, url: str, asked: argparse.Namespace) -> None:
     dead, passes = map(int, cell.split(":"))
-    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "busy", "overlapped")
+    sides = (*(["stock"] if cell in asked.stock else []), "synchronous", "overlapped")
     rounds = [{side: seconds(side, folder, url, dead, passes, asked) for side in sides} for _ in range(asked.rounds)]
     for side in sides:
         times = [one[side] for one in rounds]
         gains = [one["synchronous"].batch / one[side].batch for one in rounds]
         columns = [spread([one.batch for one in times]), spread([one.generation for one in times])]
         columns += [spread([one.sync for one in times]), spread(gains)]
-        if side in ("synchronous", "busy"):
-            ideal = [one[side].ideal() for one in rounds]
+        if side == "overlapped":
+            ideal = [one["synchronous"].ideal() for one in rounds]
             columns += [
                 spread([one["synchronous"].batch / best for one, best in zip(rounds, ideal, strict=True)]),
                 spread([best / one["overlapped"].batch for one, best in zip(rounds, ideal, strict=True)]),
