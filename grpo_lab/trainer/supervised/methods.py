@@ -38,7 +38,7 @@ from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
 from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
-from grpo_lab.trainer.trl_bridge.forwards import scored_alone, small_tiles
+from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 from grpo_lab.update.plan import Rows, plan_update
 
 logger = logging.getLogger("grpo_lab")
@@ -110,8 +110,7 @@ def train_by(
             rows = rows.add_column("chat_template_kwargs", [dict(chat_template_kwargs)] * len(rows))
     parts |= {"train_dataset": rows, "processing_class": tokenizer, "callbacks": callbacks}
     trainer = trainer_class(model=model, args=args, **parts)
-    device = trainer.accelerator.device
-    with scored_alone(), small_tiles(device), tracked(trainer, tracked_in or output_dir):
+    with scored_alone(), tracked(trainer, tracked_in or output_dir):
         trainer.train() if train is None else train(trainer)
     refuse_bad_weights(trainer, TRAINED)
     trainer.save_model(str(output_dir))
