@@ -175,7 +175,7 @@ class LabTrainer(ResumableTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         device = self.accelerator.device
-        with trl_bridge.small_tiles(device), trl_bridge.of_any_shape(device), self.parts.update.memory_in_words():
+        with trl_bridge.small_tiles(device), self.parts.update.attention(device), self.parts.update.memory_in_words():
             return super().training_step(*args, **kwargs)
 
     @seen

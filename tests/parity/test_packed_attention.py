@@ -26,7 +26,7 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.shared_prompts import why_unshared
-from grpo_lab.trainer.trl_bridge import flex_mask, varlen
+from grpo_lab.trainer.trl_bridge import flex_mask, forwards, varlen
 from grpo_lab.trainer.trl_bridge.packed_layout import PackedGroup, Spans
 from parity import harness
 from parity.harness import Run, arguments, movement_bound, movement_difference, train
@@ -310,3 +310,30 @@ def test_a_function_is_wrapped_once_and_is_what_it_was_without_a_packed_row(flas
     module = attention_layer()
     heads = [torch.randn(2, n, 5, 8) for n in (4, 2, 2)]
     assert torch.equal(wrapped(module, *heads, None)[0], flash_attention_forward(module, *heads, None)[0])
+
+
+# -- cuDNN's attention, which plans for every shape ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["on", "off", "rows"])
+def test_a_step_keeps_out_of_it_there_and_back(
+    update: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: every layer of a step, and every one that its checkpointed backward computes again. ``update: off``
+    is TRL's own."""
+    seen: list[bool] = []
+
+    def as_on_a_gpu(_: torch.device) -> Any:
+        return forwards.of_any_shape(torch.device("cuda"))
+
+    def looked_at(trainer: Any) -> None:
+        monkeypatch.setattr(trl_bridge, "of_any_shape", as_on_a_gpu)
+        for layer in trainer.model.model.layers:
+            layer.self_attn.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+
+    settings = {"on": {"share_prompts": "on"}, "off": "off", "rows": {"share_prompts": "off"}}
+    args = LabConfig(**arguments(tmp_path, max_steps=1, gradient_checkpointing=True), update=settings[update])
+    train(LabTrainer, args, tiny_folder, prepare=looked_at)
+    assert len(seen) > 4
+    assert set(seen) == {update == "off"}
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -47,7 +47,8 @@ def of_all_ranks(fault: BaseException | None) -> bool:
 
 def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
     """The result of ``call``, made on the main process, on every rank; its error likewise."""
-    value, failure = None, None
+    value = None
+    failure = None
     if accelerator.is_main_process:
         try:
             value = call()

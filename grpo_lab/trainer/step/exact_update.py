@@ -187,6 +187,13 @@ class ExactUpdate:
         assert self._under_way is not None
         return TooLarge(*self._under_way, str(error))
 
+    def attention(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Context around HF's training step: attention that takes bins of any shape, also where a backward computes
+        checkpointed layers again; TRL's own where ``update`` is off."""
+        if self.trainer.lab_settings.update.is_off:
+            return contextlib.nullcontext()
+        return trl_bridge.of_any_shape(device)
+
     @contextlib.contextmanager
     def memory_in_words(self) -> Iterator[None]:
         """Context around HF's training step, which runs the last bin's backward: a bin that does not fit is a

@@ -51,8 +51,7 @@ def completion_log_probs(
     if input_ids.device.type == "cpu":
         on_host = labels
     if on_host is None or is_compiled(trainer, model):
-        device = input_ids.device
-        with trainer.accelerator.autocast(), one_sequence_a_row(device), of_any_shape(device):
+        with trainer.accelerator.autocast(), one_sequence_a_row(input_ids.device):
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
 
@@ -113,8 +112,7 @@ def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: 
         return output
 
     hook = backbone(trainer, model).register_forward_hook(pick)
-    device = places.device
-    with trainer.accelerator.autocast(), hook, one_sequence_a_row(device), of_any_shape(device), all_are_scored():
+    with trainer.accelerator.autocast(), hook, one_sequence_a_row(places.device), all_are_scored():
         return model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
 

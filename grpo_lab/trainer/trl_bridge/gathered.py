@@ -1,7 +1,7 @@
 """Tokens taken from a packed row into the rectangles of attention and back, with backwards that know where each went.
 
-A gather's own backward on a GPU knows nothing: it adds by atomics, whose order differs from run to run, or walks
-through all places one after another (an embedding's, of 3,072 places and fewer: 3 ms a call on an H200).
+A gather's own backward on a GPU knows nothing of that: it adds by atomics, whose order differs from run to run, or
+sorts its places at every call (an embedding's: 0.22 ms on an H200, where adding up in a known order takes 0.06).
 
 `spread`: each token of the row stands once in the rectangles, beside padding. Backward is a gather.
 `collected`: the way back. Backward writes each token's gradient to its one place; padding gets none.
