@@ -6,7 +6,6 @@ are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
     names       what is overridden, called, read; whose a method is; a name stands for something else inside a block
     forwards    log-probs in bins and what replaces TRL's
     shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
-    gathered           its tokens into the rectangles of attention and back
     packed_layout      where things stand in a packed row
     flex_mask          FlexAttention on packed rows
     varlen             flash attention on packed rows

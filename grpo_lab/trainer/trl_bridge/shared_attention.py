@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import embedding
 from torch.nn.functional import scaled_dot_product_attention as attend
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -28,7 +29,6 @@ from transformers.masking_utils import sdpa_mask
 
 from grpo_lab.trainer.trl_bridge.flex_mask import block_mask, flex_attend, on_ladder
 from grpo_lab.trainer.trl_bridge.forwards import score
-from grpo_lab.trainer.trl_bridge.gathered import PADDING, Uses, collected, repeated, spread
 from grpo_lab.trainer.trl_bridge.packed_layout import Ints, PackedGroup, Spans, sent
 from grpo_lab.trainer.trl_bridge.varlen import Varlen, is_flash, reads_packed_rows
 from grpo_lab.update import cheapest_cuts
@@ -46,23 +46,19 @@ CALL = 512
 
 @dataclass(frozen=True)
 class Tile:
-    """A call of attention: m sequences of like length, q queries and k keys each; bool ``seen`` ``[m or 1, 1, q, k]``,
-    None: causal, q = k."""
+    """A call of attention: m sequences of like length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are their
+    places in the packed row (padding: place 0); bool ``seen`` ``[m or 1, 1, q, k]``, None: causal, q = k."""
 
-    sequences: int
-    queries: int
-    keys: int
+    queries: Tensor
+    keys: Tensor
     seen: Tensor | None
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """All calls of a packed row, and their rectangles one after another: long ``queries`` ``[Q]`` and ``keys`` say
-    which packed token stands at each place (padding: token 0), ``back`` ``[S]`` at which each token's output does."""
+    """All calls of a packed row; long ``back`` ``[S]``: where the output of each packed token stands in theirs."""
 
     calls: tuple[Tile, ...]
-    queries: Tensor
-    keys: Uses
     back: Tensor
 
 
@@ -167,8 +163,6 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
         _Sequence(own, np.concatenate([group.prompt, own[1:]])) for group in groups for own in group.completions
     ]
     calls: list[Tile] = []
-    asked: list[Ints] = []
-    looked_at: list[Ints] = []
     back = np.empty(length, dtype=np.int64)
     done = 0
     cut = [(held, sequences is prompts) for sequences in (prompts, completions) for held in _of_like_length(sequences)]
@@ -181,15 +175,8 @@ def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tile
         seen = None
         if not causal:
             seen = _seen(held, queries.shape[1], keys.shape[1], device)
-        calls.append(Tile(len(held), queries.shape[1], keys.shape[1], seen))
-        asked.append(queries.ravel())
-        looked_at.append(keys.ravel())
-    return Tiles(
-        tuple(calls),
-        sent(torch.from_numpy(np.concatenate(asked).clip(0)), device),
-        Uses.of(np.concatenate(looked_at), length, device),
-        sent(torch.from_numpy(back), device),
-    )
+        calls.append(Tile(sent(torch.from_numpy(queries), device), sent(torch.from_numpy(keys), device), seen))
+    return Tiles(tuple(calls), sent(torch.from_numpy(back), device))
 
 
 def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
@@ -210,8 +197,7 @@ def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) 
 
 
 def _rectangle(rows: list[Ints]) -> Ints:
-    """Padded with ``PADDING``."""
-    found = np.full((len(rows), max(map(len, rows))), PADDING)
+    found = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
     for row, places in enumerate(rows):
         found[row, : places.size] = places
     return found
@@ -251,40 +237,20 @@ def shared_prompt_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(shared_prompts, BlockMask):
         return flex_attend(module, query, key, value, shared_prompts, scaling=scaling, **options)
-    return _in_tiles(query, key, value, shared_prompts, scaling), None
-
-
-def _in_tiles(query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, scaling: float | None) -> Tensor:
-    """``[1, S, heads, d]``: one call of attention a tile."""
     repeats = query.size(1) // key.size(1)
-    size = value.size(3)
-    asked = spread(_by_token(query), tiles.queries, tiles.back)  # [Q, heads · d]
-    both = torch.cat([_by_token(key), _by_token(value)], 1)
-    keys, values = repeated(both, tiles.keys).split([key.size(1) * key.size(3), value.size(1) * size], 1)
+    flat = [part[0].transpose(0, 1).flatten(1) for part in (query, key, value)]  # [S, heads · d]
 
-    def rows(taken: Tensor, sequences: int, length: int, width: int) -> Tensor:  # [m, heads, length, d]
-        return taken.view(sequences, length, -1, width).transpose(1, 2)
+    def at(part: int, places: Tensor) -> Tensor:  # [m, heads, length, d]
+        taken = embedding(places, flat[part])  # as index_select, with a faster backward on a CPU
+        taken = taken.unflatten(2, (-1, (query, key, value)[part].size(3))).transpose(1, 2)
+        return taken if part == 0 else repeat_kv(taken, repeats)
 
     made = []
-    begin, begin_keys = 0, 0
-    for tile in tiles.calls:
-        end = begin + tile.sequences * tile.queries
-        end_keys = begin_keys + tile.sequences * tile.keys
-        found = attend(
-            rows(asked[begin:end], tile.sequences, tile.queries, query.size(3)),
-            repeat_kv(rows(keys[begin_keys:end_keys], tile.sequences, tile.keys, key.size(3)), repeats),
-            repeat_kv(rows(values[begin_keys:end_keys], tile.sequences, tile.keys, size), repeats),
-            attn_mask=tile.seen, is_causal=tile.seen is None, scale=scaling,
-        )  # fmt: skip
+    for tile in shared_prompts.calls:
+        sequences = at(0, tile.queries), at(1, tile.keys), at(2, tile.keys)
+        found = attend(*sequences, attn_mask=tile.seen, is_causal=tile.seen is None, scale=scaling)
         made.append(found.transpose(1, 2).flatten(2).flatten(0, 1))
-        begin = end
-        begin_keys = end_keys
-    return collected(torch.cat(made), tiles.back).unflatten(1, (-1, size)).unsqueeze(0)
-
-
-def _by_token(heads: Tensor) -> Tensor:
-    """``[S, heads · d]`` of ``[1, heads, S, d]``."""
-    return heads[0].transpose(0, 1).flatten(1)
+    return embedding(shared_prompts.back, torch.cat(made)).unflatten(1, (-1, value.size(3))).unsqueeze(0), None
 
 
 def form_of(attention: str | None) -> Form:
