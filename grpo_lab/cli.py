@@ -90,7 +90,7 @@ def _code_of(error: Exception) -> tuple[int, str]:
     from grpo_lab.engines.grouping import EngineFault
     from grpo_lab.engines.weights.sync import WeightSyncError
     from grpo_lab.runs.folder import FolderGone
-    from grpo_lab.runs.stop import Interrupted
+    from grpo_lab.runs.stop_requests import Interrupted
     from grpo_lab.trainer.resume.checkpoint import CheckpointNotWritten
 
     if isinstance(error, Interrupted):
@@ -218,7 +218,7 @@ def _run_recipe(command: Command, known: argparse.Namespace, rest: list[str]) ->
             if hasattr(stop, "what"):
                 raise
             from grpo_lab.runs.folder import kept
-            from grpo_lab.runs.stop import StoppedByUser
+            from grpo_lab.runs.stop_requests import StoppedByUser
 
             try:
                 said = kept(recipe)

@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 from grpo_lab.evaluation import evaluate
 from grpo_lab.labs.experiment import GENERATED
 from grpo_lab.labs.tables import until
-from grpo_lab.recipe import parts
-from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe import build
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.settings import read
 
@@ -38,7 +38,7 @@ class HeldOut(TrainerCallback):  # type: ignore[misc]
     def __init__(self, file: str, every: int, data: Mapping[str, Any], max_new_tokens: int) -> None:
         self.file, self.every, self.max_new_tokens = Path(file), every, max_new_tokens
         self.rows = load_rows(read(DataSection, dict(data), "data"), "data")
-        self.reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+        self.reward = build.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
         self.began = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -93,7 +93,7 @@ def points_of_rounds(folder: Path, start: Path, data: Mapping[str, Any], max_new
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = load_rows(read(DataSection, dict(data), "data"), "data")
-    reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+    reward = build.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
     tokenizer = AutoTokenizer.from_pretrained(start)
     spent = json.loads((folder / "run.json").read_text())["seconds"]
 

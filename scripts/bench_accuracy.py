@@ -47,8 +47,8 @@ from grpo_lab import LabTrainer
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser, records
 from grpo_lab.labs.tables import draw, markdown
-from grpo_lab.recipe import parts
-from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe import build
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import read
@@ -146,7 +146,7 @@ def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:
     """Greedy, strict accuracy on the recipe's held-out problems, of all the weights that were taken."""
     recipe = read_yaml(RECIPE)
     rows = load_rows(read(DataSection, recipe["evaluation"]["data"] | {"n": problems}, "evaluation.data"))
-    reward = parts.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
+    reward = build.build_reward(RewardSection("accuracy", arguments={"mode": "strict"}))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
     found = []
     for step, seconds, weights in clock.taken:

@@ -38,7 +38,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.engines.vllm.server import Server, ServerOptions
 from grpo_lab.testing import tiny_tokenizer
-from grpo_lab.trainer.generation.engine import engine_class
+from grpo_lab.trainer.generation.trl_engine import engine_class
 from grpo_lab.trainer.trl_bridge import replaced
 
 GROUP = 8

@@ -24,8 +24,8 @@ from transformers.utils import logging as hf_logging
 from trl import GRPOConfig
 
 from grpo_lab import LabConfig, LabTrainer
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import load_model
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.rewards import AccuracyReward

@@ -26,8 +26,8 @@ from bench_tables import table
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import load_model
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ColdStartSection, ModelSection
 from grpo_lab.settings import read
 from grpo_lab.trainer.supervised.methods import train_by, worked_pairs

@@ -27,8 +27,8 @@ from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser
 from grpo_lab.labs.tables import draw, markdown, spread
 from grpo_lab.pipelines.train import shared_start, train
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import load_model
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import Recipe, read_recipe
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.differences import plain_settings

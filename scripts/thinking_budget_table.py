@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.data import word_problems
-from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler, VllmSampler, render_prompt
+from grpo_lab.engines.generators import Completion, Sampler, TransformersSampler, VllmSampler, render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget, tokens_of_thinking
 from grpo_lab.rewards import AccuracyReward
 

@@ -23,7 +23,7 @@ ORDER = (
         "ranks",
         "settings",
         "config",
-        "rows",
+        "row_table",
         "metrics",
         "ports",
         "resume",
@@ -71,12 +71,12 @@ def test_a_planted_circle_is_seen() -> None:
     source = (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from grpo_lab.trainer.lab_trainer import LabTrainer\n"
     )
-    planted = imports_of_source(source, f"{TRAINER}.rows", False, set(found))
+    planted = imports_of_source(source, f"{TRAINER}.row_table", False, set(found))
     assert planted == {f"{TRAINER}.lab_trainer"}
-    found[f"{TRAINER}.rows"] |= planted
+    found[f"{TRAINER}.row_table"] |= planted
     assert len(circles(found)) == 1
-    assert f"{TRAINER}.rows" in circles(found)[0]
-    assert upward(found) == [f"{TRAINER}.rows imports {TRAINER}.lab_trainer"]
+    assert f"{TRAINER}.row_table" in circles(found)[0]
+    assert upward(found) == [f"{TRAINER}.row_table imports {TRAINER}.lab_trainer"]
 
 
 DESIGN = ROOT / "docs" / "design.md"

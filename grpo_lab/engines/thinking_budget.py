@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_lab.engines.sampler import Completion, GenerationStopped, Sampler
+from grpo_lab.engines.generators import Completion, GenerationStopped, Sampler
 
 START_TEXT, END_TEXT = "<think>", "</think>"
 QWEN3_STOP_TEXT = (

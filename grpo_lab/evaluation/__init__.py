@@ -1,6 +1,6 @@
 """Evaluation: how good a model is, and what a run did to it. Accuracy with intervals, pass@k, maj@k; reports."""
 
-from grpo_lab.engines.sampler import Completion, Sampler, TransformersSampler
+from grpo_lab.engines.generators import Completion, Sampler, TransformersSampler
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.result import EvaluationResult, Outcome, paired_gain
 from grpo_lab.evaluation.run_page import write_report

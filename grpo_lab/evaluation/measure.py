@@ -19,7 +19,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from grpo_lab.engines.sampler import (
+from grpo_lab.engines.generators import (
     Completion,
     GenerationStopped,
     RenderedPrompt,

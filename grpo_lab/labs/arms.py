@@ -21,8 +21,8 @@ from grpo_lab.evaluation.result import EvaluationResult, number_at
 from grpo_lab.io import is_local, looks_local, write_whole_text
 from grpo_lab.labs import LABS
 from grpo_lab.labs.cells import record_file
-from grpo_lab.labs.checks import OF_LOG, check_shown, not_logged
 from grpo_lab.labs.experiment import GENERATED, Experiment, Found, Options, Record, changes_asked
+from grpo_lab.labs.shown_checks import OF_LOG, check_shown, not_logged
 from grpo_lab.labs.tables import at_equal_tokens, draw, over_tokens, spread, table
 from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record

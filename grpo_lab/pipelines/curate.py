@@ -18,8 +18,8 @@ from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.result import write_parquet
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_json, write_json_lines
+from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.job import Questions, check_model, questions
-from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
     OF_A_SAMPLED_MODEL,
     STRICT_ACCURACY,
@@ -34,7 +34,7 @@ from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.differences import versions
 from grpo_lab.runs.folder import record_of
 from grpo_lab.runs.stage import Stage, Words, carry_out, console, locked_run, plan_of
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
 from grpo_lab.stages.filter import (
     DOMAIN,

@@ -16,10 +16,10 @@ from grpo_lab.pipelines.run_folder import is_begun
 from grpo_lab.pipelines.standing import again_in_words
 from grpo_lab.pipelines.train import resolve
 from grpo_lab.recipe.ahead import made_from, outlook
+from grpo_lab.recipe.build import scoring_nothing
+from grpo_lab.recipe.data import asking_the_hub_once
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE, Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.parts import scoring_nothing
-from grpo_lab.recipe.rows import asking_the_hub_once
 from grpo_lab.recipe.sections import ModelSection, Recipe, template_kwargs_of
 from grpo_lab.rewards.schedules import weight_in_words
 from grpo_lab.runs.console import count_of, describe, settings_in_words
@@ -164,7 +164,7 @@ def _checked(recipe: Recipe, job: Job) -> str:
 def first_prompt(recipe: Recipe, rows: Any, tools: Sequence[Any] | None = None) -> str:
     """Show what the model is given for the first row, with its ``tools``: rendered where the tokenizer is here and has
     a template."""
-    from grpo_lab.engines.sampler import render_prompt
+    from grpo_lab.engines.generators import render_prompt
 
     prompt = rows[0]["prompt"]
     own = own_tokenizer(recipe.model)

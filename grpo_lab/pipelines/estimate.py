@@ -28,13 +28,13 @@ import torch
 from grpo_lab import LabConfig
 from grpo_lab.io import looks_local
 from grpo_lab.recipe.checks import longest_prompt
+from grpo_lab.recipe.data import rows_here
 from grpo_lab.recipe.models import tokenizer_and_config
 from grpo_lab.recipe.policy import meta_model
-from grpo_lab.recipe.rows import rows_here
 from grpo_lab.recipe.sections import DataSection, EvaluationSection, ModelSection
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import typed
-from grpo_lab.stages.evaluate import conditions_in
+from grpo_lab.stages.held_out import conditions_in
 from grpo_lab.trainer.supervised.methods import COLUMNS, FIXED, PAIR, trl_of
 
 

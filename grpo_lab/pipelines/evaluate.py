@@ -15,8 +15,8 @@ from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.engines.sampler import check_template_kwargs
-from grpo_lab.recipe.rows import MADE, READ, every_argument, loader_arguments, loader_signature
+from grpo_lab.engines.generators import check_template_kwargs
+from grpo_lab.recipe.data import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import (
     NEW_TOKENS,
     STRICT_ACCURACY,
@@ -104,7 +104,7 @@ def run(known: argparse.Namespace) -> int:
     """Evaluate, print and, with `--output`, write. The exit code: 75 after SIGTERM or SIGUSR1, the answers kept."""
     from grpo_lab.evaluation.sweep import AGAINST
     from grpo_lab.recipe.ahead import check_engine
-    from grpo_lab.stages.evaluate import conditions_in
+    from grpo_lab.stages.held_out import conditions_in
 
     plan = plan_of(known)
     check_engine(plan.section.use_vllm is True, "--vllm", here_only=False)
@@ -121,8 +121,8 @@ def _evaluate(known: argparse.Namespace, plan: HeldOut, main: bool) -> int:
     from grpo_lab.evaluation.comparison import print_comparison
     from grpo_lab.evaluation.sweep import compared
     from grpo_lab.io import EXIT_INTERRUPTED
-    from grpo_lab.runs.stop import StoppedByUser, as_ctrl_c
-    from grpo_lab.stages.evaluate import measure_conditions
+    from grpo_lab.runs.stop_requests import StoppedByUser, as_ctrl_c
+    from grpo_lab.stages.held_out import measure_conditions
 
     limits: Any = {"max_new_tokens": plan.max_new_tokens, "seed": plan.seed, "tokenizer": known.tokenizer}
     limits["against"] = known.against

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.curation.pass_rate import scores_of
-from grpo_lab.engines.sampler import context_of_config, in_form_of, render_prompt, too_long
+from grpo_lab.engines.generators import context_of_config, in_form_of, render_prompt, too_long
 from grpo_lab.evaluation.result import as_text
 from grpo_lab.io import whole_folder, write_json_lines, write_whole_text
 from grpo_lab.pipelines.evaluate import HeldOut, plan_of
 from grpo_lab.reading import checked_object, parse_json
+from grpo_lab.recipe.build import build_reward
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.models import tokenizer_and_config
-from grpo_lab.recipe.parts import build_reward
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ModelSection, RewardSection
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import conditions_in, template_kwargs_in
+from grpo_lab.stages.held_out import conditions_in, template_kwargs_in
 from grpo_lab.stages.sample import read_lines
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable

@@ -33,15 +33,15 @@ from grpo_lab.pipelines.train import TrainingOutcome, train
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.registry import load_named
 from grpo_lab.runs.stage import Facts, Workspace
-from grpo_lab.runs.stop import Interrupted
+from grpo_lab.runs.stop_requests import Interrupted
 from grpo_lab.settings import one_of, settings
-from grpo_lab.stages.build import Build, Fusion
-from grpo_lab.stages.evaluate import EVALUATION, Evaluate
+from grpo_lab.stages.held_out import EVALUATION, Evaluate
+from grpo_lab.stages.mix import Build, Fusion
 from grpo_lab.stages.sample import Sample
 from grpo_lab.stages.select import Select
+from grpo_lab.stages.supervised import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
 from grpo_lab.stages.traces import FilterTraces
-from grpo_lab.stages.train import ColdStart, Distill, Dpo, Merge, RewardModel, Simpo, Train
-from grpo_lab.trainer.scoring.preference import FOLDER
+from grpo_lab.trainer.scoring.preference_training import FOLDER
 
 
 def whole_command(read_recipe: Any, do: Any, plan: Any, facts: Callable[[Any], Facts], **left: str) -> Any:

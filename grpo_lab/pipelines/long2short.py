@@ -43,12 +43,12 @@ from grpo_lab.runs.console import count_of, describe, settings_in_words
 from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, refuse_other_rows, rows_fingerprint
 from grpo_lab.runs.folder import check_writable
 from grpo_lab.runs.stage import Facts, Stage, Words, Workspace, carry_out, console, plan_of, staged_run
-from grpo_lab.runs.stop import identity_of
+from grpo_lab.runs.stop_requests import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
-from grpo_lab.stages.evaluate import EVALUATION, Evaluate
+from grpo_lab.stages.held_out import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
-from grpo_lab.stages.train import MODEL, STOPPED, Dpo, Merge, Simpo, Train, check_merged
+from grpo_lab.stages.supervised import MODEL, STOPPED, Dpo, Merge, Simpo, Train, check_merged
 from grpo_lab.trainer.supervised.methods import check_training
 
 LONG2SHORT = "long2short"

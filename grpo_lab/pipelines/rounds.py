@@ -46,10 +46,10 @@ from grpo_lab.runs.stage import (
     read_facts,
     staged_run,
 )  # fmt: skip
-from grpo_lab.stages.evaluate import EVALUATION, Evaluate
+from grpo_lab.stages.held_out import EVALUATION, Evaluate
 from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
-from grpo_lab.stages.train import MODEL, ColdStart, Dpo, Simpo, Train
+from grpo_lab.stages.supervised import MODEL, ColdStart, Dpo, Simpo, Train
 from grpo_lab.trainer.supervised.methods import check_training
 
 ROUNDS = "rounds"

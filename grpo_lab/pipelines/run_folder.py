@@ -38,7 +38,7 @@ from grpo_lab.runs.metrics import cut_metrics
 from grpo_lab.trainer.resume.going_on import newest_read
 from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.resume.whole import SAVING, newest_whole, step_of
-from grpo_lab.trainer.scoring.preference import FOLDER
+from grpo_lab.trainer.scoring.preference_training import FOLDER
 
 log = logging.getLogger(__name__)
 

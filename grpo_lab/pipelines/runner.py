@@ -25,11 +25,11 @@ from grpo_lab.pipelines.outlook import Outlook, in_stage, processes_of
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, plain_recipe
 from grpo_lab.pipelines.stage_record import AGAIN, NEW, StageRecord
 from grpo_lab.pipelines.standing import LOCK_OF_STAGE, NOTHING, Standing, report, status, survey
-from grpo_lab.recipe.rows import asking_the_hub_once
+from grpo_lab.recipe.data import asking_the_hub_once
 from grpo_lab.runs.differences import earlier_run
 from grpo_lab.runs.folder import LOCK, STAGE, one_writer
 from grpo_lab.runs.stage import Facts, Words, Workspace, console, locked_run, plain_facts, run_stage
-from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import all_of
 

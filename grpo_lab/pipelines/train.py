@@ -23,24 +23,24 @@ from grpo_lab.io import saving
 from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
 from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.pipelines.standing import left_in
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
 from grpo_lab.runs.metrics import MetricsFile
 from grpo_lab.runs.stage import Stage, Workspace, carry_out, console, plain_facts
-from grpo_lab.runs.stop import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
-from grpo_lab.stages.evaluate import HeldOutRows, evaluate_saved_model
+from grpo_lab.runs.stop_requests import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
+from grpo_lab.stages.held_out import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import LoadedGenerator
 from grpo_lab.trainer.generation.in_step import PolicySampler
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.whole import broken_weights
-from grpo_lab.trainer.scoring.preference import FOLDER as PREFERENCE
+from grpo_lab.trainer.scoring.preference_training import FOLDER as PREFERENCE
 
 REINFORCEMENT = "reinforcement"
 NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name a model to start from"

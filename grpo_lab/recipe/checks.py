@@ -13,8 +13,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from grpo_lab.engines.sampler import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
-from grpo_lab.recipe.rows import MADE, load_rows, rows_here
+from grpo_lab.engines.generators import RenderedPrompt, context_of_config, render_pair, render_prompt, too_long
+from grpo_lab.recipe.data import MADE, load_rows, rows_here
 from grpo_lab.recipe.sections import NEW_TOKENS, ColdStartSection, EvaluationSection, Recipe
 from grpo_lab.rewards.protocol import scope_of
 from grpo_lab.settings import one_of

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.engines.sampler import context_of_config
+from grpo_lab.engines.generators import context_of_config
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.recipe import checks, parts
+from grpo_lab.recipe import build, checks
 from grpo_lab.recipe.ahead import check_engine, check_whole_model, known_model, made_from, model_here
+from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.policy import check_policy
-from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import (
     ColdStartSection,
     DataSection,
@@ -78,15 +78,15 @@ class Job:
         _check_engines(recipe, config, here_only)
         checks.check_trackers(config.report_to)
         check_whole_model(recipe.model)
-        trainer = parts.trainer_class(recipe.trainer)
-        rewards = [parts.build_reward(section) for section in recipe.rewards]
+        trainer = build.trainer_class(recipe.trainer)
+        rewards = [build.build_reward(section) for section in recipe.rewards]
         if not here_only:
-            parts.reach_reward_models(rewards)
-        arguments = parts.trainer_parts(recipe)
+            build.reach_reward_models(rewards)
+        arguments = build.trainer_parts(recipe)
         load = rows_here if here_only else load_rows
         rows = load(recipe.data, "data")
         if rows is not None:
-            parts.check_golds(rows, rewards)
+            build.check_golds(rows, rewards)
             checks.check_columns(recipe, trainer, rows, rewards)
             checks.check_enough_rows(trainer, config, rows)
         eval_rows = None
@@ -98,7 +98,7 @@ class Job:
         if evaluation is not None:
             held_out = load(evaluation.data, "evaluation.data")
             checks.check_by(evaluation, held_out)
-            parts.judges_of(evaluation)
+            build.judges_of(evaluation)
         model = model_here(recipe.model, here_only)
         cold_rows = None
         if cold_start and recipe.cold_start is not None:
@@ -229,17 +229,17 @@ def questions(
     run, which may have no network."""
     check_engine(_asks(evaluation), "evaluation.use_vllm", here_only)
     load = rows_here if here_only else load_rows
-    judge = parts.build_reward(reward, "reward")
+    judge = build.build_reward(reward, "reward")
     rows = None
     if data is not None:
         rows = load(data, "data")
     if rows is not None:
         if not len(rows):
             raise ValueError("`data` has no rows; at least one question is needed")
-        parts.check_golds(rows, [judge])
+        build.check_golds(rows, [judge])
     held_out = None
     if evaluation is not None:
-        parts.judges_of(evaluation)
+        build.judges_of(evaluation)
         held_out = load(evaluation.data, "evaluation.data")
         checks.check_by(evaluation, held_out)
     return Questions(rows, judge, held_out)

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from grpo_lab.engines.weights.adapter import lora_of
 from grpo_lab.io import is_local, looks_local
+from grpo_lab.recipe.data import not_asked_again
 from grpo_lab.recipe.models import load_model, loading, lora_config, model_class
-from grpo_lab.recipe.rows import not_asked_again
 from grpo_lab.recipe.sections import ModelSection
 from grpo_lab.trainer.exactness.shared_prompts import refuse_unshared, why_unshared
 from grpo_lab.trainer.generation.in_step import refuse_generation

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from grpo_lab.engines.sampler import check_template_kwargs
+from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.recipe.elsewhere import RECIPE, SAVED, SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.settings import (
@@ -80,7 +80,7 @@ class ModelSection:
 
 @settings(rest="arguments")
 class DataSection:
-    """Rows, by one of our loaders (``recipe.rows.LOADERS``) or a team's ``"module:attribute"``.
+    """Rows, by one of our loaders (``recipe.data.LOADERS``) or a team's ``"module:attribute"``.
 
     Args:
         template: prompt template (``r1``, ``qwen_math``, ``none``, ``chat``); scores move by tens of points with it.

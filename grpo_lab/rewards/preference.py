@@ -3,7 +3,7 @@
 Frozen, it is worth less the farther the policy leaves the completions that it was trained on (over-optimisation, arXiv
 2210.10760). With ``every`` it is trained every so many optimizer steps, with the loss of TRL's RewardTrainer, on
 comparisons of the policy's own current completions *together with* all earlier ones (arXiv 2505.18126). `LabTrainer`
-makes those, and keeps them and the weights in its checkpoints (``trainer.scoring.preference``).
+makes those, and keeps them and the weights in its checkpoints (``trainer.scoring.preference_training``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import is_local
-from grpo_lab.recipe.rows import MADE
+from grpo_lab.recipe.data import MADE
 from grpo_lab.recipe.sections import DataSection, RewardSection
 from grpo_lab.trainer.metrics.progress import AsStock, OneLine
 

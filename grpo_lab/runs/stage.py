@@ -25,7 +25,7 @@ from grpo_lab.evaluation.terminal import Terminal
 from grpo_lab.io import write_json
 from grpo_lab.runs.differences import versions
 from grpo_lab.runs.folder import one_writer, read_marker, write_run
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 
 Facts = dict[str, Any]
 Words = dict[str, str]
@@ -68,7 +68,8 @@ class Stage:
         plan: what it will do, title → words, for ``--dry-run``; writes nothing, and raises what would stop it.
         inputs: the stages before it whose facts it reads.
         remembered: false leaves no marker: it is cheap, and follows from settings that may change between two runs.
-        whole: a stop breaks it off, and it is done again; without, a stop ends it where it looks (``runs.stop``).
+        whole: a stop breaks it off, and it is done again; without, a stop ends it where it looks
+            (``runs.stop_requests``).
     """
 
     name: str

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from grpo_lab.curation import PassRate, Sampled, Written, pass_rates
 from grpo_lab.curation.rejection import text_of
-from grpo_lab.engines.sampler import (
+from grpo_lab.engines.generators import (
     Completion,
     Sampler,
     TransformersSampler,
@@ -32,7 +32,7 @@ from grpo_lab.recipe.sections import STRICT_ACCURACY, DataSection, ModelSection,
 from grpo_lab.runs.console import count_of, describe, model_of
 from grpo_lab.runs.folder import problems_in
 from grpo_lab.runs.stage import Facts, Words, Workspace, console
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import settings
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 from grpo_lab.visible import encodable

@@ -19,7 +19,7 @@ from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import scores_of
 from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.io import write_json_lines
-from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import STRICT_ACCURACY, RewardSection
 from grpo_lab.rewards import LanguageConsistencyReward, ThinkFormatReward
 from grpo_lab.rewards.completion import END_OF_THINK, THINK, fenced_blocks, reasoning_of

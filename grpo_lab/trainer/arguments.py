@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig
 
-from grpo_lab.engines.sampler import check_template_kwargs
+from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.rewards import AccuracyReward, CodeReward
 from grpo_lab.trainer.config import LabConfig
 from grpo_lab.trainer.generation.prompt_order import with_row_numbers

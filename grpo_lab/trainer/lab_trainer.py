@@ -31,10 +31,10 @@ from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import resolve_arguments
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
-from grpo_lab.trainer.generation.engine import engine_class
 from grpo_lab.trainer.generation.in_step import by_groups
 from grpo_lab.trainer.generation.prompt_fit import check_room
-from grpo_lab.trainer.generation.server import checkpoint_if_server_gone, record_returns
+from grpo_lab.trainer.generation.server_across_ranks import checkpoint_if_server_gone, record_returns
+from grpo_lab.trainer.generation.trl_engine import engine_class
 from grpo_lab.trainer.generation.turns import tool_turns
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
@@ -44,7 +44,7 @@ from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.scoring.advantages import (
     add_value_estimates,
     row_advantages,

@@ -14,13 +14,13 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import ResolvedArguments
 from grpo_lab.trainer.critic import CriticAlone, with_critic
 from grpo_lab.trainer.exactness.loss_proof import has_formula, prove_loss
-from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.in_step import thinking_rollout
 from grpo_lab.trainer.generation.overlap import Overlap
 from grpo_lab.trainer.generation.partial import PartialRollouts
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
+from grpo_lab.trainer.generation.trl_engine import SyncProof
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
@@ -28,7 +28,7 @@ from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.state import SavedState, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
 from grpo_lab.trainer.scoring.kl_penalty import KLController
-from grpo_lab.trainer.scoring.preference import PreferenceInTraining
+from grpo_lab.trainer.scoring.preference_training import PreferenceInTraining
 from grpo_lab.trainer.scoring.resample import Resampler
 from grpo_lab.trainer.scoring.reward_table import WeightSchedules, check_steps
 from grpo_lab.trainer.settings.inputs import check_critic, check_requires, shared_names, uneven_evaluation

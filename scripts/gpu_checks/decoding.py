@@ -18,7 +18,7 @@ from transformers import Qwen2ForCausalLM
 from gpu_checks.section import Row, Setting, faster
 from grpo_lab.engines.compiled import CompiledGenerate
 from grpo_lab.engines.generate import generate_by_groups
-from grpo_lab.engines.sampler import plain_generation_config
+from grpo_lab.engines.generators import plain_generation_config
 
 GROUPS, GROUP, PROMPT = 8, 8, 64
 

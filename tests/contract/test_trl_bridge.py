@@ -195,7 +195,7 @@ def test_what_a_training_sets_is_set_there() -> None:
 
 def test_hfs_loop_has_the_norm_before_the_step_and_asks_whether_it_was_skipped() -> None:
     """Where a step is left out (``step.guard``): else the schedule would move on, or the gradient stay. A callback that
-    asks after the step (``metrics.token_weights``) is asked before the mark is taken back."""
+    asks after the step (``metrics.token_weight_log``) is asked before the mark is taken back."""
     loop = inspect.getsource(Trainer)
     order = (
         "grad_norm = self._get_grad_norm(",

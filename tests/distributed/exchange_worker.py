@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from grpo_lab.trainer.rows import POLICY_VERSION, POSITION_OFFSET, RowTable
+from grpo_lab.trainer.row_table import POLICY_VERSION, POSITION_OFFSET, RowTable
 from grpo_lab.trainer.step.exchange import Exchange
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, plan_update

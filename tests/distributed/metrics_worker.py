@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distributed.exchange_worker import expected_bytes
 from grpo_lab import LabConfig
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, problems

@@ -19,7 +19,7 @@ import yaml
 from distributed.launch import HERE, RECIPES, ROOT, accelerate_launch
 from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.stages.evaluate import evaluate_saved_model
+from grpo_lab.stages.held_out import evaluate_saved_model
 from grpo_lab.testing import tiny_model
 
 pytestmark = pytest.mark.slow

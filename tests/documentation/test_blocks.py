@@ -31,7 +31,7 @@ from grpo_lab.labs.experiment import Options
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import METHODS, rounds_recipe_from
 from grpo_lab.pipelines.runner import entries_of
-from grpo_lab.recipe import parts
+from grpo_lab.recipe import build
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe, recipe_from
 from grpo_lab.recipe.yaml import read_yaml
@@ -107,7 +107,7 @@ def test_yaml(block: Block) -> None:
         base.pop("objective", None) if "objective" in written else None
         recipe = recipe_from({**base, **written, **ON_CPU})
         config = lab_config(numbers_read(recipe))
-        rewards = {getattr(reward, "__name__", "") for reward in map(parts.build_reward, recipe.rewards)}
+        rewards = {getattr(reward, "__name__", "") for reward in map(build.build_reward, recipe.rewards)}
         unknown = set(reward_schedules(config.reward_schedules)) - rewards
         assert not unknown, f"{block.where}: `reward_schedules` names {unknown}; rewards are logged as {rewards}"
 

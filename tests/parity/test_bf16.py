@@ -17,7 +17,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step import exact_update, micro_batch
 from parity.harness import Run, arguments, movement_difference, train
 

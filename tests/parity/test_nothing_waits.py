@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_lab import LabConfig, LabTrainer
-from grpo_lab.trainer.rows import RowTable
+from grpo_lab.trainer.row_table import RowTable
 from grpo_lab.trainer.step import exact_update
 from grpo_lab.trainer.step.exchange import Exchange
 from parity.harness import arguments, train

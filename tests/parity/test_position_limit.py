@@ -12,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.rows import RowTable
+from grpo_lab.trainer.row_table import RowTable
 from parity.harness import Run, arguments, movement_difference, problems, train
 from tolerance import movement_gap
 

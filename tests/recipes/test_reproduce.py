@@ -11,7 +11,7 @@ import yaml
 
 from grpo_lab.data import load_gsm8k, load_math
 from grpo_lab.data.prompts import TEMPLATES
-from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.engines.generators import render_prompt
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.recipe.sections import read_recipe
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from rollouts.stand_in import Engine, ends_at_random, stand_in
 
 PROMPTS = 24

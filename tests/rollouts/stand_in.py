@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation import server_across_ranks
 from grpo_lab.trainer.generation.background import Background
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
@@ -183,8 +183,8 @@ def stand_in(model: Any) -> Iterator[Engine]:
     engine = Engine(copy.deepcopy(model).eval())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StandIn, "engine", engine, raising=False)
-        patch.setattr(server, "LabVLLMClient", StandIn)
-        patch.setattr(server, "check_same_model", lambda *_: None)
-        patch.setattr("grpo_lab.trainer.generation.engine.refuse_without_engine", lambda *_, **__: None)
+        patch.setattr(server_across_ranks, "LabVLLMClient", StandIn)
+        patch.setattr(server_across_ranks, "check_same_model", lambda *_: None)
+        patch.setattr("grpo_lab.trainer.generation.trl_engine.refuse_without_engine", lambda *_, **__: None)
         patch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda *_, **__: True)
         yield engine

@@ -19,7 +19,7 @@ from grpo_lab.engines.weights.adapter import AdapterFiles, adapter_tensors, lora
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, cached_prompt
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.engine import engine_class
+from grpo_lab.trainer.generation.trl_engine import engine_class
 
 
 def adapted(**changes: Any) -> Any:
@@ -72,7 +72,7 @@ def test_merged_weights_are_those_of_the_model_or_refused(
     engine = tiny_model("qwen2", tie_embeddings=tied)[0].eval()
     table = dict(engine.named_parameters())
     kind = engine_class(LabConfig(use_cpu=True).lab_settings.rollout, None)
-    monkeypatch.setattr("grpo_lab.trainer.generation.engine.start_engine", lambda *_: None)
+    monkeypatch.setattr("grpo_lab.trainer.generation.trl_engine.start_engine", lambda *_: None)
     sent = object.__new__(kind)
     sent.model, sent.mode = model, "colocate"
     sent._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: contextlib.nullcontext())

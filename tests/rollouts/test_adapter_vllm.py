@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from grpo_lab import LabTrainer
 from grpo_lab.engines.weights.adapter import AdapterVersion, load_adapter
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.trainer.generation import engine
+from grpo_lab.trainer.generation import trl_engine as engine
 from rollouts.server_runs import logged
 from rollouts.test_lab_trainer_vllm import build
 

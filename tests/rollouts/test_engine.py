@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from grpo_lab.engines.forward import forward_logprobs
+from grpo_lab.engines.generators import VllmSampler
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.sampler import VllmSampler
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.engines.weights.proof import draw_probe, prove_sync, sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner

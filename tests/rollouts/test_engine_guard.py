@@ -18,7 +18,7 @@ from vllm import SamplingParams
 
 from grpo_lab.engines.weights.proof import differing_tensors
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, push_weights
-from grpo_lab.trainer.generation import engine
+from grpo_lab.trainer.generation import trl_engine as engine
 from rollouts.test_lab_trainer_vllm import build
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -18,7 +18,7 @@ from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation import engine
+from grpo_lab.trainer.generation import trl_engine as engine
 from grpo_lab.trainer.step.bad_step import read_bad_step
 from rollouts.server_runs import Moves, logged, poison
 

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from grpo_lab.engines.grouping import EngineFault
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.engine import SyncProof
 from grpo_lab.trainer.generation.partial import TURNS, PartialRollouts
+from grpo_lab.trainer.generation.trl_engine import SyncProof
 from grpo_lab.trainer.ranks import NumbersError
 from rollouts.overlap_runs import Rows, build
 from rollouts.stand_in import Engine, stand_in

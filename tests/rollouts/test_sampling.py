@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.engines.sampler import TransformersSampler, VllmSampler, render_prompt
+from grpo_lab.engines.generators import TransformersSampler, VllmSampler, render_prompt
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.sections import SamplingSettings
 from grpo_lab.stages.sample import ModelSampler

@@ -40,7 +40,7 @@ from grpo_lab.engines.vllm.worker import (
 from grpo_lab.engines.weights.proof import sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, fit
 from grpo_lab.finite import NumbersError
-from grpo_lab.trainer.generation.engine import send
+from grpo_lab.trainer.generation.trl_engine import send
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 

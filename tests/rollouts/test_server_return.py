@@ -20,10 +20,11 @@ import pytest
 from grpo_lab.engines.vllm.talk import ServerGone, TokenRefused, wait_until_ready
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.settings import read
-from grpo_lab.trainer.generation import all_ranks, server
+from grpo_lab.trainer.generation import all_ranks
+from grpo_lab.trainer.generation import server_across_ranks as server
 from grpo_lab.trainer.generation.all_ranks import raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
-from grpo_lab.trainer.generation.server import LOSSES, ServerReturn, checkpoint_if_server_gone
+from grpo_lab.trainer.generation.server_across_ranks import LOSSES, ServerReturn, checkpoint_if_server_gone
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 

@@ -25,7 +25,7 @@ from vllm.outputs import CompletionOutput
 from grpo_lab import LabTrainer
 from grpo_lab.engines.grouping import GroupedEngine
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.trainer.generation import engine
+from grpo_lab.trainer.generation import trl_engine as engine
 from rollouts.server_runs import logged
 from rollouts.test_lab_trainer_vllm import build
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_lab.engines.sampler import Completion
+from grpo_lab.engines.generators import Completion
 from grpo_lab.engines.thinking_budget import (
     QWEN3_STOP_TEXT,
     ThinkingBudget,

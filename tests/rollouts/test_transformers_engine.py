@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, XLNetConfig
 
 from grpo_lab.batch import padded
-from grpo_lab.engines.sampler import TransformersSampler, context_of_config, until_end
+from grpo_lab.engines.generators import TransformersSampler, context_of_config, until_end
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from rollouts.thinking_oracle import inserted_mask
 

@@ -94,8 +94,8 @@ def stock(recipe: dict[str, Any], folder: Path, ours: tuple[str, ...]) -> int:
     from transformers.trainer_utils import get_last_checkpoint
     from trl import GRPOConfig
 
+    from grpo_lab.recipe.data import load_rows
     from grpo_lab.recipe.models import load_model
-    from grpo_lab.recipe.rows import load_rows
     from grpo_lab.recipe.sections import recipe_from
 
     read = recipe_from({**recipe, "output_dir": str(folder)})

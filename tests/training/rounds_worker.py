@@ -23,7 +23,8 @@ from grpo_lab.evaluation import result
 from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.stages import evaluate as measuring
-from grpo_lab.stages import sample, select, train
+from grpo_lab.stages import sample, select
+from grpo_lab.stages import supervised as train
 from grpo_lab.trainer.supervised import methods  # noqa: F401
 
 ROUND = "round-2"

@@ -19,7 +19,7 @@ import yaml
 
 from grpo_lab.cli import main
 from grpo_lab.data import load_file
-from grpo_lab.engines.sampler import TransformersSampler
+from grpo_lab.engines.generators import TransformersSampler
 from grpo_lab.evaluation.curation_page import histogram, kept_examples
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.yaml import read_yaml

@@ -18,9 +18,9 @@ from grpo_lab.pipelines.evaluate import held_out_like
 from grpo_lab.recipe.models import load_saved_model
 from grpo_lab.recipe.sections import RewardSection, recipe_from
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import Evaluate, evaluate_saved_model
+from grpo_lab.stages.held_out import Evaluate, evaluate_saved_model
 
 ROWS = {
     "loader": "word_problems",
@@ -150,7 +150,7 @@ def test_the_output_folder_is_looked_at_first(
         raise AssertionError("the model was asked before the folder was looked at")
 
     with monkeypatch.context() as patched:
-        patched.setattr("grpo_lab.stages.evaluate.evaluate", worked)
+        patched.setattr("grpo_lab.stages.held_out.evaluate", worked)
         for folder, said in [
             (out, "holds an evaluation already"),
             (mine, "holds something else (thesis.tex)"),

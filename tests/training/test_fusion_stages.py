@@ -18,15 +18,15 @@ from grpo_lab.io import write_json_lines
 from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
-from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read, settings
-from grpo_lab.stages.build import Fusion
-from grpo_lab.stages.evaluate import Evaluate
 from grpo_lab.stages.filter import Filtering, HardestFilter
+from grpo_lab.stages.held_out import Evaluate
+from grpo_lab.stages.mix import Fusion
 from grpo_lab.testing import tiny_model
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "qwen3"
@@ -132,7 +132,7 @@ def test_an_evaluation_says_effort(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     thinking = [8, 1, None, 5, 3, 10]
     outcomes = [Outcome(i, "greedy", 0, "Q", "Q", "5", "5", 9, False, 1.0, "5", one) for i, one in enumerate(thinking)]
     found = [Measured("", ".", EvaluationResult(tuple(outcomes), {"model": "m"}))]
-    monkeypatch.setattr("grpo_lab.stages.evaluate.measure_conditions", lambda *_, **__: found)
+    monkeypatch.setattr("grpo_lab.stages.held_out.measure_conditions", lambda *_, **__: found)
     facts = stage.run(Workspace(tmp_path, StopRequests(tmp_path)))
     assert list(load_rows(stage.section.data)["steps"]) == [1, 2, 2, 3, 2, 3]
     said = {name.removeprefix("thinking_tokens."): one for name, one in facts.items() if "thinking_tokens" in name}

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpo_lab.cli import main
-from grpo_lab.engines.sampler import Completion
+from grpo_lab.engines.generators import Completion
 from grpo_lab.evaluation import evaluate
 from grpo_lab.pipelines import harness as pipelines_harness
 from grpo_lab.pipelines.evaluate import add_arguments

@@ -23,10 +23,10 @@ from grpo_lab.pipelines import long2short as pipeline
 from grpo_lab.pipelines.long2short import long2short, long2short_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import Evaluate
-from grpo_lab.stages.train import Distill, Dpo
+from grpo_lab.stages.held_out import Evaluate
+from grpo_lab.stages.supervised import Distill, Dpo
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.supervised.methods import train_by
 from grpo_lab.trainer.supervised.stoppable import StoppableTraining, TrainingStopped

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.trainer.metrics.names import logged_names
+from grpo_lab.trainer.metrics.metric_names import logged_names
 from metrics_oracle import Recorded, ToolRollout, accuracy_reward, check_steps
 from parity.harness import arguments, train
 

@@ -28,11 +28,11 @@ from grpo_lab.recipe.job import lab_config, numbers_read, questions
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.sections import ModelSection, recipe_from
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.held_out import Evaluate
 from grpo_lab.stages.sample import Sample
-from grpo_lab.stages.train import Dpo, Simpo, Train
+from grpo_lab.stages.supervised import Dpo, Simpo, Train
 from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
 from grpo_lab.trainer.supervised import methods
 

@@ -24,7 +24,7 @@ from grpo_lab.cli import main
 from grpo_lab.engines.vllm.token import VARIABLE
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.runs.stop import Interrupted
+from grpo_lab.runs.stop_requests import Interrupted
 from grpo_lab.trainer.resume.whole import what_is_broken
 
 pytestmark = pytest.mark.slow

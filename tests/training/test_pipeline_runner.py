@@ -24,8 +24,8 @@ from grpo_lab.pipelines.kinds import KINDS
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import entries_of, plan_of_pipeline, run_pipeline
 from grpo_lab.pipelines.slurm import write_batch_scripts
-from grpo_lab.runs.stop import Interrupted
-from grpo_lab.stages.train import Merge
+from grpo_lab.runs.stop_requests import Interrupted
+from grpo_lab.stages.supervised import Merge
 from ports import free_port
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples"

@@ -17,11 +17,11 @@ from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.rewards import PreferenceReward
 from grpo_lab.rewards.preference import holds_out, orders
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.train import RewardModel
+from grpo_lab.stages.supervised import RewardModel
 from grpo_lab.trainer.resume.checkpoint import save_final
-from grpo_lab.trainer.scoring.preference import COMPARISONS, FOLDER
+from grpo_lab.trainer.scoring.preference_training import COMPARISONS, FOLDER
 from parity.harness import arguments, problems, with_entry
 
 TRAINING = {"max_steps": 30, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "bf16": False, "use_cpu": True}

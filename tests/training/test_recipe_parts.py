@@ -21,7 +21,7 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
 from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.sections import recipe_from
-from grpo_lab.stages.evaluate import evaluate_saved_model
+from grpo_lab.stages.held_out import evaluate_saved_model
 from grpo_lab.testing import tiny_model
 
 pytestmark = pytest.mark.slow

@@ -29,7 +29,7 @@ from grpo_lab.testing import ScriptedRollout, tiny_model
 from grpo_lab.trainer.resume.generation_buffer import rows_file
 from grpo_lab.trainer.resume.state import STATE, read_state
 from grpo_lab.trainer.resume.whole import MARK
-from grpo_lab.trainer.rows import POLICY_VERSION
+from grpo_lab.trainer.row_table import POLICY_VERSION
 from parity.harness import arguments, as_earlier_releases_wrote_it, problems, with_entry
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import evaluate_saved_model
+from grpo_lab.stages.held_out import evaluate_saved_model
 from grpo_lab.trainer.supervised.methods import implicit_weight, train_by
 from tolerance import log_prob_gap
 from training.curation_rewards import brief

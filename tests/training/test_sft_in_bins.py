@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer import distillation_trainer
 from trl.trainer import utils as trl_utils
 
-from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.engines.generators import render_prompt
 from grpo_lab.testing import THINKING_TEMPLATE, tiny_model
 from grpo_lab.trainer.supervised import methods
 from grpo_lab.trainer.supervised.methods import SFTInBins, train_by

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from grpo_lab import LabConfig, LabTrainer, PPOTrainer
 from grpo_lab.batch import Denominators, TokenBatch, masked_sum, safe
-from grpo_lab.trainer.exactness import verdict
+from grpo_lab.trainer.exactness import update_verdict as verdict
 from parity.harness import arguments, mixed_reward, problems, train
 
 TWO_STEPS = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.1}

@@ -16,7 +16,7 @@ from grpo_lab.batch import TokenBatch
 from grpo_lab.diagnostics.token_weights import FILE
 from grpo_lab.evaluation import write_report
 from grpo_lab.runs.metrics import MetricsFile
-from grpo_lab.trainer.metrics.token_weights import pass_rates
+from grpo_lab.trainer.metrics.token_weight_log import pass_rates
 from parity.harness import Run, arguments, train
 
 ROWS, BUDGET = 12, 32

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.train import Train
+from grpo_lab.stages.supervised import Train
 from grpo_lab.trainer.metrics import trackers
 from grpo_lab.trainer.metrics.trackers import tracked
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, flattened, rows_file
-from grpo_lab.trainer.rows import EARLIER, OURS, Carried, loss_mask
+from grpo_lab.trainer.row_table import EARLIER, OURS, Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import ProximalSource, needs_old_logprobs, reads_own_forward
 
 TRAINER = Path(__file__).resolve().parents[2] / "grpo_lab" / "trainer"
@@ -63,7 +63,7 @@ def test_no_other_file_writes_these_names_out() -> None:
     found = [
         f"{path.name}:{node.lineno}"
         for path in sorted(TRAINER.rglob("*.py"))
-        if path.name != "rows.py" and path.parent.name != "trl_bridge"
+        if path.name != "row_table.py" and path.parent.name != "trl_bridge"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value in known
     ]

@@ -19,8 +19,8 @@ import yaml
 from grpo_lab import __version__
 from grpo_lab.cli import main
 from grpo_lab.commands import COMMANDS
+from grpo_lab.engines.generators import GenerationStopped
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.sampler import GenerationStopped
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
 
@@ -334,7 +334,7 @@ def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
         time.sleep(600)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("grpo_lab.stages.evaluate.measure_conditions", measured)
+    monkeypatch.setattr("grpo_lab.stages.held_out.measure_conditions", measured)
     assert main(["evaluate", "m", "--data", "word_problems"]) == 75
     assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

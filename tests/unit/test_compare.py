@@ -136,7 +136,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 def test_a_default_written_out_is_the_same_judge() -> None:
     """`accuracy` and `{name: accuracy, mode: strict}` are one reward: no test was made, as "judged differently"."""
     from grpo_lab.recipe.sections import DataSection, EvaluationSection, RewardSection
-    from grpo_lab.stages.evaluate import about
+    from grpo_lab.stages.held_out import about
 
     rows = DataSection("word_problems", "chat", arguments={"n": 4})
     short, long, other = (

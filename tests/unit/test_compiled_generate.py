@@ -15,7 +15,7 @@ from transformers import CompileConfig, LlamaConfig, Qwen2Config, Qwen3Config
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.engines import compiled
 from grpo_lab.engines.compiled import CompiledGenerate, power_of_two, refuse_compiled
-from grpo_lab.engines.sampler import plain_generation_config
+from grpo_lab.engines.generators import plain_generation_config
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation import in_step
 from unit.test_generate import END, PAD, ROUNDED, Scores, model_of, prompts

@@ -17,7 +17,7 @@ import pytest
 from grpo_lab.curation import PassRate, Selection, Written, answer_only, guess_rates, guessable, keep_band, pass_rates
 from grpo_lab.io import LEFT, append_json_line
 from grpo_lab.recipe.sections import SamplingSettings
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.filter import Filtering, Filters
 

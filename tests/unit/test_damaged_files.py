@@ -20,7 +20,7 @@ from grpo_lab.reading import DEEPEST, json_lines, read_json, read_json_lines, re
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs.folder import read_marker
 from grpo_lab.stages.sample import samples_in
-from grpo_lab.stages.train import Dpo
+from grpo_lab.stages.supervised import Dpo
 from grpo_lab.trainer.critic import load_critic
 from grpo_lab.trainer.resume.state import read_state
 from grpo_lab.trainer.step.bad_step import read_bad_step

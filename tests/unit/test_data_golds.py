@@ -15,7 +15,7 @@ import torch
 
 from grpo_lab.data import load_file, load_gsm8k, load_math
 from grpo_lab.data.rows import dataset_of, read_rows
-from grpo_lab.recipe.rows import load_rows
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.sections import DataSection
 from grpo_lab.rewards import AccuracyReward
 from grpo_lab.rewards.math.accuracy import HashesReward, gold_answer

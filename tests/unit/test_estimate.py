@@ -17,9 +17,9 @@ from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline
 from grpo_lab.recipe.sections import ModelSection, recipe_from
 from grpo_lab.settings import read
-from grpo_lab.stages.evaluate import Evaluate
+from grpo_lab.stages.held_out import Evaluate
 from grpo_lab.stages.sample import Sample
-from grpo_lab.stages.train import Distill, Dpo, Train
+from grpo_lab.stages.supervised import Distill, Dpo, Train
 from grpo_lab.testing import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]

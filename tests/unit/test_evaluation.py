@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from grpo_lab.engines.sampler import render_prompt
+from grpo_lab.engines.generators import render_prompt
 from grpo_lab.evaluation import (
     Completion,
     EvaluationResult,
@@ -20,7 +20,7 @@ from grpo_lab.evaluation import (
 )
 from grpo_lab.evaluation.terminal import comparison_rows
 from grpo_lab.finite import NumbersError
-from grpo_lab.stages.evaluate import flat_facts
+from grpo_lab.stages.held_out import flat_facts
 from grpo_lab.testing import tiny_model
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qw
 
 from grpo_lab.engines import generate
 from grpo_lab.engines.generate import STRETCH, generate_by_groups, not_by_groups
-from grpo_lab.engines.sampler import plain_generation_config
+from grpo_lab.engines.generators import plain_generation_config
 from grpo_lab.trainer.generation.in_step import by_groups
 
 SIZES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.trainer.resume.stop import hours_of_this_process, started
 from grpo_lab.trainer.settings.parse import LabSettings
 

@@ -1,4 +1,4 @@
-"""``grpo_lab.trainer.metrics.names``: the one list of what is logged, against the code that logs, the docs and runs."""
+"""``trainer.metrics.metric_names``: the one list of what is logged, against the code that logs, the docs and runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trl import GRPOTrainer
 import grpo_lab
 from grpo_lab import KimiTrainer, LabTrainer
 from grpo_lab.objectives import AGGREGATIONS, PRESETS, RATIO_LEVELS, Clipped, Objective, surrogate
-from grpo_lab.recipe.parts import REWARDS
+from grpo_lab.recipe.build import REWARDS
 from grpo_lab.rewards import AccuracyReward, FlippedReward, step_reward
 from grpo_lab.runs.metrics import MetricsFile
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
-from grpo_lab.trainer.metrics.names import OF_TRANSFORMERS, OF_TRL, OURS, logged_names, team_may_log
+from grpo_lab.trainer.metrics.metric_names import OF_TRANSFORMERS, OF_TRL, OURS, logged_names, team_may_log
 
 TESTS = Path(__file__).resolve().parents[1]
 DOCS = (TESTS.parent / "docs" / "metrics.md").read_text(encoding="utf-8")

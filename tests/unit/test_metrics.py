@@ -12,7 +12,7 @@ import torch
 from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import AGGREGATIONS, Clipped, Objective, log_ratio
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, SamplerCorrection, TrlBook, reward_metrics
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.step.update_record import record_skipped, record_tokens
 
 ONE = SimpleNamespace(gather=lambda value: value)

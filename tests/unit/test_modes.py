@@ -14,7 +14,7 @@ from grpo_lab.data import apply_template, word_problems
 from grpo_lab.data.fusion import FusionShares, fusion_rows, goes_on
 from grpo_lab.rewards import ModeFollowingReward, ThinkFormatReward
 from grpo_lab.rewards.completion import asks_to_think
-from grpo_lab.stages.build import check_rendering
+from grpo_lab.stages.mix import check_rendering
 from grpo_lab.testing import tiny_model, tiny_tokenizer
 
 THOUGHT, BLURTED = "<think>\n2+3=5\n</think>\n\n5", "<think>\n\n</think>\n\n5"

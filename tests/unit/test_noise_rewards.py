@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import RewardSection
 from grpo_lab.rewards import AccuracyReward, FlippedReward, HashesReward, KimiLengthReward, WrongLabelReward
 from grpo_lab.rewards.noise import draw

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.job import lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, lora_config
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import Recipe, read_recipe, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml
 

@@ -20,11 +20,11 @@ from grpo_lab.pipelines.evaluate import plan_of
 from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.recipe.build import build_reward, reach_reward_models
+from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.job import numbers_read
 from grpo_lab.recipe.models import load_tokenizer
-from grpo_lab.recipe.parts import build_reward, reach_reward_models
 from grpo_lab.recipe.policy import meta_model
-from grpo_lab.recipe.rows import load_rows
 from grpo_lab.recipe.sections import DataSection, ModelSection, RewardSection, SamplingSettings, recipe_from
 from grpo_lab.recipe.yaml import parse_overrides, read_yaml, written
 from grpo_lab.runs.differences import refuse_other_rows, rows_fingerprint

@@ -221,7 +221,7 @@ def test_a_chat_template_that_does_not_end_or_leaves_its_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A traceback of jinja2 and exit code 1, or no end."""
-    monkeypatch.setattr("grpo_lab.engines.sampler.TEMPLATE_SECONDS", 0.3 if "range" in template else 60.0)
+    monkeypatch.setattr("grpo_lab.engines.generators.TEMPLATE_SECONDS", 0.3 if "range" in template else 60.0)
     model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.jinja"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))

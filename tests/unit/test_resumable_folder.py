@@ -27,7 +27,7 @@ from grpo_lab.recipe.sections import Recipe, recipe_from
 from grpo_lab.runs.differences import rows_fingerprint, versions
 from grpo_lab.runs.folder import read_marker, write_run
 from grpo_lab.runs.metrics import cut_metrics
-from grpo_lab.runs.stop import Interrupted, heed_stop_file
+from grpo_lab.runs.stop_requests import Interrupted, heed_stop_file
 from grpo_lab.trainer.resume.state import STATE, write_state
 from grpo_lab.trainer.resume.whole import MARK, mark_of, newest_whole, what_is_broken
 

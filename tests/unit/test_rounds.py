@@ -28,7 +28,7 @@ from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs import stage
 from grpo_lab.runs.stage import Stage, carry_out, read_facts
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.stages.sample import SAMPLES
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

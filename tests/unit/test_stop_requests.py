@@ -14,7 +14,7 @@ from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.pipelines.train import _ended_as_asked
 from grpo_lab.runs import stop as stop_requests
 from grpo_lab.runs.folder import RUN, read_marker
-from grpo_lab.runs.stop import Interrupted, StopRequests
+from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 
 
 def test_a_command_that_has_ended_is_not_asked_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

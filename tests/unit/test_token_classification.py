@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import pre_tokenizers
 
-from grpo_lab.recipe.parts import build_reward
+from grpo_lab.recipe.build import build_reward
 from grpo_lab.recipe.sections import RewardSection
 from grpo_lab.rewards import TokenClassificationSteps, steps_as_outcome
 from grpo_lab.testing import tiny_model, tiny_tokenizer

@@ -12,9 +12,9 @@ import pytest
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import run_pipeline
 from grpo_lab.runs.stage import Workspace
-from grpo_lab.runs.stop import StopRequests
+from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import read
-from grpo_lab.stages.build import Build
+from grpo_lab.stages.mix import Build
 from grpo_lab.stages.traces import FilterTraces
 
 PROMPT = [{"role": "user", "content": "Ann has 4 packs of 6 stamps. How many stamps?"}]

@@ -6,7 +6,7 @@ plus `SHARD_BYTES` while writing. No pickle is involved.
 
 The server has `--worker-extension-cls grpo_lab.engines.vllm.worker.WeightLoading` on its command line; vLLM mixes the
 class into its workers. It also describes the server's model in plain values, for the trainer to compare before anything
-is loaded (`trainer/generation/server.py`).
+is loaded (`trainer/generation/server_across_ranks.py`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from grpo_lab.engines.forward import Rows, forward_logprobs
+from grpo_lab.engines.generators import of_engine
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.sampler import of_engine
 from grpo_lab.engines.weights.sync import (
     NamedTensors,
     WeightSyncError,

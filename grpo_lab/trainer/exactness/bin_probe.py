@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, position_limit
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import RowTable
+from grpo_lab.trainer.row_table import RowTable
 
 #: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
 PROMPTS = (3, 8)

@@ -15,7 +15,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.metrics.profile import LAYOUT, host
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import HOLED, Bin
+from grpo_lab.trainer.row_table import HOLED, Bin
 from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, plan_shared
 
 #: nats a token that the first shared bin may differ from unshared rows: any token in float32, their mean in anything

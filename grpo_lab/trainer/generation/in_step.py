@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from grpo_lab.engines.compiled import CompiledGenerate, refuse_compiled
 from grpo_lab.engines.forward import forward_logprobs
 from grpo_lab.engines.generate import generate_by_groups, not_by_groups, say_left_to_stock
-from grpo_lab.engines.sampler import Completion, context_of_config, plain_generation_config
+from grpo_lab.engines.generators import Completion, context_of_config, plain_generation_config
 from grpo_lab.engines.thinking_budget import ThinkingBudget, budgeted_generate
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dropout_rate
 from grpo_lab.trainer.settings.parse import RolloutSettings

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import Carried
+from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 

@@ -37,7 +37,7 @@ from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
-from grpo_lab.trainer.rows import EARLIER, Carried
+from grpo_lab.trainer.row_table import EARLIER, Carried
 
 #: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")

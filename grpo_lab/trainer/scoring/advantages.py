@@ -36,7 +36,7 @@ from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import Faults, StepPort
-from grpo_lab.trainer.rows import Bin, Carried, loss_mask
+from grpo_lab.trainer.row_table import Bin, Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
 from grpo_lab.trainer.step.log_probs import forwards_in_bins

@@ -23,7 +23,7 @@ from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import loss_mask
+from grpo_lab.trainer.row_table import loss_mask
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 _OF_ROWS = ("lengths", "tokens", "truncated", "rows")

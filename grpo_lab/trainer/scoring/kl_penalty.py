@@ -27,7 +27,7 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.resume.state import SavedState
-from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut, with_local_rows
 from grpo_lab.trainer.step.log_probs import TEXT, GenerationForwards, log_probs_in_bins, trl_log_probs
 

@@ -26,7 +26,7 @@ from grpo_lab.advantages.group import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import POSITION_OFFSET, Carried, RowTable
+from grpo_lab.trainer.row_table import POSITION_OFFSET, Carried, RowTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
 

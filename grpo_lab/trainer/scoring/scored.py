@@ -21,10 +21,10 @@ from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
-from grpo_lab.trainer.metrics.token_weights import pass_rates
+from grpo_lab.trainer.metrics.token_weight_log import pass_rates
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, whole_completions
 from grpo_lab.trainer.scoring.resample import alike
 from grpo_lab.trainer.scoring.reward_table import correctness, gathered_steps, truncated_rows, without_infinite

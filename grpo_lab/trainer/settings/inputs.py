@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from trl import GRPOTrainer
 
 from grpo_lab.batch import Denominators
-from grpo_lab.engines.sampler import context_of_config
+from grpo_lab.engines.generators import context_of_config
 from grpo_lab.io import check_place, is_local
 from grpo_lab.objectives import PRESETS
 from grpo_lab.rewards.protocol import scope_of

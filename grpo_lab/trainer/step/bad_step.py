@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.reading import read_record
 from grpo_lab.trainer.ports import Faults, StepPort, row_key
-from grpo_lab.trainer.rows import OURS, row_lengths, row_tensors
+from grpo_lab.trainer.row_table import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
 FOLDER, FACTS = "bad_steps", "facts.json"

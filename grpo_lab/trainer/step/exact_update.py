@@ -19,12 +19,12 @@ from grpo_lab.batch import Denominators, TokenBatch
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
-from grpo_lab.trainer.exactness.verdict import StandingVerdict, UpdateVerdict
+from grpo_lab.trainer.exactness.update_verdict import StandingVerdict, UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, Origin
 from grpo_lab.trainer.metrics.profile import EXCHANGE, FORWARD, LAYOUT, PLANNING, host
-from grpo_lab.trainer.metrics.token_weights import TokenWeights
+from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Bin, RowTable
+from grpo_lab.trainer.row_table import Bin, RowTable
 from grpo_lab.trainer.step.budget import ForwardBudget
 from grpo_lab.trainer.step.exchange import Collected, Exchange
 from grpo_lab.trainer.step.log_probs import OldPolicy, with_same_fields

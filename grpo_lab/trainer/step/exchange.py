@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import FILL, Bin, RowTable, fitted, is_of_prompt, on_device, per_token_fields
+from grpo_lab.trainer.row_table import FILL, Bin, RowTable, fitted, is_of_prompt, on_device, per_token_fields
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Routes
 

@@ -33,10 +33,10 @@ from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_positions
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
-from grpo_lab.trainer.exactness.verdict import UpdateVerdict
+from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import (
+from grpo_lab.trainer.row_table import (
     POSITION_OFFSET,
     Bin,
     Carried,

@@ -17,7 +17,7 @@ from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
 from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from grpo_lab.trainer.metrics.book import MetricBook
-from grpo_lab.trainer.metrics.token_weights import TokenWeights
+from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.ranks import named_place
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import RowTable, prompt_numbers, reach
+from grpo_lab.trainer.row_table import RowTable, prompt_numbers, reach
 from grpo_lab.update import Rows, live_rows
 
 COUNT_BITS = 32

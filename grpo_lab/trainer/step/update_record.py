@@ -11,10 +11,10 @@ from torch import Tensor
 from grpo_lab.batch import TokenBatch, safe
 from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
-from grpo_lab.trainer.exactness.verdict import UpdateVerdict
+from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.rows import Carried, loss_mask, row_lengths
+from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Rows, live_rows, plan_shared, plan_update
 

@@ -32,7 +32,7 @@ from datasets import Dataset
 from trl import DistillationConfig, DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from grpo_lab.data.fusion import CONTINUES
-from grpo_lab.engines.sampler import in_form_of, render_pair, render_pairs
+from grpo_lab.engines.generators import in_form_of, render_pair, render_pairs
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights

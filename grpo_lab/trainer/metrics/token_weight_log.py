@@ -20,7 +20,7 @@ from grpo_lab.diagnostics.token_weights import BUCKETS, COLUMNS, FILE, as_line, 
 from grpo_lab.diagnostics.token_weights import token_weights as weights_in
 from grpo_lab.io import append_json_line
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.rows import Carried, loss_mask
+from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 

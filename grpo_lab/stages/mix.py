@@ -15,12 +15,12 @@ from pydantic import Field
 
 from grpo_lab.curation.rejection import in_form_of, text_of
 from grpo_lab.data.fusion import EMPTY_BLOCK, FusionShares, fusion_rows, goes_on, thought_through
-from grpo_lab.engines.sampler import render_pair
+from grpo_lab.engines.generators import render_pair
 from grpo_lab.io import as_line, write_json_lines, write_lines
 from grpo_lab.reading import read_json_lines
 from grpo_lab.recipe.ahead import known_model, to_come
+from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.models import load_tokenizer
-from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import DataSection, ModelSection
 from grpo_lab.runs.console import describe
 from grpo_lab.runs.stage import Facts, Workspace

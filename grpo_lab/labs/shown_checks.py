@@ -13,7 +13,7 @@ from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.sections import EvaluationSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import did_you_mean, one_of
-from grpo_lab.trainer.metrics.names import logged_names, team_may_log
+from grpo_lab.trainer.metrics.metric_names import logged_names, team_may_log
 from grpo_lab.trainer.trl_bridge.rewards import reward_name
 
 OF_LOG = ("mean", "last")

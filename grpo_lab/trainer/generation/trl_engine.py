@@ -32,7 +32,7 @@ from grpo_lab.engines.weights.adapter import (
 )
 from grpo_lab.engines.weights.proof import SyncGap, cached_prompt, prove_sync, tolerance_for
 from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weights, worker_runner
-from grpo_lab.trainer.generation import server
+from grpo_lab.trainer.generation import server_across_ranks
 from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
@@ -70,8 +70,8 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             elif hasattr(self.model, "peft_config"):
                 refuse_untied(self.model)
             if self.mode == "server":
-                self.server_return = server.ServerReturn(self, settings.server, args.ddp_timeout)
-                server.connect(self, settings.server)
+                self.server_return = server_across_ranks.ServerReturn(self, settings.server, args.ddp_timeout)
+                server_across_ranks.connect(self, settings.server)
                 return
             start_engine(self, super()._init_vllm, settings, args)
 
@@ -107,7 +107,7 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
 
         def begin(self, prompts: list[list[int]], num_generations: int) -> None:
             """``generate`` of a server, without waiting (``rollout.overlap``)."""
-            server.begin(self, functools.partial(super().generate, prompts, None, num_generations))
+            server_across_ranks.begin(self, functools.partial(super().generate, prompts, None, num_generations))
 
     return LabVLLMGeneration
 
@@ -260,7 +260,7 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         model.eval()
         try:
             if generation.mode == "server":
-                proof = functools.partial(server.prove, generation, model, probe, self.tolerance)
+                proof = functools.partial(server_across_ranks.prove, generation, model, probe, self.tolerance)
                 return generation.server_return.proof(proof, generation.send)  # type: ignore[no-any-return]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer

@@ -15,14 +15,14 @@ from grpo_lab.data.fusion import CONTINUES, goes_on
 from grpo_lab.io import whole_folder
 from grpo_lab.recipe.ahead import check_whole_model, known_model, to_come
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
+from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
-from grpo_lab.recipe.rows import load_rows, rows_here
 from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection, TemplateKwargs
 from grpo_lab.runs.console import describe, settings_in_words
 from grpo_lab.runs.metrics import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import Facts, Workspace
-from grpo_lab.runs.stop import identity_of
+from grpo_lab.runs.stop_requests import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Number, Positive, Whole, settings
 from grpo_lab.stages.sample import TEXT, check_lines, read_lines
 from grpo_lab.trainer.supervised.methods import (

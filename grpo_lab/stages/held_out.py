@@ -10,18 +10,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_lab.engines.sampler import context_of_config, render_prompt
+from grpo_lab.engines.generators import context_of_config, render_prompt
 from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
 from grpo_lab.evaluation.result import mean
 from grpo_lab.evaluation.sweep import AGAINST, Measured, compared, write_sweep
-from grpo_lab.recipe import parts
+from grpo_lab.recipe import build
 from grpo_lab.recipe.ahead import check_engine, known_model
 from grpo_lab.recipe.checks import check_by, check_held_out
+from grpo_lab.recipe.data import every_argument, load_rows, rows_here
 from grpo_lab.recipe.models import model_files
-from grpo_lab.recipe.rows import every_argument, load_rows, rows_here
 from grpo_lab.recipe.sections import NEW_TOKENS, EvaluationSection, ModelSection
 from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.stage import Facts, Workspace
@@ -211,7 +211,7 @@ class HeldOutRows:
             **{name: getattr(section, name) for name in ("batch_size", "n_samples", "temperature", "by")},
             "max_new_tokens": section.max_new_tokens or max_new_tokens,
             "seed": seed,
-            **parts.judges_of(section),
+            **build.judges_of(section),
         }
 
     def asking(
@@ -318,7 +318,7 @@ def measure_conditions(
 def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
     """Facts that a score depends on besides the generation, for `summary.json`: rows with every argument, template,
     judge."""
-    mode = getattr(parts.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
+    mode = getattr(build.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}
     asked = way or Condition(section.data.template)
     more = {
