@@ -44,7 +44,7 @@ test: setup lint types  ## lint, types and the suite
 	$(BIN)/python -m pytest $(BY_FILE) -m "not vllm and not thorough" --durations=15
 	$(MAKE) test-numeric
 
-test-thorough: setup  ## what `make test` leaves out: tests/thorough.txt, numeric tests with AVX2 kernels, the drop-in with the oldest
+test-thorough: setup  ## what `make test` leaves out (marker `thorough`), numeric tests with AVX2 kernels, the drop-in with the oldest
 	$(BIN)/python -m pytest $(BY_FILE) -m "thorough and vllm" -rs
 	$(BIN)/python -m pytest $(BY_FILE) -m "thorough and not vllm"
 	$(MAKE) test-numeric KERNELS=avx2
@@ -54,8 +54,8 @@ test-thorough: setup  ## what `make test` leaves out: tests/thorough.txt, numeri
 NUMERIC := tests/reference/test_oracle.py tests/reference/test_kl_gradients.py \
 	$(addprefix tests/conformance/test_,advantage_rules.py aggregation_rows.py knob_tables.py loss_proof.py preset_rows.py surrogate_rows.py) \
 	$(addprefix tests/parity/test_,presets.py exact_update.py bf16.py log_probs_at_generation.py position_limit.py) \
-	tests/training/test_own_token_loss.py tests/unit/test_model_conditions.py \
-	$(addprefix tests/unit/test_,advantages.py aggregation.py kl.py masked.py objective.py ratios.py surrogates.py update_plan_exact.py)
+	tests/training/test_own_token_loss.py tests/unit/update/test_model_conditions.py \
+	tests/unit/losses tests/unit/update/test_update_plan_exact.py
 
 KERNELS ?= default
 

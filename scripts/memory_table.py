@@ -3,8 +3,8 @@
     python scripts/memory_table.py
 
 Nothing here was measured on a GPU. Shapes are those of the models' config.json; the arithmetic stands in the functions
-below and needs nothing but Python. `tests/unit/test_memory_table.py` checks what can be checked on a CPU: parameter
-counts against transformers, and saved activations against what autograd keeps for a layer.
+below and needs nothing but Python. `tests/unit/scripts/test_memory_table.py` checks what can be checked on a CPU:
+parameter counts against transformers, and saved activations against what autograd keeps for a layer.
 """
 
 from __future__ import annotations

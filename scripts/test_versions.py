@@ -34,7 +34,7 @@ SUITES = {
     "parity": ["tests/parity/test_presets.py", "tests/parity/test_exact_update.py"],
     "drop-in": ["tests/parity/test_drop_in.py"],
     "shared prompts": ["tests/parity/test_shared_prompts.py"],
-    "generation": ["tests/unit/test_generate.py", "tests/rollouts/test_transformers_engine.py"],
+    "generation": ["tests/unit/generation/test_generate.py", "tests/rollouts/test_transformers_engine.py"],
 }
 SHOWN = ("trl", "transformers", "peft", "accelerate", "datasets", "math-verify")
 TORCH = "torch==2.13.0"

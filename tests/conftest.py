@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; workers and ranks share the cores
@@ -20,21 +21,22 @@ settings.register_profile("any load", deadline=None, derandomize=True, suppress_
 settings.load_profile("any load")
 
 
-def left_out(marker: str) -> dict[str, str]:
-    """``tests/<marker>.txt``: test → its only case that does not get the marker, or nothing."""
-    lines = (Path(__file__).parent / f"{marker}.txt").read_text().splitlines()
-    pairs = (line.partition("|") for line in lines if not line.startswith("#"))
-    return {test.strip(): kept.strip() for test, _, kept in pairs}
+def holds(mark: pytest.Mark, case: str) -> bool:
+    """Whether a marker is meant for this case: ``cases`` are patterns of those that get it, ``but`` of others."""
+    but = mark.kwargs.get("but", [])
+    cases = mark.kwargs.get("cases", ["*"])
+    without = [but] if isinstance(but, str) else but
+    with_it = [cases] if isinstance(cases, str) else cases
+    return any(fnmatchcase(case, one) for one in with_it) and not any(fnmatchcase(case, one) for one in without)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker in ("not_fast", "thorough"):
-        listed = left_out(marker)
-        for item in items:
-            test, _, case = item.nodeid.partition("[")
-            if item.nodeid in listed or (test in listed and case.removesuffix("]") != (listed[test] or None)):
-                item.add_marker(marker)
+    for item in items:
+        case = item.nodeid.partition("[")[2].removesuffix("]")
+        item.own_markers = [
+            mark for mark in item.own_markers if mark.name not in ("not_fast", "thorough") or holds(mark, case)
+        ]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # so that no worker of xdist ends with a long file
 

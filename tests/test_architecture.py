@@ -177,6 +177,7 @@ def installs_a_handler(source: str) -> bool:
     return any(ast.unparse(one) not in ("signal.SIG_DFL", "signal.SIG_IGN") for found in either for one in found)
 
 
+@pytest.mark.not_fast
 def test_three_files_install_handlers_of_signals() -> None:
     assert installs_a_handler("signal.signal(signal.SIGTERM, heard)")
     assert not installs_a_handler("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
@@ -222,6 +223,7 @@ def too_long(path: str, source: str) -> list[str]:
     ]
 
 
+@pytest.mark.not_fast
 def test_no_file_and_no_function_is_too_long() -> None:
     files = [*package_files(), *(ROOT / "scripts").glob("*.py"), *(ROOT / "tests" / "stress").glob("*.py")]
     found = [
@@ -250,6 +252,7 @@ def class_names(sources: dict[str, str]) -> set[str]:
     return {name for name in names if names.count(name) > 1}
 
 
+@pytest.mark.not_fast
 def test_no_class_name_twice() -> None:
     sources = {str(path): path.read_text(encoding="utf-8") for path in package_files()}
     assert class_names(sources) == set()
@@ -279,10 +282,12 @@ def fragments() -> set[str]:
     return {place for module, place in small.items() if read_by[module] == 1}
 
 
+@pytest.mark.not_fast
 def test_no_fragments() -> None:
     assert fragments() - SMALL_FOR_A_REASON.keys() == set()
 
 
+@pytest.mark.not_fast
 def test_every_arrow_points_down() -> None:
     wrong = [f"{found}: {why}" for path in package_files() for found in imports_of(path) if (why := wrong_arrow(found))]
     assert not wrong, "\n".join(wrong)
@@ -295,6 +300,7 @@ def handed_a_recipe(source: str) -> bool:
     return any(isinstance(kind, ast.Name) and kind.id == "Recipe" for kind in given)
 
 
+@pytest.mark.not_fast
 def test_a_recipe_is_resolved_once_and_handed_to_few() -> None:
     """Beyond ``recipe/`` a training has a ``Job``; the run's folder compares recipes, and the dry run puts one into
     words."""
@@ -356,6 +362,7 @@ def test_a_right_arrow_is_let_through(place: str, source: str) -> None:
     assert not [why for one in imports_of(PACKAGE / place, source) if (why := wrong_arrow(one))]
 
 
+@pytest.mark.not_fast
 def test_importing_the_light_rooms_loads_nothing_heavy() -> None:
     """One fresh process, room after room; the first room that loads something heavy is named."""
     rooms = [

@@ -54,18 +54,22 @@ def upward(found: dict[str, set[str]]) -> list[str]:
     ]
 
 
+@pytest.mark.not_fast
 def test_no_circle() -> None:
     assert circles(graph()) == []
 
 
+@pytest.mark.not_fast
 def test_no_arrow_up() -> None:
     assert upward(graph()) == []
 
 
+@pytest.mark.not_fast
 def test_every_room_has_its_place() -> None:
     assert {room(module) for module in graph()} == set(ORDER)
 
 
+@pytest.mark.not_fast
 def test_a_planted_circle_is_seen() -> None:
     found = graph()
     source = (

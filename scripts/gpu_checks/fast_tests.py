@@ -20,7 +20,7 @@ from gpu_checks.section import Row, Setting, verdict
 ROOT = Path(__file__).resolve().parents[2]
 FAST = "not slow and not not_fast and not thorough and not vllm"
 #: of them the tiny form runs these
-FEW = ("tests/unit/test_gae.py", "tests/unit/test_schedules.py")
+FEW = ("tests/unit/losses/test_gae.py", "tests/unit/rewards/test_schedules.py")
 #: seconds before its limit at which the section ends the run itself, and says how far it came
 MARGIN = 3.0
 _SAID = re.compile(r"\b(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")

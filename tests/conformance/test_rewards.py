@@ -146,6 +146,7 @@ def test_has_a_name_that_trl_can_log(reward: Any) -> None:
     assert reward.__name__.isidentifier()
 
 
+@pytest.mark.not_fast(cases=["code", "language"])
 def test_pickles_before_and_after_use(row: Row, reward: Any) -> None:
     texts = [row.good, row.bad]
     for original in (row.make(), reward):
@@ -165,12 +166,14 @@ def test_tells_good_from_bad(row: Row, reward: Any) -> None:
     assert good > bad
 
 
+@pytest.mark.not_fast(cases="code")
 def test_plain_strings_and_message_lists_give_the_same(row: Row, reward: Any) -> None:
     texts = [row.good, row.bad, "", "18"]
     prompts = [[{"role": "user", "content": "What is 9 times 2?"}]] * 4
     assert call(reward, texts) == call(reward, messages(texts)) == call(reward, messages(texts), prompts=prompts)
 
 
+@pytest.mark.not_fast(cases=["accuracy lenient", "code"])
 def test_one_value_for_each_completion(row: Row, reward: Any) -> None:
     for count in (2, 3, 8):
         assert len(call(reward, [row.good, row.bad, row.good, "", "1", "2", "x", "y"][:count])) == count
@@ -188,6 +191,7 @@ def test_accepts_columns_it_does_not_know(row: Row, reward: Any) -> None:
     assert call(reward, texts, **extra) == call(reward, texts)
 
 
+@pytest.mark.not_fast(cases="code")
 def test_deterministic(row: Row, reward: Any) -> None:
     texts = [row.good, row.bad, *list(HOSTILE.values())[-8:]]
     assert call(reward, texts) == call(reward, texts)

@@ -23,6 +23,7 @@ def stock(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build(tmp_path_factory.mktemp("stock"), tiny_folder, **SETTINGS, beta=0.04)
 
 
+@pytest.mark.not_fast
 def test_a_batch_is_generated_every_e_micro_batches_and_one_is_taken_by_step(stock: Any) -> None:
     """E = steps_per_generation · num_iterations; a buffer that is there is not made anew inside of E."""
     made = []
@@ -78,6 +79,7 @@ class Seen(TrainerCallback):
         self.at[f"save {state.global_step}"] = (self.trainer._tr_loss.item(), self.trainer._globalstep_last_logged)
 
 
+@pytest.mark.not_fast
 def test_the_running_loss_is_there_when_training_begins_and_logged_before_a_save(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_colocated_engine_that_sleeps_is_woken_and_put_to_sleep_as_we_do_it() 
     assert [source.count(words) for source in (sync, generate) for words in ("wake_up(", "sleep(")] == [1, 0, 1, 1]
 
 
+@pytest.mark.not_fast
 def test_every_private_name_in_the_room_is_listed() -> None:
     """A private attribute of the trainer that our code touches is in ``METHODS``, ``ATTRIBUTES`` or ``WHILE_TRAINING``,
     or ours."""
@@ -339,6 +340,7 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
     assert torch.allclose(entropy[scored].double(), -(expected.exp() * expected).sum(-1)[:, :-1][scored], atol=1e-5)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
     trainer: Any, tiny_folder: Path, tmp_path: Path, how: str
@@ -567,6 +569,7 @@ def test_sampler_metrics_that_are_forgotten_when_deferred(sampling: Any) -> None
 # -- metrics and logs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_fast
 def test_metric_names_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
     """TRL's own names; ours are written under the same, so a renamed one would be logged twice."""
     stock = build(tmp_path, tiny_folder, beta=0.04, max_steps=1)

@@ -17,6 +17,7 @@ from grpo_lab.trainer.step.bad_step import read_bad_step
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_one_ranks_nan_is_everybodys(sharding: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if sharding == "fsdp2" else []

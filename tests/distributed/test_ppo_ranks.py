@@ -26,6 +26,7 @@ BEFORE = {"fsdp2": ["cpu_fsdp2.py"], "zero2": ["cpu_zero.py"], "zero3": ["cpu_ze
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
+@pytest.mark.thorough(but="2-ddp")
 @pytest.mark.parametrize(
     ("ranks", "recipe"),
     [

@@ -18,6 +18,7 @@ from process_oracle import GROUP, replayed, scored
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough(but="2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_final_weights(ranks: int, tiny_folder: Path, tmp_path: Path) -> None:
     config = RECIPES / ("ddp.yaml" if ranks > 1 else "single.yaml")

@@ -107,6 +107,7 @@ def check(out: Path, start: Path) -> None:
     assert {path.name for path in (out / "run").glob("checkpoint-*")} >= {"checkpoint-2", "checkpoint-4"}
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_trains_for_real(kind: str, start: Path, tmp_path: Path) -> None:
     run(kind, start, tmp_path)

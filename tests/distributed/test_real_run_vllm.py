@@ -17,6 +17,7 @@ from grpo_lab.engines.weights.proof import tolerance_for
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_trains_with_an_engine_on_every_rank(kind: str, start: Path, tmp_path: Path) -> None:
     output = run(

@@ -15,6 +15,7 @@ from grpo_lab.trainer.resume.state import REFERENCE
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_two_ranks(config: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if config == "fsdp2" else []

@@ -16,6 +16,7 @@ from tolerance import log_prob_gap
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.thorough(but="fsdp2")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_rows_go_on_on_one_rank_only(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     before = [str(HERE / "cpu_fsdp2.py")] if kind == "fsdp2" else []

@@ -11,8 +11,8 @@ WHEEL = "tests/recipes/test_wheel.py::"
 EVALUATE = "tests/training/test_evaluate.py::"
 ROUNDS = "tests/training/test_rounds_run.py::"
 COMPARING = "tests/training/test_comparing_scripts.py::"
-KIT = "tests/unit/test_offline_kit.py::"
-CLI = "tests/unit/test_cli.py::"
+KIT = "tests/unit/scripts/test_offline_kit.py::"
+CLI = "tests/unit/recipe/test_cli.py::"
 PIPELINE = "tests/training/test_pipeline_runner.py::test_"
 
 HELD: dict[str, str | tuple[str, str]] = {
@@ -32,7 +32,10 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
-    "python scripts/bench_shared_prompts.py*": ("minutes", "a benchmark; two small cells: tests/unit/test_arm_runs.py"),
+    "python scripts/bench_shared_prompts.py*": (
+        "minutes",
+        "a benchmark; two small cells: tests/unit/labs/test_arm_runs.py",
+    ),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
     "grpo-lab * --help": f"{WHEEL}test_everything_imports_and_help_is_there",
@@ -50,7 +53,7 @@ HELD: dict[str, str | tuple[str, str]] = {
         "tests/training/test_pipeline_runner.py::test_a_kind_outside_the_package_is_run_by_a_yaml_of_the_docs"
     ),
     "grpo-lab rounds * --dry-run": (
-        "tests/unit/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind"
+        "tests/unit/runs/test_rounds.py::test_every_recipe_is_told_in_words_and_leaves_nothing_behind"
     ),
     "grpo-lab rounds *po_rounds.yaml*": f"{ROUNDS}test_pairs_by_rounds_and_more_rounds_than_were_asked_for",
     "grpo-lab rounds *": (
@@ -61,11 +64,11 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
     "grpo-lab harness *": "tests/training/test_harness.py::test_the_folder_says_what_the_harness_would_do_otherwise",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",
-    "grpo-lab compare *": "tests/unit/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
-    "grpo-lab report *": "tests/unit/test_report.py::test_the_command_writes_it",
-    "grpo-lab lab kl": "tests/unit/test_kl_lab.py::test_the_command_writes_table_and_figure_and_repeats_nothing",
+    "grpo-lab compare *": "tests/unit/evaluation/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
+    "grpo-lab report *": "tests/unit/reports/test_report.py::test_the_command_writes_it",
+    "grpo-lab lab kl": "tests/unit/labs/test_kl_lab.py::test_the_command_writes_table_and_figure_and_repeats_nothing",
     "grpo-lab lab overoptimisation": (
-        "tests/unit/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"
+        "tests/unit/labs/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"
     ),
     "grpo-lab lab preference": (
         "minutes",
@@ -74,23 +77,25 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab lab *.yaml": f"{COMPARING}test_a_team_s_lab_by_its_path_as_a_module",
     "grpo-lab lab *": f"{COMPARING}test_every_lab_that_trains_in_small",
     "make labs": f"{COMPARING}test_every_lab_that_trains_in_small",
-    "python scripts/lab_tables.py": "tests/unit/test_lab_arms.py::test_a_table_takes_the_place_of_its_block",
+    "python scripts/lab_tables.py": "tests/unit/labs/test_lab_arms.py::test_a_table_takes_the_place_of_its_block",
     "grpo-lab serve *": (
         "tests/rollouts/test_server.py::test_real_server_takes_weights_and_answers_with_the_trainer_s_policy"
     ),
     # launchers and scripts
     "accelerate launch *": "tests/distributed/test_real_run.py::test_trains_for_real",
     "sbatch *": "tests/recipes/test_launch_files.py::test_two_train_and_one_serves",
-    "python scripts/check_upstream.py *": "tests/unit/test_check_upstream.py::test_what_moved_is_named",
+    "python scripts/check_upstream.py *": "tests/unit/scripts/test_check_upstream.py::test_what_moved_is_named",
     "python scripts/simulate_balance.py*": (
-        "tests/unit/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths"
+        "tests/unit/update/test_update_plan_simulation.py::test_ranks_are_even_on_real_lengths"
     ),
-    "python scripts/memory_table.py": "tests/unit/test_memory_table.py::test_the_docs_hold_what_the_script_prints",
+    "python scripts/memory_table.py": (
+        "tests/unit/scripts/test_memory_table.py::test_the_docs_hold_what_the_script_prints"
+    ),
     "python -m tests.reference.test_language_data": "tests/reference/test_language_data.py::test_every_ordered_pair",
     "python scripts/gpu_check.py*": ("gpu", "its tiny form has a test of its own"),
     "bash scripts/gpu_lent.sh *": "tests/training/test_gpu_lent.py::test_two_calls_unpack_vllm_whole_or_not_at_all",
     "python3 KIT/unpack.py *": f"{KIT}test_unpacked_it_says_what_imports_and_names_all_that_is_missing",
-    "python scripts/offline_kit.py *": ("network", "downloads; all else of it: tests/unit/test_offline_kit.py"),
+    "python scripts/offline_kit.py *": ("network", "downloads; all else of it: tests/unit/scripts/test_offline_kit.py"),
     "make stress-kill": (
         "tests/stress/test_kill_anywhere.py::test_a_run_killed_three_times_is_the_uninterrupted_one_to_the_bit"
     ),
@@ -105,7 +110,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
     "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
     "python recipes/lab/sorting/sources.py*": (
-        "tests/unit/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
+        "tests/unit/labs/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
     ),
     "grpo-lab train --config recipes/lab/sorting/*": (
         "minutes",

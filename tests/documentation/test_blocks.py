@@ -75,6 +75,7 @@ def test_bash(block: Block) -> None:
     assert sum(check_line(line) for line in lines if line.strip()) >= 1, f"{block.where} holds no command"
 
 
+@pytest.mark.not_fast(cases="docs/compatibility.md")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_text(page: Path) -> None:
     for command in loose_commands(page):
@@ -155,6 +156,7 @@ def space(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     del sys.modules[module.__name__]
 
 
+@pytest.mark.not_fast(cases=["README.md", "docs/algorithms/accuracy_reward.md", "docs/algorithms/code_reward.md"])
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("page", sorted({block.page for block in ALL if block.language == "python"}))
 def test_python(page: str, here: dict[str, str], tiny_settings: None, space: dict[str, Any]) -> None:

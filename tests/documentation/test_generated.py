@@ -34,6 +34,7 @@ MEASURED = lab_tables.MEASURED.read_text(encoding="utf-8")
 KEPT = json.loads(lab_tables.RECORDS.read_text(encoding="utf-8"))
 
 
+@pytest.mark.not_fast(cases="files.md")
 @pytest.mark.parametrize("page", MADE, ids=lambda page: page.name)
 def test_it_is_what_its_generator_makes(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == MADE[page](), "run `make docs-index`"

@@ -35,7 +35,8 @@ def test_every_promise_has_its_test() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["| more | |", "| more | `tests/unit/test_atomic.py::test_gone` |", "| more | `tests/gone.py::test_it` |"]
+    "row",
+    ["| more | |", "| more | `tests/unit/runs/test_atomic.py::test_gone` |", "| more | `tests/gone.py::test_it` |"],
 )
 def test_a_planted_fault_is_seen(row: str) -> None:
     text = PAGE.read_text(encoding="utf-8").replace("## When a rank", f"{row}\n\n## When a rank", 1)

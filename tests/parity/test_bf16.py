@@ -60,6 +60,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seen
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("lives", LIVES)
 def test_a_policy_that_does_not_move_has_ratio_one(
     lives: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_a_policy_that_does_not_move_has_ratio_one(
     assert max(seen) == 0.0
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("lives", LIVES)
 def test_a_resampled_batch_in_trls_own_batches_likewise(
     lives: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +86,7 @@ def test_a_resampled_batch_in_trls_own_batches_likewise(
     assert max(seen) == 0.0
 
 
+@pytest.mark.not_fast
 def test_without_an_update_since_generation_shapes_do_not_matter(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +123,7 @@ def stock(folder: Path, model: Path, name: str, bf16: bool) -> Run:
 MOVES = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4}
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("name", [n if n == "gspo" else pytest.param(n, marks=pytest.mark.slow) for n in STOCK])
 def test_preset_beside_stock(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     exact, theirs = (stock(tmp_path, tiny_folder, name, bf16) for bf16 in (False, True))

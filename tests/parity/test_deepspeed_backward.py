@@ -65,6 +65,7 @@ class AsDeepSpeed(LabTrainer):
             return super().training_step(*given)
 
 
+@pytest.mark.not_fast
 def test_every_bin_counts_the_same(tmp_path: Path, tiny_folder: Path) -> None:
     args = LabConfig(**arguments(tmp_path), update={"max_tokens": 60})
     plain, ours = train(LabTrainer, args, tiny_folder), train(AsDeepSpeed, args, tiny_folder)

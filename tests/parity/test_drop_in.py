@@ -45,6 +45,7 @@ def assert_same(ours: Run, stock: Run, without: tuple[str, ...] = ()) -> None:
     assert_same_movement(ours, stock)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("case", params(CASES))
 def test_same_as_stock(case: Case, models: dict[str, Path], tmp_path: Path) -> None:
     stock = run(GRPOTrainer, GRPOConfig, case, models, tmp_path / "stock")
@@ -139,6 +140,7 @@ def test_own_objective_on_a_mixture_of_experts(models: dict[str, Path], tmp_path
     assert movement_difference(doubled, stock) > 0.1
 
 
+@pytest.mark.not_fast
 def test_a_difference_would_be_noticed(models: dict[str, Path], tmp_path: Path) -> None:
     """A test of the test: another learning rate, and a reward that is 1e-3 higher."""
     case = Case("base")

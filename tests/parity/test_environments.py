@@ -44,6 +44,7 @@ def build(kind: Any, models: dict[str, Path], folder: Path, factory: Any = Count
     )
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("kind", "names"), [(R1ZeroTrainer, ["Counter"]), (KimiTrainer, ["kimi_length_reward", "Counter"])]
 )
@@ -72,6 +73,7 @@ def test_beside_an_environment_without_a_reward_the_declared_ones_stay(models: d
     assert trainer.reward_func_names == ["accuracy_reward", "think_format_reward"]
 
 
+@pytest.mark.not_fast
 def test_a_group_reward_sees_every_turn_and_the_environments(models: dict[str, Path], tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -90,6 +92,7 @@ def test_a_group_reward_sees_every_turn_and_the_environments(models: dict[str, P
     assert "environments" not in group.columns
 
 
+@pytest.mark.not_fast
 def test_environments_only_where_asked(models: dict[str, Path], tmp_path: Path) -> None:
     seen: list[Any] = []
 

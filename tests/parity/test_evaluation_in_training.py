@@ -45,6 +45,7 @@ def windows(found: Run) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMED} for row in found.history if "loss" in row]
 
 
+@pytest.mark.not_fast
 def test_evaluating_touches_the_random_stream_and_nothing_else(models: dict[str, Path], tmp_path: Path) -> None:
     """After each step, in the middle of a generation batch, too. As in stock TRL an evaluation draws from the stream
     that training draws from (its sampler, its data loader's seed), so that later completions are others. With a copy of
@@ -81,6 +82,7 @@ def check(row: dict[str, Any], made: list[tuple[list[int], float]], ends: set[in
     assert not any(name.startswith("eval_update/") for name in row)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(("rows", "told"), [(5, "5 rows × 2 completions do not fill the last batch of 4"), (6, "")])
 def test_a_last_batch_that_is_not_full_is_warned_of(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: int, told: str

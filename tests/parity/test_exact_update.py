@@ -84,11 +84,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shape_of_the_step(shape: str, tiny_folder: Path, tmp_path: Path) -> None:
     check_equal(*both(tiny_folder, tmp_path, **SHAPES[shape]))
 
 
+@pytest.mark.thorough(but=["*-grpo", "*-gspo"])
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in STOCK if name != "dr_grpo"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -96,10 +98,12 @@ def test_shape_of_the_step_for_each_method(shape: str, preset: str, tiny_folder:
     check_equal(*both(tiny_folder, tmp_path, preset, **SHAPES[shape]))
 
 
+@pytest.mark.not_fast
 def test_completions_of_one_token(tiny_folder: Path, tmp_path: Path) -> None:
     check_equal(*both(tiny_folder, tmp_path, lengths=(1,), truncated=1.0))
 
 
+@pytest.mark.not_fast
 def test_all_truncated_and_masked_is_a_step_on_zero_gradients(tiny_folder: Path, tmp_path: Path) -> None:
     ours, stock = both(tiny_folder, tmp_path, truncated=1.0, mask_truncated_completions=True)
     assert weight_difference(ours, stock) == 0.0
@@ -111,6 +115,7 @@ def dead_after_first(number: list[int], completion_ids: list[list[int]], trainer
     return [1.0 if trainer_state.global_step else float(sum(ids) % 3) for ids in completion_ids]
 
 
+@pytest.mark.not_fast
 def test_no_live_row_still_steps_as_stock(tiny_folder: Path, tmp_path: Path) -> None:
     """Momentum and weight decay go on moving the weights on zero gradients; skipping the optimizer would not."""
     changes = {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1}
@@ -143,6 +148,7 @@ def winner_only(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     return (groups - rest).clamp(min=0.0).flatten()
 
 
+@pytest.mark.not_fast
 def test_one_live_row(tiny_folder: Path, tmp_path: Path) -> None:
     config = LabConfig(**arguments(tmp_path), objective={"name": "dr_grpo", "advantage": winner_only})
     ours = train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder), reward=one_winner)
@@ -161,6 +167,7 @@ def lora() -> Any:
     )
 
 
+@pytest.mark.not_fast
 def test_lora(tiny_folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     ours = train(
@@ -184,6 +191,7 @@ def test_lora(tiny_folder: Path, tmp_path: Path) -> None:
         assert torch.allclose(ours.weights[name], value, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("budget", [24, 60, 10_000])
 def test_any_token_budget(budget: int, tiny_folder: Path, tmp_path: Path) -> None:
     stock = both(tiny_folder, tmp_path)[1]
@@ -191,6 +199,7 @@ def test_any_token_budget(budget: int, tiny_folder: Path, tmp_path: Path) -> Non
     check_equal(train(LabTrainer, config, tiny_folder, rollout=rollout(tiny_folder)), stock)
 
 
+@pytest.mark.not_fast
 def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Path) -> None:
     skip, stock = both(tiny_folder, tmp_path)
     config = LabConfig(**arguments(tmp_path), objective="dr_grpo", update={"dead_groups": "keep"})
@@ -201,6 +210,7 @@ def test_kept_dead_groups_give_the_same_weights(tiny_folder: Path, tmp_path: Pat
     assert shares[1] == [1.0] * 4
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("preset", ["dr_grpo", "dapo"])
 @pytest.mark.parametrize("dead_every", [3, 0])
 def test_denominators_counted_after_skipping_would_be_seen(
@@ -238,6 +248,7 @@ def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [(sum(ids) % 97) / 97 + row * 1e-3 for row, ids in enumerate(completion_ids)]
 
 
+@pytest.mark.not_fast
 def test_bnpo_is_left_unbinned_and_says_why(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,6 +266,7 @@ def test_bnpo_is_left_unbinned_and_says_why(
     assert "divides by the tokens of its own micro-batch" in caplog.text
 
 
+@pytest.mark.not_fast
 def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Path, tmp_path: Path) -> None:
     """Conditions are checked, not assumed: a team's surrogate with a pull of its own must not lose dead rows."""
 
@@ -268,10 +280,11 @@ def test_a_surrogate_that_acts_without_advantage_keeps_all_rows(tiny_folder: Pat
     check_equal(ours, train(LabTrainer, off, tiny_folder, rollout=rollout(tiny_folder)))
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("preset", STOCK)
 def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Model, gradients and steps in float64; TRL's head makes float32 log-probs (2e-7). The planning in pure float64,
-    where nothing rounds, is in ``tests/unit/test_update_plan_exact.py``."""
+    where nothing rounds, is in ``tests/unit/update/test_update_plan_exact.py``."""
     ours, stock = (
         train(kind, config, tiny_folder, dtype=torch.float64)
         for kind, config in (
@@ -283,6 +296,7 @@ def test_in_float64_only_the_loss_head_rounds(preset: str, tiny_folder: Path, tm
     assert movement_difference(ours, stock) < FLOAT64
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("preset", STOCK)
 def test_the_order_of_rows_does_not_matter(
     preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ def leave_one_out(rewards: list[float], group_size: int = 4) -> list[float]:
     return found
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
 def test_cut_completions_pay_for_their_kl(tools: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """Half of the completions are cut and masked: they carry no loss, but stand in the baseline of the others."""
@@ -107,6 +108,7 @@ def one_after_first(completion_ids: list[list[int]], trainer_state: Any, **_: An
     return [1.0 if trainer_state.global_step else float(sum(ids) % 3) for ids in completion_ids]
 
 
+@pytest.mark.not_fast
 def test_a_small_penalty_on_a_large_reward_keeps_its_digits(tiny_folder: Path, tmp_path: Path) -> None:
     """Rewards of 1 less 1e-5 · KL: in float32 the z-score of that was off by up to 6e-4. Expected: from the same
     log-probs, in float64."""
@@ -148,6 +150,7 @@ def to_go(kls: list[float], own: list[int], beta: float, gamma: float) -> list[f
     return found
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("tools", [False, True], ids=["text", "tools"])
 def test_every_token_pays_for_what_comes_after_it(tools: bool, tiny_folder: Path, tmp_path: Path) -> None:
     """The rule sees rewards only; −β·(KL to go) is added to its answer, in bins and in TRL's batches alike."""
@@ -180,6 +183,7 @@ def test_every_token_pays_for_what_comes_after_it(tools: bool, tiny_folder: Path
     assert movement_difference(runs[0], runs[1]) <= movement_bound(runs[1])
 
 
+@pytest.mark.not_fast
 def test_added_to_trls_own_advantages_and_to_resampled_ones(tiny_folder: Path, tmp_path: Path) -> None:
     """No rule of ours: TRL's z-score plus the KL to go; ``resample`` selects by rewards, although every token has an
     advantage."""

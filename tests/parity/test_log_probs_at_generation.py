@@ -55,6 +55,7 @@ def both(
 FLOAT32 = log_prob_gap(torch.float32, nats=6.0, width=32)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 6, "num_iterations": 1}], ids=["twice", "outlives"])
 def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
     tmp_path: Path, tiny_folder: Path, changes: dict[str, Any]
@@ -86,6 +87,7 @@ def test_old_log_probs_are_trls_on_live_rows_and_not_computed_on_dead_ones(
         assert ours.positions == 0, "the first pass has all numbers"
 
 
+@pytest.mark.not_fast
 def test_with_a_kl_term_all_rows_are_computed_without_padding(tmp_path: Path, tiny_folder: Path) -> None:
     stock, ours = both(tmp_path, tiny_folder, beta=0.1)
     for batch, theirs in zip(ours.left, stock.left, strict=True):
@@ -95,6 +97,7 @@ def test_with_a_kl_term_all_rows_are_computed_without_padding(tmp_path: Path, ti
     assert ours.positions == 0  # the policy's; the reference is a model of its own
 
 
+@pytest.mark.not_fast
 def test_no_live_row_is_no_trouble(tmp_path: Path, tiny_folder: Path) -> None:
     """With an objective of ours: a drop-in computes these rows once for stock TRL's ``entropy``."""
     lab = {"objective": "dr_grpo"}
@@ -103,6 +106,7 @@ def test_no_live_row_is_no_trouble(tmp_path: Path, tiny_folder: Path) -> None:
     assert ours.positions <= 4, "one stand-in of two tokens at most"
 
 
+@pytest.mark.not_fast
 def test_a_loss_of_the_teams_own_gets_what_trl_would_give_it(tmp_path: Path, tiny_folder: Path) -> None:
     """A subclass that replaces ``_compute_loss`` may read any row."""
 
@@ -122,6 +126,7 @@ def literal_log_probs(model: Any, prompt: list[int], completion: list[int]) -> l
     return [float(scores[len(prompt) + t - 1, token]) for t, token in enumerate(completion)]
 
 
+@pytest.mark.not_fast
 def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path) -> None:
     """The penalty comes before the advantages, so no row can be left out: of each it is −0.1·Σ_t (log π − log π_ref),
     row by row from the models themselves."""
@@ -154,6 +159,7 @@ def test_kl_in_the_reward_reads_all_rows(tmp_path: Path, tiny_folder: Path) -> N
         assert found == pytest.approx(expected, rel=0, abs=gap)
 
 
+@pytest.mark.not_fast
 def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder: Path) -> None:
     """Rows that had no advantage when log-probs were computed may have one when the loss reads them."""
 
@@ -174,6 +180,7 @@ def test_a_subclass_that_moves_advantages_afterwards(tmp_path: Path, tiny_folder
     assert movement_difference(without, stock) > 0.1, "rows of dead groups weigh nothing here: nothing was proven"
 
 
+@pytest.mark.not_fast
 def test_kl_in_the_reward_leaves_an_on_policy_ratio_at_one(tmp_path: Path, models: dict[str, Path]) -> None:
     """Log-probs for the penalty come from a forward with other dropout masks; with one update a batch the loss must not
     read them."""

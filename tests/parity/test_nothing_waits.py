@@ -75,6 +75,7 @@ class Done(Exception):
     pass
 
 
+@pytest.mark.not_fast(but="rows")
 @pytest.mark.parametrize("kind", SETTINGS, ids=str)
 def test_no_value_is_read_between_bins(
     kind: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -125,6 +125,7 @@ def both(kind: Any, settings: dict[str, Any], folder: Path, tiny: Path, route: s
     return train(kind(LabTrainer), LabConfig(**kwargs, **ROUTES[route]), tiny, **options), stock
 
 
+@pytest.mark.not_fast(but="own_step-OwnStep.training_step-objective")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("kind", "named"),
@@ -150,6 +151,7 @@ def test_what_stands_around_trls_micro_batches_gets_them(
     assert [row["update/computed_share"] for row in ours.history if "loss" in row] == [1.0, 1.0]
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
 def test_a_method_that_is_set_on_the_object(
@@ -161,6 +163,7 @@ def test_a_method_that_is_set_on_the_object(
     assert f"loss=trainer.{method}" in ours.trainer.algorithm.with_hooks(ours.trainer).describe()
 
 
+@pytest.mark.not_fast
 def test_a_named_trainers_subclass(tiny_folder: Path, tmp_path: Path) -> None:
     kwargs = arguments(tmp_path, **SETTINGS)
     stock = train(scaled(GRPOTrainer), GRPOConfig(**kwargs, **ROUTES["drop-in"]), tiny_folder)
@@ -184,6 +187,7 @@ def test_a_loss_that_nobody_would_call_is_refused(tiny_folder: Path, tmp_path: P
         train(type("Ours", (LabTrainer, theirs), {}), LabConfig(**arguments(tmp_path)), tiny_folder)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("places", "field", "changes"),
@@ -203,6 +207,7 @@ def test_a_hole_is_no_shorter_row(
     assert all(row["update/padding_share"] < 0.5 for row in ours.history if "loss" in row), "not in bins"
 
 
+@pytest.mark.not_fast
 def test_a_hole_that_is_made_on_the_object(tiny_folder: Path, tmp_path: Path) -> None:
     """Old log-probs are of the row without it: they are made at generation there, as for an override."""
 
@@ -220,6 +225,7 @@ def test_a_hole_that_is_made_on_the_object(tiny_folder: Path, tmp_path: Path) ->
     assert_same_movement(*both(lambda base: base, changes, tmp_path, tiny_folder, "objective", prepare=prepare))
 
 
+@pytest.mark.not_fast
 def test_a_hole_in_a_resampled_batch(tiny_folder: Path, tmp_path: Path) -> None:
     """Rows of several generations keep the positions of their own, in bins and in TRL's batches."""
 

@@ -90,6 +90,7 @@ def test_a_row_is_filled_up_by_little_and_to_few_lengths() -> None:
     assert len(seen) <= np.unique(filled[: max(seen)]).size
 
 
+@pytest.mark.not_fast
 def test_it_compiles_as_often_as_there_are_modes_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for the first length, once a mode (with and without gradients) for all others; how the mask is made and that
     `training` changes, which makes transformers' wrapper anew, compile nothing."""
@@ -158,6 +159,7 @@ def trained(tiny: Path, out: Path, share: str, attention: str = "sdpa", **change
         return train(LabTrainer, args, tiny)
 
 
+@pytest.mark.not_fast
 def test_a_kernel_that_compiles_for_long_gives_way_to_tiles(
     unfused: None, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -282,6 +284,7 @@ def test_a_kernel_that_aligns_at_the_beginning_is_seen(flash: None, monkeypatch:
         assert apart(network("Qwen2").double(), "uneven", FLASH) > 1e-3
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("share", ["on", "auto"])
 def test_a_training_with_a_flash_kernel(
     share: str, flash: None, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

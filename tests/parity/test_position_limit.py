@@ -35,6 +35,7 @@ def saved_gpt2(folder: Path, positions: int) -> Path:
     return folder
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("changes", [{}, {"steps_per_generation": 6}], ids=["training forward", "old log-probs"])
 def test_prompt_and_completion_fill_the_context(tmp_path: Path, changes: dict[str, Any]) -> None:
     _, tokenizer = tiny_model("qwen2")

@@ -109,6 +109,7 @@ def assert_bit_equal(ours: Run, theirs: Run) -> None:
         assert torch.equal(ours.weights[name], value), name
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(("name", "beta", "iterations"), CASES)
 def test_preset_by_name(
     name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path, record_property: Any
@@ -131,6 +132,7 @@ def test_preset_by_name(
         assert min(live) < 1.0, "no dead group in the data: the exact update was not exercised"
 
 
+@pytest.mark.thorough(but=["*-0.0-1", "*-0.04-2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta", "iterations"), [case.values for case in CASES])
 def test_preset_with_update_off(name: str, beta: float, iterations: int, tiny_folder: Path, tmp_path: Path) -> None:
@@ -144,6 +146,7 @@ def test_preset_with_update_off(name: str, beta: float, iterations: int, tiny_fo
         assert_bit_equal(ours, theirs)
 
 
+@pytest.mark.thorough(but=["*-0.0-1", "*-0.04-2"])
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta", "iterations"), [case.values for case in CASES])
 def test_preset_from_a_plain_grpo_config(
@@ -189,6 +192,7 @@ class FlippedAdvantages(LabTrainer):
         return -super().token_loss(batch)
 
 
+@pytest.mark.not_fast
 def test_a_flipped_sign_is_noticed(tiny_folder: Path, tmp_path: Path) -> None:
     theirs = stock(tmp_path, tiny_folder, "grpo", beta=0.0, num_iterations=1)
     config = LabConfig(**gentle(tmp_path, objective="grpo"))

@@ -114,6 +114,7 @@ def gap_in_bounds(one: Tensor, other: Tensor) -> float:
     return float(((one.mean(0) - other.mean(0)).abs() / error).max() / bound)
 
 
+@pytest.mark.thorough(but="attention")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "attention", "embeddings"])
 def test_the_mean_gradient_is_that_of_all_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +143,7 @@ def mostly_dead(number: list[int], **_: Any) -> list[float]:
     return [0.5 if n < 5 else i % 4 / 3.0 for i, n in enumerate(number)]
 
 
+@pytest.mark.not_fast
 def test_lora_keeps_the_speed_up_and_a_drop_in_run_says_what_it_costs(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +181,7 @@ def test_lora_keeps_the_speed_up_and_a_drop_in_run_says_what_it_costs(
         assert f"{factor:.1f} times as many" in line.getMessage()
 
 
+@pytest.mark.not_fast(cases="{'dead_groups': 'resample'}")
 @pytest.mark.parametrize("update", [{}, {"randomness": "same_draws"}, {"dead_groups": "resample"}], ids=str)
 def test_old_log_probs_have_masks_of_their_own(
     update: dict[str, Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +218,7 @@ def test_old_log_probs_have_masks_of_their_own(
         assert min(moved) > 1e-3, "dropout of 0.2 moves a log-prob by far more than float32 rounds"
 
 
+@pytest.mark.not_fast
 def test_checkpointing_draws_the_masks_once(tiny_folder: Path, tmp_path: Path) -> None:
     """The backward of a bin repeats its forward: under the same masks, and without moving those of the next bin."""
     runs = []

@@ -119,6 +119,7 @@ def apart(model: Any, case: str, shared: bool | str = True) -> float:
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip([one, *first], [other, *second], strict=True))
 
 
+@pytest.mark.not_fast(cases="uneven-Qwen2")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_in_double_nothing_differs(family: str, case: str) -> None:
@@ -132,6 +133,7 @@ def test_in_float32_rounding_alone_differs(family: str, case: str) -> None:
     assert apart(network(family), case) < 1e-5
 
 
+@pytest.mark.not_fast(but="uneven-Llama")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_in_double(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +244,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("case", TRAININGS, ids=str)
 def test_a_training_moves_as_without(
     case: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +258,7 @@ def test_a_training_moves_as_without(
     assert on.losses == pytest.approx(off.losses, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.not_fast
 def test_rows_whose_masks_have_holes_are_planned_as_without(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,7 @@ def test_rows_whose_masks_have_holes_are_planned_as_without(
     assert weight_difference(*runs) == 0.0
 
 
+@pytest.mark.not_fast
 def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = bins_packed(monkeypatch)
     off = trained(tiny_folder, tmp_path / "off", "off", beta=0.04)
@@ -292,6 +297,7 @@ def test_auto_shares_where_it_is_cheaper(tiny_folder: Path, tmp_path: Path, monk
     assert weight_difference(dearer, off) == 0.0
 
 
+@pytest.mark.not_fast
 def test_auto_says_why_a_model_is_not_served(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,6 +310,7 @@ def test_auto_says_why_a_model_is_not_served(
     assert weight_difference(auto, off) == 0.0
 
 
+@pytest.mark.not_fast
 def test_the_first_shared_bin_is_compared(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     off = trained(tiny_folder, tmp_path / "off", "off")
     attend = shared_attention.attend
@@ -333,6 +340,7 @@ def equal_at_first(calls: list[int]) -> Any:
     return reward
 
 
+@pytest.mark.not_fast(but="False-on")
 @pytest.mark.parametrize("share", ["on", "auto"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_comparison_waits_for_a_bin_that_scores(

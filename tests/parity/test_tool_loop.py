@@ -122,6 +122,7 @@ def by_hand(script: Script, folder: Path, start: dict[str, torch.Tensor]) -> Run
     return Run([], [], weights, start, [], None)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     exact, script = tool_run(kind, models, tmp_path)
@@ -143,6 +144,7 @@ def test_tokens_of_a_tool_carry_no_loss(kind: str, models: dict[str, Path], tmp_
     assert_same_movement(exact, stock_cut)
 
 
+@pytest.mark.not_fast
 def test_the_oracle_sees_a_tool_token_that_carries_loss(models: dict[str, Path], tmp_path: Path) -> None:
     exact, script = tool_run("tools", models, tmp_path)
     row = next(row for row in script.rows[4:] if not all(policys(row, script.turns)))  # the first group is dead

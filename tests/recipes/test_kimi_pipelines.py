@@ -55,6 +55,7 @@ def cut(written: Any, here: dict[str, Any]) -> Any:
     return {name: value if name == "tiny" else cut(value, here) for name, value in small.items()}
 
 
+@pytest.mark.not_fast(but="pipeline")
 @pytest.mark.parametrize("name", ["pipeline", "pipeline_quickstart"])
 def test_it_is_planned_and_its_order_is_the_reports(name: str, tmp_path: Path) -> None:
     written = {**read_yaml(RECIPES / f"{name}.yaml"), "output_dir": str(tmp_path / "out")}
@@ -73,6 +74,7 @@ def test_it_is_planned_and_its_order_is_the_reports(name: str, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough(but="pipeline_quickstart")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline_quickstart", "pipeline"])
 def test_it_runs_from_end_to_end(name: str, tiny_folder: Path, tmp_path: Path, grpo_lab_data: Path) -> None:

@@ -39,6 +39,7 @@ def small(entry: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.not_fast(but="pipeline")
 @pytest.mark.parametrize("name", ["pipeline_quickstart", "pipeline"])
 def test_both_can_be_read_and_the_second_sft_is_from_the_base(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_the_real_pipeline_runs_from_end_to_end_with_a_small_model(
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_quick_start_runs_from_end_to_end(tmp_path: Path) -> None:
     written = read_yaml(R1 / "pipeline_quickstart.yaml", {"output_dir": str(tmp_path / "out")})

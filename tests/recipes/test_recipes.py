@@ -37,6 +37,7 @@ def test_there_are_recipes() -> None:
     }
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     changes: dict[str, Any] = {**ON_CPU, "output_dir": str(tmp_path / "out"), **fewer_rows(path)}
@@ -49,6 +50,7 @@ def test_loads_and_dry_runs(path: Path, tmp_path: Path, request: pytest.FixtureR
     assert not (tmp_path / "out").exists(), "a dry run must leave nothing behind"
 
 
+@pytest.mark.not_fast(but="kimi/pipeline")
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_pipeline_dry_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where a team's own general rows lie

@@ -110,6 +110,7 @@ def expected_prompt(template: str, question: str) -> str:
     return question + " " + 'Let\'s think step by step and output the final answer after "####".'
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("path", REPRODUCE, ids=lambda path: path.stem)
 def test_dry_runs_on_real_rows_with_the_sources_prompt(path: Path, grpo_lab_data: Path, tmp_path: Path) -> None:
     changes = here(path, grpo_lab_data) | {"output_dir": str(tmp_path / "out")}
@@ -122,6 +123,7 @@ def test_dry_runs_on_real_rows_with_the_sources_prompt(path: Path, grpo_lab_data
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.not_fast
 def test_verl_prompts_are_what_its_runs_printed(grpo_lab_data: Path, tokenizer: Any) -> None:
     recipe = read_recipe(RECIPES / "reproduce" / "verl-qwen2.5-0.5b-instruct-lora.yaml")
     assert recipe.evaluation is not None
@@ -177,6 +179,7 @@ def test_the_control_differs_in_the_reward_alone() -> None:
     assert control["evaluation"]["reward"] == run["rewards"][0]
 
 
+@pytest.mark.not_fast
 def test_a_published_number_stands_only_where_it_was_published() -> None:
     """Recipes with other data, prompt or grader named SimpleRL-Zoo's numbers as theirs."""
     for path in RECIPES.glob("*/*.yaml"):

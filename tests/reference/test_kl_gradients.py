@@ -310,6 +310,7 @@ def figure(value: float) -> str:
 MARKS = ("<!-- table: tests/reference/test_kl_gradients.py -->", "<!-- end of table -->")
 
 
+@pytest.mark.not_fast
 def test_the_page_shows_the_measured_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     found = re.search(f"{re.escape(MARKS[0])}\n(.*?)\n{re.escape(MARKS[1])}", text, re.DOTALL)

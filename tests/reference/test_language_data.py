@@ -86,6 +86,7 @@ def check_pairs(sentences: Sentences) -> None:
         assert mean(scores(sentences[language], target)) <= allowed, (language, target)
 
 
+@pytest.mark.not_fast
 def test_every_ordered_pair_on_a_sample(sentences: Sentences) -> None:
     draw = random.Random(0)
     check_pairs({language: draw.sample(texts, 6) for language, texts in sentences.items()})
@@ -138,6 +139,7 @@ def mathematics(data: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.not_fast(but=["steps", "single steps"])
 @pytest.mark.parametrize("kind", ["gsm8k", "math500", "steps", "single steps"])
 def test_human_written_mathematics_is_english(grpo_lab_data: Path, kind: str) -> None:
     texts = mathematics(grpo_lab_data)[kind][:400]

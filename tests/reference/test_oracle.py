@@ -90,6 +90,7 @@ def compare(
     assert (gradient[~batch.mask] == 0).all()
 
 
+@pytest.mark.not_fast
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -51,6 +51,7 @@ def test_traps(labelled: list[tuple[dict[str, Any], bool]]) -> None:
     assert share(traps) >= 0.7  # 25 of 25
 
 
+@pytest.mark.not_fast(but="math/math500-problem")
 @pytest.mark.parametrize(
     ("file", "column"),
     [("gsm8k/train", "question"), ("gsm8k/test", "question"), ("math/math500", "problem"), ("math/aime24", "problem")],

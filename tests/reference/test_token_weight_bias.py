@@ -93,6 +93,7 @@ def test_the_questions_differ_in_difficulty_and_length_goes_with_the_reward() ->
     assert lengths[REWARDS == 1].mean() > lengths[REWARDS == 0].mean()
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("label", ["dr_grpo", "mirror_descent"])
 def test_a_constant_weight_without_sigma_is_the_policy_gradient(label: str) -> None:
     """In direction over all questions; in length (G − 1)/G of it, for the group's mean holds the answer itself."""

@@ -174,6 +174,7 @@ def test_the_probes_prompt_is_longer_than_two_pages() -> None:
     assert len(cached_prompt([5], 32, 40)) == 40 - PROBE_TOKENS  # what fits
 
 
+@pytest.mark.not_fast(cases="changes0-`rollout\\\\.sync` has an effect only with `use_vllm: true`")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -102,6 +102,7 @@ def test_only_a_trainers_adapters_are_loaded_and_never_in_place(served: Served, 
     assert served.ask("POST", "/v1/load_lora_adapter", data=json.dumps(body)).status_code == 415
 
 
+@pytest.mark.thorough(but="fsdp2-FSDPPeftModel")
 @pytest.mark.parametrize(("kind", "wrapped"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPPeftModel")])
 def test_two_ranks_send_one_adapter(kind: str, wrapped: str, served: Served, tmp_path: Path) -> None:
     """Under FSDP2 each holds a half of every tensor of it."""

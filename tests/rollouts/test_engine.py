@@ -44,6 +44,7 @@ def proven(engine: Any, model: Any, **options: Any) -> float:
     return gap
 
 
+@pytest.mark.thorough(cases=["*-untied-float32", "qwen3-tied-float32"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

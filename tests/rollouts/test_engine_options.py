@@ -93,6 +93,7 @@ def test_port_outside_the_allowed_range_is_refused() -> None:
         ServerOptions("model", port=80)
 
 
+@pytest.mark.not_fast
 def test_rollouts_load_neither_vllm_nor_trl() -> None:
     program = (
         "import sys, pkgutil, importlib, grpo_lab.engines as r\n"

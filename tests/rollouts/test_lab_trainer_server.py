@@ -303,6 +303,7 @@ def untied_server(models: Callable[[str, bool], str], tmp_path_factory: pytest.T
     assert f"--vllm_server_base_url {url}" in (folder / "out").read_text()  # what it tells the user
 
 
+@pytest.mark.thorough
 def test_five_steps_with_a_proven_sync_untied(untied_server: str, models: Any, tmp_path: Path) -> None:
     trainer = build(tmp_path, models("qwen3", False), untied_server)
     trainer.train()

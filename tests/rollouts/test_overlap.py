@@ -52,6 +52,7 @@ def column(trainer: Any, name: str) -> list[float]:
     return [row[name] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.not_fast
 def test_staleness_is_one_generation_batch_by_the_rows_and_by_the_engine(tiny: Any, tmp_path: Path) -> None:
     trainer, rows, engine = trained(tmp_path, tiny)
     assert rows.versions == [0, 0, 1, 2, 3, 4]  # the first is generated then and there
@@ -68,6 +69,7 @@ def test_staleness_is_one_generation_batch_by_the_rows_and_by_the_engine(tiny: A
     assert {"sampling/kept_share/len_q4", "sampling/ratio_mean/len_q4"} <= set(trainer.state.log_history[1])
 
 
+@pytest.mark.not_fast
 def test_what_is_said_to_the_engine_and_when(tiny: Any, tmp_path: Path) -> None:
     """Wait, sync, prove, ask for the next; every prompt of the training is asked for once, and none in vain."""
     _, _, engine = trained(tmp_path, tiny, max_steps=3)
@@ -87,6 +89,7 @@ def test_what_is_said_to_the_engine_and_when(tiny: Any, tmp_path: Path) -> None:
     assert engine.said == first + later
 
 
+@pytest.mark.not_fast
 def test_the_next_batch_is_generated_while_this_one_trains(tiny: Any, tmp_path: Path) -> None:
     """Its generation ends after the optimizer step: whoever waited for it before would wait for ever."""
     model = copy.deepcopy(tiny[0])
@@ -105,6 +108,7 @@ def test_the_next_batch_is_generated_while_this_one_trains(tiny: Any, tmp_path: 
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.not_fast
 def test_with_learning_rate_0_it_is_the_synchronous_training(tiny: Any, tmp_path: Path) -> None:
     """Equal to the bit: same prompts in the same order, same completions, losses and gradients."""
     same = {"learning_rate": 0.0, "vllm_importance_sampling_mode": "token_truncate"}
@@ -150,6 +154,7 @@ def farthest(model: Any, trainer: Any) -> float:
     return max(float((mine[name] - theirs[name].double()).detach().abs().max()) for name in mine)
 
 
+@pytest.mark.not_fast
 def test_against_a_float64_loop_with_the_stale_samplers_log_probs(tiny: Any, tmp_path: Path) -> None:
     """Six steps within 1e-5. The loop's sampler is its own policy of one step before, so staleness is in the numbers,
     too; without the correction the same loop ends elsewhere."""
@@ -167,6 +172,7 @@ def test_against_a_float64_loop_with_the_stale_samplers_log_probs(tiny: Any, tmp
     assert farthest(wrong, trainer) > 1e-3
 
 
+@pytest.mark.not_fast
 def test_over_twelve_steps_no_correction_is_far_off_and_the_trainer_is_not(tiny: Any, tmp_path: Path) -> None:
     bound: dict[str, Any] = {"vllm_importance_sampling_clip_max": 1.1}
     trainer, rows, _ = trained(tmp_path, tiny, **bound, max_steps=12)
@@ -177,6 +183,7 @@ def test_over_twelve_steps_no_correction_is_far_off_and_the_trainer_is_not(tiny:
     assert farthest(wrong, trainer) > 1e-2
 
 
+@pytest.mark.not_fast
 def test_each_epoch_begins_with_a_batch_of_its_own_step(tiny: Any, tmp_path: Path) -> None:
     """12 batches an epoch; after its end nobody knows the next one's prompts."""
     _, rows, engine = trained(tmp_path, tiny, max_steps=15)
@@ -186,6 +193,7 @@ def test_each_epoch_begins_with_a_batch_of_its_own_step(tiny: Any, tmp_path: Pat
     assert len(prompts) == len(set(prompts)) == 24
 
 
+@pytest.mark.not_fast
 def test_a_batch_that_serves_several_steps(tiny: Any, tmp_path: Path) -> None:
     """Two steps a pass, two passes: the sampler is one generation batch older, which is four optimizer steps."""
     shape = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 12}
@@ -195,6 +203,7 @@ def test_a_batch_that_serves_several_steps(tiny: Any, tmp_path: Path) -> None:
     assert [value for value in (row.get("rollout/staleness") for row in trainer.state.log_history) if value] == [4, 4]
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("changes", [{"objective": None}, {"chat": True}, {"update": "off"}], ids=str)
 def test_with_trls_own_loss_and_with_chats(changes: dict[str, Any], tiny: Any, tmp_path: Path) -> None:
     trainer, rows, _ = trained(tmp_path, tiny, max_steps=3, **changes)
@@ -204,6 +213,7 @@ def test_with_trls_own_loss_and_with_chats(changes: dict[str, Any], tiny: Any, t
     assert min(ratios[1:]) > 1.01
 
 
+@pytest.mark.not_fast
 def test_two_generation_batches_in_one_step(tiny: Any, tmp_path: Path) -> None:
     """The second batch of each step was asked for in it, by the same weights."""
     trainer, _, engine = trained(tmp_path, tiny, steps_per_generation=1, gradient_accumulation_steps=2, max_steps=3)
@@ -211,6 +221,7 @@ def test_two_generation_batches_in_one_step(tiny: Any, tmp_path: Path) -> None:
     assert [said for said in engine.said if "generate" in said] == [f"generate {n}" for n in (1, 1, 1, 2, 2, 3)]
 
 
+@pytest.mark.not_fast
 def test_an_evaluation_in_between_waits_and_changes_nothing(tiny: Any, tmp_path: Path) -> None:
     """Its sync comes when the running batch is done (the engine would refuse it); the answer is kept."""
     with_it, rows, engine = trained(
@@ -226,6 +237,7 @@ def test_an_evaluation_in_between_waits_and_changes_nothing(tiny: Any, tmp_path:
     assert engine.generations > 6
 
 
+@pytest.mark.not_fast
 def test_an_error_in_the_background_ends_the_run_with_its_reason(tiny: Any, tmp_path: Path) -> None:
     """Of the third batch, begun in the first step: met where its completions are wanted, in the third."""
     model = copy.deepcopy(tiny[0])
@@ -237,6 +249,7 @@ def test_an_error_in_the_background_ends_the_run_with_its_reason(tiny: Any, tmp_
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("fault", ["generate 3", "sync 3"])
 def test_a_server_that_comes_back_is_asked_again(fault: str, tiny: Any, tmp_path: Path) -> None:
     """The lost batch is asked for with the weights of its step, the proof before it; then ahead as before."""
@@ -256,6 +269,7 @@ def test_a_server_that_comes_back_is_asked_again(fault: str, tiny: Any, tmp_path
     assert len(prompts) == len(set(prompts)) == 12
 
 
+@pytest.mark.not_fast
 def test_weights_that_do_not_arrive_are_found_before_the_next_batch_is_begun(tiny: Any, tmp_path: Path) -> None:
     """The third sync brings nothing: the proof right after it ends the run, before another generation."""
     model = copy.deepcopy(tiny[0])
@@ -275,6 +289,7 @@ def test_weights_that_do_not_arrive_are_found_before_the_next_batch_is_begun(tin
     assert engine.said[-2:] == ["probe 3", "done 3"]
 
 
+@pytest.mark.not_fast
 def test_a_second_training_takes_nothing_of_the_first(tiny: Any, tmp_path: Path) -> None:
     """A run that a callback ends leaves a request behind; the next begins with a batch of its own."""
     model = copy.deepcopy(tiny[0])
@@ -311,6 +326,7 @@ def saved(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough(but="two")
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [(6, 13), (2, 3, 7, 8, 9, 12, 15, 18, 21, 23)], ids=["two", "ten"])
 def test_killed_and_resumed_every_prompt_is_trained_on_once(
@@ -416,6 +432,7 @@ def test_read_ahead_gives_what_the_loop_asks_for_and_no_more() -> None:
     assert ahead.rows(16) == "b"
 
 
+@pytest.mark.not_fast(but="sync-0")
 @pytest.mark.parametrize(("place", "overlap"), [("sync", 0), ("sync", 1), ("proof", 0)])
 def test_ctrl_c_is_heard_where_a_server_stands_still(place: str, overlap: int, tiny: Any, tmp_path: Path) -> None:
     """At once, with a checkpoint of the last step; before, when the request had failed: after `silence_timeout`, which

@@ -122,6 +122,7 @@ def lengths(tokenizer: Any, wanted: dict[int, int]) -> Callable[[tuple[int, ...]
     return stop
 
 
+@pytest.mark.not_fast
 def test_two_segments_by_hand(tiny: Any, tmp_path: Path) -> None:
     """Segments of 3 tokens, batches of 2 prompts in the data's order; prompt 1 has completions of 8, all others of 2.
 
@@ -206,6 +207,7 @@ def check_books(steps: list[dict[str, Any]], engine: Engine, epochs: float) -> N
         assert len(counted) == 2 * len(epoch)
 
 
+@pytest.mark.not_fast
 def test_two_epochs_lose_and_double_nothing(tiny: Any, tmp_path: Path) -> None:
     trainer, rows, engine = trained(tmp_path, tiny, max_steps=24, learning_rate=1.0)
     check_books(rows.steps, engine, 2.0)
@@ -232,6 +234,7 @@ class KilledAt(TrainerCallback):
             raise Killed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_200_steps_and_two_resumes_lose_and_double_nothing(tiny: Any, tmp_path: Path) -> None:
     """Killed in steps 75 and 143, gone on with from the checkpoints of 70 and 140: the books are of rows that count,
@@ -258,6 +261,7 @@ def test_200_steps_and_two_resumes_lose_and_double_nothing(tiny: Any, tmp_path: 
     check_books(steps, books, 200 / 12)
 
 
+@pytest.mark.not_fast
 def test_the_oldest_are_trained_on_first(tiny: Any, tmp_path: Path) -> None:
     """All completions of 2 tokens but those of prompt 0, of 8: it waits for its third segment alone, and the others
     come in the loader's order."""
@@ -267,6 +271,7 @@ def test_the_oldest_are_trained_on_first(tiny: Any, tmp_path: Path) -> None:
     assert order[3:] == [[n, n + 1] for n in range(6, 24, 2)]
 
 
+@pytest.mark.not_fast
 def test_the_end_of_the_training_is_an_end_of_waiting(tiny: Any, tmp_path: Path) -> None:
     """Five steps of an epoch of twelve: ten prompts are begun, and no other."""
     trainer, rows, engine = trained(tmp_path, tiny, max_steps=5)
@@ -274,6 +279,7 @@ def test_the_end_of_the_training_is_an_end_of_waiting(tiny: Any, tmp_path: Path)
     assert column(trainer, "rollout/waiting")[-1] == 0
 
 
+@pytest.mark.not_fast
 def test_with_learning_rate_0_the_same_rows_are_trained_on(tiny: Any, tmp_path: Path) -> None:
     """As without it, over an epoch: tokens, log-probs to rounding, advantages (a group's rewards alone make them)."""
     same = {"learning_rate": 0.0, "vllm_importance_sampling_mode": "token_truncate", "max_steps": 12}
@@ -291,6 +297,7 @@ def test_with_learning_rate_0_the_same_rows_are_trained_on(tiny: Any, tmp_path: 
     assert [step["prompts"] for step in cut.steps] != [step["prompts"] for step in whole.steps]
 
 
+@pytest.mark.not_fast
 def test_batches_that_serve_several_steps_and_steps_of_several_batches(tiny: Any, tmp_path: Path) -> None:
     several = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 24}
     trainer, rows, engine = trained(tmp_path / "several", tiny, **several, learning_rate=1.0)
@@ -306,6 +313,7 @@ def test_batches_that_serve_several_steps_and_steps_of_several_batches(tiny: Any
     )
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("changes", [{"objective": None}, {"chat": True}, {"update": "off"}], ids=str)
 def test_with_trls_own_loss_and_with_chats(changes: dict[str, Any], tiny: Any, tmp_path: Path) -> None:
     trainer, rows, engine = trained(tmp_path, tiny, max_steps=6, **changes)
@@ -313,6 +321,7 @@ def test_with_trls_own_loss_and_with_chats(changes: dict[str, Any], tiny: Any, t
     assert max(column(trainer, "rollout/segments")) > 1
 
 
+@pytest.mark.not_fast
 def test_an_evaluation_in_between_touches_nothing(tiny: Any, tmp_path: Path) -> None:
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2}
     both = [
@@ -324,6 +333,7 @@ def test_an_evaluation_in_between_touches_nothing(tiny: Any, tmp_path: Path) -> 
     assert sum("eval_loss" in row for row in both[0][0].state.log_history) == 3
 
 
+@pytest.mark.not_fast
 def test_a_server_that_is_lost_leaves_the_groups_of_the_last_step(tiny: Any, tmp_path: Path) -> None:
     """In a call of the third step, whatever that step had had before: the resumed run is the one that lost nothing."""
     model, kept = copy.deepcopy(tiny[0]), []
@@ -356,6 +366,7 @@ def test_a_server_that_is_lost_leaves_the_groups_of_the_last_step(tiny: Any, tmp
     assert kept[0] == kept[1]
 
 
+@pytest.mark.not_fast
 def test_a_second_training_takes_nothing_of_the_first(tiny: Any, tmp_path: Path) -> None:
     model = copy.deepcopy(tiny[0])
     with stand_in(model) as engine:

@@ -80,6 +80,7 @@ def left_out(trainer: Any) -> list[float]:
     return [row.get("guard/left_out", 0.0) for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.not_fast
 def test_tokens_are_counted_when_they_are_written(whole: Any, tiny: Any, tmp_path: Path) -> None:
     """4 rows a prompt. Batch 0: 2 + 3 tokens of 0 and 1, then 2 + 2 + 3 of 2, 3 and 1: 4 · 12 = 48. Batch 1: 2 + 2 of
     4 and 5, the last 2 of 1: 4 · 6 more. A resumed run counts none of those that wait a second time."""
@@ -100,6 +101,7 @@ def faulty(*calls: int) -> Callable[[Any, Engine], None]:
     return plant
 
 
+@pytest.mark.not_fast
 def test_an_answer_without_log_probs_costs_one_batch(whole: Any, tiny: Any, tmp_path: Path) -> None:
     """In the second turn of batch 0, where 2, 3 are begun and 1 is gone on with: none of it is taken over. A third
     turn begins 4, 5, and asks for all others again. That batch is left out, and no other."""
@@ -119,6 +121,7 @@ def test_an_answer_without_log_probs_costs_one_batch(whole: Any, tiny: Any, tmp_
     assert [engine.synced_at[:2], engine.said.count("sync 2")] == [[-1, -1], 1]
 
 
+@pytest.mark.not_fast
 def test_an_engine_that_never_gives_them_is_not_asked_for_ever(tiny: Any, tmp_path: Path) -> None:
     """Of 1 to 7 after three turns: 2 to 7 are whole then, and what trains on them is left out, three batches in a
     row."""
@@ -134,6 +137,7 @@ def test_an_engine_that_never_gives_them_is_not_asked_for_ever(tiny: Any, tmp_pa
     assert not asked[0].faults
 
 
+@pytest.mark.not_fast
 def test_a_row_without_log_probs_is_asked_again_alone(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +164,7 @@ def test_a_row_without_log_probs_is_asked_again_alone(
     assert drawn.tokens == 3
 
 
+@pytest.mark.not_fast
 def test_a_checkpoint_of_a_users_callback_is_of_its_step(whole: Any, tiny: Any, tmp_path: Path) -> None:
     """Written in ``on_step_end``, by a callback that was there before the trainer's own: the resumed run is the one
     that was not stopped. Before, it had the groups of one step before."""
@@ -184,6 +189,7 @@ def test_a_checkpoint_of_a_users_callback_is_of_its_step(whole: Any, tiny: Any, 
     assert trained_rows(rows.steps) == trained_rows(whole[2].steps[1:])
 
 
+@pytest.mark.not_fast
 def test_a_server_that_came_back_is_proven_with_prompts(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +212,7 @@ def test_a_server_that_came_back_is_proven_with_prompts(
     assert set(proven) == asked
 
 
+@pytest.mark.not_fast
 def test_a_resume_with_an_engine_of_a_smaller_context(
     whole: Any, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def whole(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder / "out", *run(folder, tiny)
 
 
+@pytest.mark.not_fast
 def test_two_resumes_are_the_run_that_was_never_stopped(whole: Any, tiny: Any, tmp_path: Path) -> None:
     """To the bit: rows in their order, log-probs, versions, weights."""
     folder, trainer, rows = whole
@@ -60,6 +61,7 @@ def test_two_resumes_are_the_run_that_was_never_stopped(whole: Any, tiny: Any, t
         assert all(torch.equal(mine, theirs) for mine, theirs in weights)
 
 
+@pytest.mark.not_fast
 def test_inside_a_generation_batch_that_could_not_be_written(tiny: Any, tmp_path: Path) -> None:
     """The batch is made again as ever; with waiting groups it is the same one: no prompt is begun a second time."""
     shape: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
@@ -104,6 +106,7 @@ def test_what_cannot_be_gone_on_with_is_said(
         run(tmp_path / "run", tiny, folder, **changes)
 
 
+@pytest.mark.not_fast
 def test_a_longer_budget_may_be_taken_and_stock_s_checkpoint(whole: Any, tiny: Any, tmp_path: Path) -> None:
     """Another `cut_after` changes nothing in what waits; where nothing waits, nothing is missed."""
     _, rows = run(tmp_path / "longer", tiny, whole[0] / "checkpoint-3", rollout={"cut_after": 5})
@@ -197,6 +200,7 @@ def end(folder: Path, rank: int = 0) -> dict[str, Any]:
     return dict(json.loads((folder / f"rank-{rank}.end").read_text()))
 
 
+@pytest.mark.thorough(but="24")
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [24, 200])
 def test_killed_twice_and_resumed_it_is_the_run_that_was_not(steps: int, saved: Path, tmp_path: Path) -> None:

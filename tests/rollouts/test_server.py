@@ -273,6 +273,7 @@ def flaky() -> Iterator[tuple[type[Flaky], str]]:
     server.server_close()
 
 
+@pytest.mark.not_fast
 def test_failed_request_is_repeated(flaky: tuple[type[Flaky], str]) -> None:
     requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
 
@@ -283,6 +284,7 @@ def test_failed_request_is_repeated(flaky: tuple[type[Flaky], str]) -> None:
     assert handler.seen == 3
 
 
+@pytest.mark.not_fast
 def test_server_that_keeps_failing_or_hangs_ends_the_call_in_time(flaky: tuple[type[Flaky], str]) -> None:
     requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
 
@@ -298,6 +300,7 @@ def test_server_that_keeps_failing_or_hangs_ends_the_call_in_time(flaky: tuple[t
     assert time.monotonic() - start < 300
 
 
+@pytest.mark.not_fast
 def test_server_that_is_gone_or_never_up_says_so_in_time() -> None:
     requests = pytest.importorskip("requests", reason=REQUESTS_REASON)
 
@@ -310,6 +313,7 @@ def test_server_that_is_gone_or_never_up_says_so_in_time() -> None:
     assert time.monotonic() - start < 300
 
 
+@pytest.mark.not_fast
 def test_process_that_ends_before_it_is_up_is_not_waited_for(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("out of memory\n")
@@ -318,6 +322,7 @@ def test_process_that_ends_before_it_is_up_is_not_waited_for(tmp_path: Path) -> 
         wait_until_ready(f"http://127.0.0.1:{free_port()}", 600.0, process=process, log=log)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_real_server_takes_weights_and_answers_with_the_trainer_s_policy(

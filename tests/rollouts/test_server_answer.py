@@ -83,6 +83,7 @@ def log_prob(value: Any) -> Callable[[Answer], Any]:
     return lambda answer: answer["choices"][1]["logprobs"]["top_logprobs"][0].update({"token_id:21": value})
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -120,6 +121,7 @@ def test_completions_that_were_not_asked_for_are_refused(
         client.generate(PROMPTS, n=2, max_tokens=8)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -9999.0])
 def test_a_log_prob_that_is_no_number_is_the_engines_fault(
     spoiling: tuple[type[Spoiling], LabVLLMClient], value: float
@@ -130,6 +132,7 @@ def test_a_log_prob_that_is_no_number_is_the_engines_fault(
         client.generate(PROMPTS, n=2, max_tokens=8)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("page", [b"<html>Sign in</html>", b"", b"[1]", b'{"choices": ['])
 @pytest.mark.parametrize("call", ["generate", "generate_unscored", "reset_prefix_cache"])
 def test_an_answer_that_is_no_json_is_a_lost_server(

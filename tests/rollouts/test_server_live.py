@@ -275,6 +275,7 @@ def drawn_alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 LONG = {"max_completion_length": 100, "max_steps": 4, "save_strategy": "steps", "save_steps": 4}
 
 
+@pytest.mark.thorough
 def test_the_run_goes_on_with_the_server_that_comes_after_a_killed_one(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: Any
 ) -> None:

@@ -62,6 +62,7 @@ def is_closed(one: socket.socket) -> bool:
     return True
 
 
+@pytest.mark.not_fast
 def test_a_head_that_does_not_come_is_not_waited_for(running: Running) -> None:
     begin = time.monotonic()
     held = [running.connection(sent) for sent in (b"", b"G", HEAD)]
@@ -89,6 +90,7 @@ def test_many_that_send_nothing_shut_nobody_out(running: Running, monkeypatch: p
     assert len(server_access.Reader.waiting) <= 5
 
 
+@pytest.mark.not_fast
 def test_a_body_that_stops_coming_is_not_waited_for(running: Running) -> None:
     head = ASKED.replace(b"GET /health", b"POST /tokenize").removesuffix(b"\r\n")
     with running.connection(head + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{") as one:

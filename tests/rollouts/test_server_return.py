@@ -50,6 +50,7 @@ def answering(port: int, status: int = 200, said: str = "") -> Iterator[None]:
         running.server_close()
 
 
+@pytest.mark.not_fast
 def test_a_server_that_refuses_the_token_is_named_at_once() -> None:
     port = free_port()
     url, asked = f"http://127.0.0.1:{port}", [0]
@@ -70,6 +71,7 @@ def test_a_server_that_refuses_the_token_is_named_at_once() -> None:
         wait_until_ready(url, 600)
 
 
+@pytest.mark.not_fast
 @pytest.mark.skipif(find_spec("vllm") is None, reason="TRL's client of a server asks for vLLM")
 @pytest.mark.parametrize(
     "said", ["", "<html>", "{}", "[1]", '{"vllm_config": {}}', '{"data": [{"id": "m"}], "vllm_config": {}}']

@@ -90,6 +90,7 @@ def test_machines_that_cannot_have_it_are_told(
     assert caught.value.code == code
 
 
+@pytest.mark.not_fast
 def test_second_run_does_nothing(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

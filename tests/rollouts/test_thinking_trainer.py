@@ -38,6 +38,7 @@ def build(folder: Path, budget: int | None, **changes: Any) -> TappedTrainer:
     )
 
 
+@pytest.mark.thorough(but=["8", "None"])
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_gradient_is_the_oracles(budget: int | None, tmp_path: Path) -> None:

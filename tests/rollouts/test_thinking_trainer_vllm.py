@@ -38,6 +38,7 @@ def build(folder: Path, budget: int | None, **changes: Any) -> TappedTrainer:
     )
 
 
+@pytest.mark.thorough(but=["8", "None"])
 @pytest.mark.parametrize("budget", [0, 8, 32, None])
 def test_gradient_is_the_oracles(budget: int | None, tmp_path: Path) -> None:
     """The trainer is float32 and the oracle float64: 2e-5. Its sampler weight leaves inserted tokens (NaN) out."""

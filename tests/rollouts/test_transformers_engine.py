@@ -26,6 +26,7 @@ def test_a_model_without_a_limit_of_positions_has_none() -> None:
     assert context_of_config(Qwen2Config(max_position_embeddings=64)) == 64
 
 
+@pytest.mark.not_fast
 def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
     from grpo_lab.testing import tiny_model
 
@@ -42,6 +43,7 @@ def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
     assert run(64, prompts) == alone
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("budget", [0, 8, 32])
 def test_budget_is_obeyed(budget: int) -> None:
     from grpo_lab.testing import tiny_model

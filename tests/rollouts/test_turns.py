@@ -29,6 +29,7 @@ from rollouts.stand_in import stand_in
 LONGEST = 160
 
 
+@pytest.mark.not_fast
 def test_prompts_that_have_grown_get_what_the_servers_context_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ Watched: no exception, no verdict later than its limit and a second (rewards tha
 processor time and a second), memory, the pool alive at the end and right about an honest answer, nothing run (a canary
 file). Of TRL the first ``--trl`` texts of every family, one by one in a thread as a trainer may have it, ten seconds
 each before it counts as hung. Ends with code 1 if a promise of ours is broken. ``CodeReward`` runs programs by purpose
-and has attacks of its own (``tests/unit/code_attacks.py``): here its reading of a completion.
+and has attacks of its own (``tests/unit/sandbox/code_attacks.py``): here its reading of a completion.
 ``TokenClassificationSteps`` needs a model: here its splitting.
 """
 

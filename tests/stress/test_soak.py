@@ -76,6 +76,7 @@ def test_a_planted_leak_is_seen_through_noise(leak: float, flat: bool) -> None:
         assert found.low < 50 < found.high
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_short_run_holds_what_it_holds(tmp_path: Path) -> None:
     rows = soak.soaked("transformers", 60, 1, tmp_path)

@@ -57,6 +57,8 @@ def reference(tiny_folder: Path) -> Weights:
     }
 
 
+@pytest.mark.not_fast
+@pytest.mark.thorough(but=["[0-9]", "1[0-9]", "2[0-3]"])
 @pytest.mark.parametrize("number", [pytest.param(n, marks=() if n < FAST else pytest.mark.slow) for n in range(CASES)])
 def test_trainer_does_what_the_papers_say(number: int, tiny_folder: Path, reference: Weights, tmp_path: Path) -> None:
     case = draw(number)

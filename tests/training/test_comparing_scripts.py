@@ -121,6 +121,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
 
 
+@pytest.mark.thorough(but=["controls-arms2", "reinforce-arms10"])
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arms"),
@@ -155,6 +156,7 @@ def test_every_lab_that_trains_in_small(
     assert drawn
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_team_s_lab_by_its_path_as_a_module(tmp_path: Path) -> None:
     """A process of the command and one of the cell, both real; ``lab_own`` lies beside the file."""
@@ -176,6 +178,7 @@ def test_a_team_s_lab_by_its_path_as_a_module(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "own-3" / "arm.json").read_text())["seed"] == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_time_to_accuracy_in_small_and_gone_on_with(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -216,6 +219,7 @@ def test_smoke_of_two_presets(run: Any, tmp_path: Path) -> None:
     assert all(line.split("|")[2].strip() == "yes" for line in lines[2:])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_three_arms_of_distillation_at_the_same_tokens(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """The recipe's stages, from given models: the teacher's samples, what the trainings wrote, the measured models."""

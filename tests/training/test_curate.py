@@ -72,6 +72,7 @@ def recipe(folder: Path, measured_by: Path, **changes: Any) -> Any:
     return curation_recipe_from({**written, **changes})
 
 
+@pytest.mark.not_fast
 def test_every_filter_leaves_its_mark(tiny_folder: Path, tmp_path: Path) -> None:
     done = curate(recipe(tmp_path, tiny_folder))
     everything = pq.read_table(done.folder / "all.parquet").to_pylist()
@@ -100,6 +101,7 @@ def test_every_filter_leaves_its_mark(tiny_folder: Path, tmp_path: Path) -> None
         assert words in page
 
 
+@pytest.mark.not_fast
 def test_another_band_costs_no_sample_and_other_settings_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     first = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}))
     samples = (first.folder / "pass_rates.jsonl").read_bytes()
@@ -113,6 +115,7 @@ def test_another_band_costs_no_sample_and_other_settings_are_refused(tiny_folder
     assert (again.folder / "pass_rates.jsonl").read_bytes() != samples
 
 
+@pytest.mark.not_fast
 def test_a_reward_that_reads_tokens_is_given_them(tiny_folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"reward": "training.curation_rewards:by_tokens", "filters": {"band": {"low": 0.5}}}
     done = curate(recipe(tmp_path, tiny_folder, max_completion_length=2, n_samples=2, **changes))
@@ -121,6 +124,7 @@ def test_a_reward_that_reads_tokens_is_given_them(tiny_folder: Path, tmp_path: P
     assert len(rates) == len(QUESTIONS)  # a head, and all problems but the one that does not fit
 
 
+@pytest.mark.not_fast
 def test_samples_end_with_the_chat_template_and_what_was_cut_is_said_again(tiny_folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_folder, model)
@@ -135,6 +139,7 @@ def test_samples_end_with_the_chat_template_and_what_was_cut_is_said_again(tiny_
         curate(recipe(tmp_path, model, **changes))
 
 
+@pytest.mark.not_fast
 def test_a_row_without_a_value_to_balance_by_is_told(tiny_folder: Path, tmp_path: Path) -> None:
     made = recipe(tmp_path, tiny_folder, model=None, filters={"balance": {"by": "area"}})
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -145,6 +150,7 @@ def test_a_row_without_a_value_to_balance_by_is_told(tiny_folder: Path, tmp_path
     assert any("1 of the 14 rows to balance have no `area`" in note for note in done.report.notes)
 
 
+@pytest.mark.not_fast
 def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp_path: Path) -> None:
     done = curate(recipe(tmp_path, tiny_folder, filters={"band": {}}))
     for name in ("curated.parquet", "curated.jsonl"):
@@ -166,6 +172,7 @@ def test_what_is_kept_can_be_trained_on_and_curated_again(tiny_folder: Path, tmp
     assert any("measured anew: prompt_tokens, pass_rate" in note for note in second.report.notes)
 
 
+@pytest.mark.not_fast
 def test_without_a_model_only_the_text_is_read(tiny_folder: Path, tmp_path: Path) -> None:
     done = curate(recipe(tmp_path, tiny_folder, model=None, filters={"kind": True, "duplicates": True}))
     assert len(done.rows) == len(QUESTIONS) - 2
@@ -216,6 +223,7 @@ def test_the_histogram_counts_every_rate_once() -> None:
     assert [number for number, *_ in kept_examples(rows)] == ["0", "2", "4", "6", "8", "10"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp_path: Path) -> None:
     """SIGKILL half-way through the command; the second run must add the missing rows only and end where a whole run
@@ -260,6 +268,7 @@ def test_a_killed_curation_goes_on_without_repeating_work(tiny_folder: Path, tmp
     assert (samples.parent / "curated.jsonl").read_bytes() == (whole / "curated.jsonl").read_bytes()
 
 
+@pytest.mark.not_fast
 def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +322,7 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.not_fast
 def test_rows_to_imitate_lose_the_problems_that_can_be_guessed(tiny_folder: Path, tmp_path: Path) -> None:
     """Two answers a problem; the reward takes any answer where the solution is 10, and none where it is 11. Each
     problem is asked once; of the rest as many stay of every domain as of the smallest."""

@@ -80,6 +80,7 @@ def test_like_a_run_is_what_the_run_measured(run: Path, tmp_path: Path, capsys: 
     assert f"report: {tmp_path / 'a' / 'report.html'}" in printed
 
 
+@pytest.mark.not_fast
 def test_every_loader_argument_is_an_option_and_the_summary_says_all(run: Path, tmp_path: Path) -> None:
     options = ["--steps", "1,2", "--largest", "20", "--data.seed", "3", "--n", "6", "--template", "none", "--seed", "9"]
     words = [
@@ -103,6 +104,7 @@ def test_every_loader_argument_is_an_option_and_the_summary_says_all(run: Path, 
     assert (said["model"], said["mode"], said["limit"], said["seed"]) == (str(run), "strict", None, 9)
 
 
+@pytest.mark.not_fast
 def test_rows_other_than_the_run_s_own_are_noted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--data", "word_problems", "--template", "none", *SMALL]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -135,6 +137,7 @@ def test_mistakes_are_named_before_the_model_is_loaded(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.not_fast
 def test_the_output_folder_is_looked_at_first(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +168,7 @@ def test_the_output_folder_is_looked_at_first(
     assert (out / "outcomes.jsonl").read_bytes() != first["outcomes.jsonl"]
 
 
+@pytest.mark.not_fast
 def test_overwrite_takes_the_place_of_other_conditions_and_of_nothing_else(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +191,7 @@ def test_overwrite_takes_the_place_of_other_conditions_and_of_nothing_else(
     assert (out / "sweep.json").is_file()
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     "after", ["run.lock", "outcomes.jsonl.part", "outcomes.jsonl", "outcomes.parquet", "no page", "Ctrl-C"]
 )
@@ -341,6 +346,7 @@ def test_conditions_that_cannot_be(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.not_fast
 def test_a_killed_evaluation_goes_on_with_its_blocks(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +393,7 @@ def test_a_killed_evaluation_goes_on_with_its_blocks(
     assert other.sampled != whole.sampled  # nothing was left to be taken for its own
 
 
+@pytest.mark.not_fast
 def test_facts_of_the_stage_are_flat_numbers(thinker: Path, tmp_path: Path) -> None:
     shutil.copytree(thinker, tmp_path / "other")
     written = {

@@ -199,6 +199,7 @@ TASKS = {"pipeline_quickstart.yaml": "stories", "pipeline.yaml": "gsm8k"}
 """Pipeline → its general task."""
 
 
+@pytest.mark.thorough(but="pipeline_quickstart.yaml")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_a_pipeline_from_end_to_end_in_two_steps_each(
@@ -220,6 +221,7 @@ def test_a_pipeline_from_end_to_end_in_two_steps_each(
     assert done["general-modes"]["accuracy"] is not None
 
 
+@pytest.mark.not_fast(but="pipeline.yaml")
 @pytest.mark.parametrize("name", TASKS)
 def test_the_recipes_can_be_planned(name: str, tmp_path: Path) -> None:
     written = read_yaml(RECIPES / name, {"output_dir": str(tmp_path / "out")})

@@ -101,6 +101,7 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.not_fast
 def test_functional_sections_are_side_by_side_and_timed_ones_alone_after_them(record: Record) -> None:
     """Those that meet would wait for each other for ever if they came one after the other. Of more than there are cores
     no more than these begin."""
@@ -116,6 +117,7 @@ def test_functional_sections_are_side_by_side_and_timed_ones_alone_after_them(re
     assert checked(Record(record.file, dict(TOLD)), late, cores=1) == {"one": "limit", "two": "ok"}
 
 
+@pytest.mark.not_fast(but="cpu")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_section_s_limit_is_its_own_and_counts_from_its_turn(device: str, record: Record) -> None:
     """On a GPU its process is a new one, and a timed one's has imported before its turn; the check's own end comes
@@ -155,6 +157,7 @@ def test_a_section_that_is_left_out_for_time_keeps_the_rows_that_an_earlier_chec
     assert again.sections["dies"]["rows"]
 
 
+@pytest.mark.not_fast
 def test_a_killed_check_has_lost_nothing_and_left_nothing_behind(record: Record) -> None:
     """Kill −9 of the runner itself, while its second section hangs: the first stands in the file, and the hanging
     section ends with the runner."""
@@ -297,6 +300,7 @@ def test_the_peak_is_found_by_the_device_s_name(name: str, teraflops: int | None
     assert (None if found is None else found[0] / 1e12) == teraflops
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_section_gives_numbers(tmp_path: Path) -> None:
     """Engines and ranks have tests of their own kind."""

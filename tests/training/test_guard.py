@@ -39,6 +39,7 @@ def each(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return plant, folder
 
 
+@pytest.mark.not_fast
 def test_a_bad_step_moves_nothing_and_the_next_does(each: tuple[Plant, Path]) -> None:
     plant, _ = each
     assert plant.moved == [step not in EACH for step in range(1, STEPS + 1)]  # weights, moments, AdamW's counts
@@ -166,6 +167,7 @@ def test_a_bad_step_inside_a_logging_window(tiny_folder: Path, tmp_path: Path) -
     assert torch.equal(state_of(resumed), state_of(whole))
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_subclass_that_writes_the_training_step_itself(accumulation: int, tiny_folder: Path, tmp_path: Path) -> None:
     """TRL's ``_step`` stands still there: it counted as before every bad batch, and no step was taken."""
@@ -186,6 +188,7 @@ def test_a_subclass_that_writes_the_training_step_itself(accumulation: int, tiny
     assert tensors["completion_ids"].size(0) == 8
 
 
+@pytest.mark.not_fast
 def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path: Path) -> None:
     class Overflows(LabTrainer):
         def compute_advantages(self, table: Any) -> Tensor:
@@ -202,6 +205,7 @@ def test_a_critics_gradient_and_advantages_of_a_rule(tiny_folder: Path, tmp_path
     assert shares(trainer, "advantage") == [0, 0, 1, 0]
 
 
+@pytest.mark.not_fast
 def test_an_infinite_score_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
     """A step reward's stands for its completion; a number that float32 has not is infinite, too."""
     plant = Plant({})
@@ -226,6 +230,7 @@ def test_an_infinite_score_of_a_step(tiny_folder: Path, tmp_path: Path) -> None:
         ).train()
 
 
+@pytest.mark.not_fast
 def test_weights_that_the_optimizer_breaks(tiny_folder: Path, tmp_path: Path) -> None:
     """Adam in fp16: ε = 1e-8 is 0 there, and so are small squares. All numbers that the guard sees are finite in step
     1, the weights NaN after it."""
@@ -255,6 +260,7 @@ class Breaks(TrainerCallback):
                 next(iter(optimizer.state.values()))["exp_avg"].view(-1)[0] = math.nan
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(("what", "every"), [("moment", 1), ("learning rate", 4)])
 def test_what_the_last_step_breaks_is_no_success(what: str, every: int, tiny_folder: Path, tmp_path: Path) -> None:
     """Nothing is generated after it, with one step a generation or four: the training ended, and NaN was saved as its
@@ -266,6 +272,7 @@ def test_what_the_last_step_breaks_is_no_success(what: str, every: int, tiny_fol
     assert trainer.state.global_step == 4
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     "settings",
     [{}, {"objective": None}, {"objective": "ppo", "value": {"model": "head"}}],
@@ -295,6 +302,7 @@ def test_nan_is_in_no_checkpoint_and_the_run_goes_on_from_the_one_before(
     assert state_of(resumed).isfinite().all()
 
 
+@pytest.mark.not_fast
 def test_guard_off_said_so_keeps_what_there_is(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=2, save_strategy="steps", save_steps=1, guard="off")
     trainer.add_callback(Breaks(2, "moment"))
@@ -411,6 +419,7 @@ def test_last_good(tmp_path: Path) -> None:
     )  # written while steps were left out: the same weights
 
 
+@pytest.mark.not_fast
 def test_nan_among_the_weights_is_named_before_anything_is_sampled(tiny_folder: Path, tmp_path: Path) -> None:
     """torch's own word, in the generation, is "probability tensor contains either `inf`, `nan` or element < 0"."""
     trainer = build(tiny_folder, tmp_path, Plant({}), max_steps=1)
@@ -421,6 +430,7 @@ def test_nan_among_the_weights_is_named_before_anything_is_sampled(tiny_folder: 
         trainer.train()
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("objective", ["dr_grpo", None])
 @pytest.mark.parametrize(
     ("where", "number", "said"),

@@ -31,6 +31,7 @@ def without_it(trainer: Any) -> None:
     trainer.remove_callback(HealthLine)
 
 
+@pytest.mark.not_fast
 def test_a_healthy_run_says_so_and_logs_the_same(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_healthy_run_says_so_and_logs_the_same(
         assert {k: v for k, v in one.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
 
 
+@pytest.mark.not_fast
 def test_all_groups_dead_is_said_and_what_to_look_at(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,6 +72,7 @@ class OwnLoss(LabTrainer):
         return super().token_loss(batch)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(("trainer", "is_said"), [(LabTrainer, True), (OwnLoss, False)])
 def test_of_a_teams_loss_it_does_not_say_that_0_is_right(
     trainer: type[LabTrainer], is_said: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -81,6 +84,7 @@ def test_of_a_teams_loss_it_does_not_say_that_0_is_right(
     assert ["loss 0 is right" in one.getMessage() for one in lines(caplog)] == [is_said]
 
 
+@pytest.mark.not_fast
 def test_a_drop_in_run_has_it_where_it_is_asked_for(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +109,7 @@ class TwoGroups(LabTrainer):
         return self.optimizer
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("rate", [0.5, 0.0])
 def test_a_learning_rate_of_0_is_said_where_all_groups_have_it(
     rate: float, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -121,6 +126,7 @@ def test_a_learning_rate_of_0_is_said_where_all_groups_have_it(
     assert any("is 0: nothing moves" in one for one in said) is (rate == 0)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("judges", [True, False])
 def test_cut_completions_count_as_wrong_where_answers_are_judged(
     judges: bool, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -141,6 +147,7 @@ def test_cut_completions_count_as_wrong_where_answers_are_judged(
     assert all(("count as wrong" in one) is judges for one in said)
 
 
+@pytest.mark.not_fast
 def test_nothing_scored_is_said_of_what_trl_logs(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,6 +46,7 @@ def trainer_in(folder: Path, interrupt_at: int | None = None, times: int = 1, **
     return LabTrainer(model=model, reward_funcs=odd_share, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
+@pytest.mark.not_fast
 def test_ctrl_c_ends_the_step_keeps_it_and_goes_on_exactly(tmp_path: Path) -> None:
     whole = trainer_in(tmp_path / "whole")
     whole.train()
@@ -63,12 +64,14 @@ def test_ctrl_c_ends_the_step_keeps_it_and_goes_on_exactly(tmp_path: Path) -> No
         assert torch.equal(one, other), name
 
 
+@pytest.mark.not_fast
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer_in(tmp_path, interrupt_at=2, times=2).train()
     assert not (tmp_path / "checkpoint-1").exists()
 
 
+@pytest.mark.not_fast
 def test_without_checkpoints_ctrl_c_is_python_s(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, interrupt_at=2, save_strategy="no")
     with pytest.raises(KeyboardInterrupt):

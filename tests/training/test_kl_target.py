@@ -60,6 +60,7 @@ def holds(seen: list[float]) -> bool:
     return all(abs(fmean(late[i : i + 20]) / TARGET - 1) <= 0.3 for i in range(0, len(late) - 19, 20))
 
 
+@pytest.mark.thorough
 def test_the_measured_kl_stays_at_its_target(tmp_path: Path) -> None:
     seen, betas, _ = steered(tmp_path)
     assert holds(seen)

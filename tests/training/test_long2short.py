@@ -162,6 +162,7 @@ def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_f
     assert not (again / "stopped").exists()
 
 
+@pytest.mark.not_fast
 def test_a_distillation_ends_with_its_tokens_and_refuses_another_vocabulary(tiny_folder: Path, tmp_path: Path) -> None:
     """Two prompts a step, of 8 tokens each: 40 are there after the third; a log of two steps sees them at the
     fourth."""
@@ -180,6 +181,7 @@ def test_a_distillation_ends_with_its_tokens_and_refuses_another_vocabulary(tiny
         other.run(Workspace(tmp_path, StopRequests(tmp_path)))
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("at", ["shutil.move", "write_report"])
 def test_a_merge_that_is_killed_leaves_nothing_behind(
     at: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.not_fast(but="backward-a step a batch")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_out_of_memory_in_the_third_bin(
@@ -166,6 +167,7 @@ def test_out_of_memory_in_the_third_bin(
         assert lines[0] == lines[1]
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_later_steps_run_out_of_memory_too(where: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Twice in one step, which is the third."""
@@ -179,6 +181,7 @@ def test_later_steps_run_out_of_memory_too(where: str, tiny_folder: Path, tmp_pa
     assert logged(broken)[:2] == logged(whole)[:2]
 
 
+@pytest.mark.not_fast
 def test_gradients_of_somebody_else_are_not_dropped(tiny_folder: Path, tmp_path: Path) -> None:
     def prepare(trainer: Any) -> None:
         out_of_memory_in("forward")(trainer)
@@ -195,6 +198,7 @@ def test_gradients_of_somebody_else_are_not_dropped(tiny_folder: Path, tmp_path:
         trained(tmp_path, tiny_folder, prepare, update={"max_tokens": "auto"})
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("asked", [100, None])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_number_is_not_halved_but_named(where: str, asked: int | None, tiny_folder: Path, tmp_path: Path) -> None:
@@ -209,12 +213,14 @@ def test_a_number_is_not_halved_but_named(where: str, asked: int | None, tiny_fo
         assert "CUDA out of memory. Tried" in str(said.value)
 
 
+@pytest.mark.not_fast
 def test_a_row_that_does_not_fit_alone(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"a row of \d+ tokens alone does not fit") as said:
         trained(tmp_path, tiny_folder, out_of_memory_in("forward", times=99), update={"max_tokens": "auto"})
     assert "max_completion_length" in str(said.value)
 
 
+@pytest.mark.not_fast
 def test_without_memory_statistics_it_is_the_stock_micro_batch(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,6 +248,7 @@ def bins_of(run: Run) -> list[float]:
     return [row["update/tokens_computed"] for row in run.history if "update/tokens_computed" in row]
 
 
+@pytest.mark.not_fast
 def test_the_number_that_the_memory_holds(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,6 +288,7 @@ def sampled(folder: Path, start: Path, checkpoint: Path | None = None) -> LabTra
     return trainer
 
 
+@pytest.mark.not_fast
 def test_a_resumed_run_has_the_number_of_its_checkpoint(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

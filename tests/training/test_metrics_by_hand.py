@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"num_iterations": 2, "learning_rate": 1.0, "update": {"max_tokens": 24}, **KINDS[kind]}
@@ -50,19 +51,19 @@ def test_every_metric(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
 
 #: documented metrics that the runs above do not have → the test that computes them
 ELSEWHERE = {
-    "product_ratio/held_mean": "unit/test_ratios.py",
-    "rewards/worked_out/mean": "unit/test_working.py",
+    "product_ratio/held_mean": "unit/losses/test_ratios.py",
+    "rewards/worked_out/mean": "unit/verifiers/test_working.py",
     "kl/reward_penalty": "parity/test_kl_in_reward.py",
-    "accuracy_reward/unscorable_gold": "unit/test_accuracy.py",
-    "accuracy_reward/timeout": "unit/test_accuracy.py",
-    "accuracy_reward/no_answer": "unit/test_accuracy.py",
-    "accuracy_reward/unjudged": "unit/test_accuracy.py",
-    "code_reward/unjudged": "unit/test_code_killed.py",
-    "code_reward/limit": "unit/test_code_reward.py",
-    "code_reward/unusable": "unit/test_code_reward.py",
-    "code_reward/walls": "unit/test_code_reward.py",
-    "<name>/flipped": "unit/test_noise_rewards.py",
-    "<name>/beyond_share": "unit/test_token_classification.py",
+    "accuracy_reward/unscorable_gold": "unit/verifiers/test_accuracy.py",
+    "accuracy_reward/timeout": "unit/verifiers/test_accuracy.py",
+    "accuracy_reward/no_answer": "unit/verifiers/test_accuracy.py",
+    "accuracy_reward/unjudged": "unit/verifiers/test_accuracy.py",
+    "code_reward/unjudged": "unit/sandbox/test_code_killed.py",
+    "code_reward/limit": "unit/sandbox/test_code_reward.py",
+    "code_reward/unusable": "unit/sandbox/test_code_reward.py",
+    "code_reward/walls": "unit/sandbox/test_code_reward.py",
+    "<name>/flipped": "unit/rewards/test_noise_rewards.py",
+    "<name>/beyond_share": "unit/rewards/test_token_classification.py",
     "rewards/nan_share": "training/test_reward_kinds.py",
     **{f"guard/{name}": "training/test_guard.py" for name in ("left_out", "loss", "gradient", "reward", "log_prob")},
     "guard/advantage": "training/test_guard.py",
@@ -74,14 +75,14 @@ ELSEWHERE = {
     "rollout/waited_s": "rollouts/test_overlap.py",
     "rollout/sync_bytes": "rollouts/test_adapter_vllm.py",
     "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",
-    "rollout/generated": "unit/test_arm_runs.py",
-    "sampling/ratio_mean/len_q1": "unit/test_metrics.py",
-    "sampling/kept_share/len_q1": "unit/test_metrics.py",
-    "sampling/sampling_logp_difference/mean": "unit/test_metrics.py",
-    "sampling/sampling_logp_difference/max": "unit/test_metrics.py",
-    "sampling/importance_sampling_ratio/mean": "unit/test_metrics.py",
-    "sampling/importance_sampling_ratio/min": "unit/test_metrics.py",
-    "sampling/importance_sampling_ratio/max": "unit/test_metrics.py",
+    "rollout/generated": "unit/labs/test_arm_runs.py",
+    "sampling/ratio_mean/len_q1": "unit/reports/test_metrics.py",
+    "sampling/kept_share/len_q1": "unit/reports/test_metrics.py",
+    "sampling/sampling_logp_difference/mean": "unit/reports/test_metrics.py",
+    "sampling/sampling_logp_difference/max": "unit/reports/test_metrics.py",
+    "sampling/importance_sampling_ratio/mean": "unit/reports/test_metrics.py",
+    "sampling/importance_sampling_ratio/min": "unit/reports/test_metrics.py",
+    "sampling/importance_sampling_ratio/max": "unit/reports/test_metrics.py",
     "sampler/seen_share": "training/test_sampler_in_trainer.py",
     "sampler/at_floor_share": "training/test_sampler_in_trainer.py",
     "aux_loss": "parity/test_drop_in.py",

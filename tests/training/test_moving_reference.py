@@ -82,6 +82,9 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(
+    but=["every 3 steps, KL in the reward", "target, generation batches that end inside an optimizer step"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     settings, stop = CASES[name], 3

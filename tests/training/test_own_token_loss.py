@@ -28,6 +28,7 @@ class LiveOnly(LatePull):
         return super().token_loss(batch).masked_fill(batch.advantages == 0, 0.0)
 
 
+@pytest.mark.not_fast
 def test_a_term_that_sets_in_later_acts_on_all_rows(tmp_path: Path, tiny_folder: Path) -> None:
     settings = arguments(tmp_path, learning_rate=0.05)
     ours, stock = (
@@ -51,6 +52,7 @@ class Logging(LabTrainer):
         return super().token_loss(batch)
 
 
+@pytest.mark.not_fast
 def test_toy_batches_are_not_in_a_teams_metrics(tmp_path: Path, tiny_folder: Path) -> None:
     """The trainer asks the hook about float64 toy batches, at the start and with each generation batch."""
     settings = arguments(tmp_path, max_steps=2, num_iterations=2)

@@ -297,6 +297,7 @@ def test_a_rank_whose_launcher_ended_while_it_was_starting_ends(
     assert not (tmp_path / "out" / "stage" / "evaluation").exists()
 
 
+@pytest.mark.thorough(but="evaluate")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "number", "code"), [(1, signal.SIGTERM, 75), (2, signal.SIGINT, 130)], ids=["evaluate", "rl"]

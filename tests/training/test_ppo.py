@@ -29,6 +29,7 @@ def run(folder: Path, out: Path, critic: Path, **changes: Any) -> tuple[Run, Int
     return train(PPOTrainer, args, folder, rollout=rollout, reward=ppo_oracle.scripted_reward), rollout
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("kind", ppo_oracle.KINDS)
 @pytest.mark.parametrize("update", ["exact", "off"])
 def test_weights_and_losses_are_a_float64_oracles(kind: str, update: str, tiny_folder: Path, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def copied(parameters: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in parameters}
 
 
+@pytest.mark.not_fast
 def test_an_adapter_a_critic_in_full_and_a_warm_up(tiny_folder: Path, tmp_path: Path) -> None:
     """Two steps of the critic alone: the policy keeps its bits and has no moments. What is saved is an adapter, and a
     critic beside it."""
@@ -114,6 +116,7 @@ def test_an_adapter_a_critic_in_full_and_a_warm_up(tiny_folder: Path, tmp_path: 
     assert len(streamed) == len(policy)
 
 
+@pytest.mark.not_fast
 def test_saved_evaluated_and_followed_by_its_reference(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = small(
         tiny_folder, tmp_path / "out", eval_dataset=problems(4), eval_strategy="steps", eval_steps=1,

@@ -49,6 +49,7 @@ def preference(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     return folder / "out" / "rm" / "model", facts["rm"]
 
 
+@pytest.mark.not_fast
 def test_the_stage_learns_pairs_and_says_how_many_held_out_ones_it_has_right(
     preference: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -176,6 +177,7 @@ def test_orders_by_hand() -> None:
     assert list(orders([1.0, 0.0, 1.0, float("nan"), 2.0, 2.0], 3)) == [[(0, 1), (2, 1)], []]
 
 
+@pytest.mark.not_fast
 def test_what_it_refuses(preference: tuple[Path, dict[str, Any]], tiny_folder: Path, tmp_path: Path) -> None:
     folder = str(preference[0])
     with pytest.raises(ValueError, match=r"only grpo_lab\.LabTrainer keeps a reward model in training"):
@@ -207,6 +209,7 @@ def test_in_stock_trl_it_is_an_ordinary_reward(preference: tuple[Path, dict[str,
     assert reward(**texts)[:2] == [good, bad]
 
 
+@pytest.mark.not_fast
 def test_the_stage_is_stopped_and_gone_on_with_to_the_bit(
     preference: tuple[Path, dict[str, Any]], tiny_folder: Path, tmp_path: Path
 ) -> None:

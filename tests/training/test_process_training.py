@@ -111,12 +111,14 @@ def test_a_mixture_is_the_sum(tiny_folder: Path, tmp_path: Path) -> None:
         assert any(all(abs(a - b) < 2e-4 for a, b in zip(row, other)) for other in rows), row
 
 
+@pytest.mark.not_fast
 def test_resample_and_metrics_know_dead_steps(tiny_folder: Path, tmp_path: Path) -> None:
     """Groups whose steps all score alike are dead, whatever the mean; resampling fills the batch with others."""
     done = run(tmp_path, tiny_folder, [one_step], update={"dead_groups": "resample", "max_rounds": 8}, max_steps=2)
     assert max(row["update/resample_rounds"] for row in done.history if "update/resample_rounds" in row) > 1
 
 
+@pytest.mark.not_fast
 def test_nan_scores_are_counted_and_said(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They were in no `rewards/nan_share`. And two rewards of one name share a log entry: said at the start."""
 

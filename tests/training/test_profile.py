@@ -101,6 +101,7 @@ def test_the_table() -> None:
     assert "| all | 5.000 | 100% | 10.000 | 100% |" in text
 
 
+@pytest.mark.not_fast
 def test_a_run_writes_its_profile(tmp_path: Path, tiny_folder: Path) -> None:
     trained(tmp_path / "profiled", tiny_folder, profile=True)
     lines = (tmp_path / "profiled" / FILE).read_text().splitlines()
@@ -117,6 +118,7 @@ def test_a_run_writes_its_profile(tmp_path: Path, tiny_folder: Path) -> None:
     assert "Wall time of 3 optimizer steps" in lines[-1]
 
 
+@pytest.mark.not_fast
 def test_without_it_nothing_is_counted(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks.torch.cuda, "synchronize", lambda: pytest.fail("waited for the device"))
     trained(tmp_path / "plain", tiny_folder)

@@ -101,6 +101,7 @@ def push(kind: str, advantage: float, new: Tensor, old: Tensor) -> Tensor:
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("kind", ["reinforce", "unclipped", "clipped"])
 def test_inner_updates_on_one_rollout(kind: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Three updates, the reference copied after each: neither old nor reference log-probs follow before the next
@@ -121,6 +122,7 @@ def test_inner_updates_on_one_rollout(kind: str, tiny_folder: Path, tmp_path: Pa
         assert movement_difference(run, literal(run, per_row, frozen=False)) > 10 * movement_bound(expected)
 
 
+@pytest.mark.not_fast
 def test_the_small_scripts_loss_through_the_trainer(tiny_folder: Path, tmp_path: Path) -> None:
     """−log π·A + β·k3, summed over tokens, over the number of response tokens; ``beta`` alone is the plain k3."""
     run = trained(tmp_path, tiny_folder, objective="reinforce_token_mean", beta=BETA, learning_rate=0.05)
@@ -192,6 +194,7 @@ def test_a_weighted_k3_beside_it_is_refused() -> None:
     LabConfig(output_dir="x", use_cpu=True, bf16=False, objective="reinforce_token_mean", kl=weighted)
 
 
+@pytest.mark.not_fast
 def test_a_returns_rule_trains(tiny_folder: Path, tmp_path: Path) -> None:
     """γ per token by name: the advantages of the batch are the discounted deltas."""
 

@@ -36,6 +36,7 @@ def distinct_or_dead(completion_ids: list[list[int]], number: list[int], **_: An
     ]
 
 
+@pytest.mark.not_fast
 def test_batches_hold_live_groups_only(tiny_folder: Path, tmp_path: Path) -> None:
     run = train(LabTrainer, resampling(tmp_path, max_rounds=20), tiny_folder, reward=distinct_or_dead)
     assert column(run, "update/live_share") == [1.0] * 3
@@ -58,6 +59,7 @@ class OnThoseRows(GRPOTrainer):
         return {**output, **{name: value for name, value in given.items() if name in (*output, "num_items_in_batch")}}
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("loss", ["dr_grpo", "dapo"])
 def test_a_resampled_batch_is_trained_on_as_stock_would(loss: str, tiny_folder: Path, tmp_path: Path) -> None:
     """The same rows through stock's own update: live groups of several rounds, padded to other widths, one token count
@@ -93,6 +95,7 @@ def test_a_resampled_batch_is_trained_on_as_stock_would(loss: str, tiny_folder: 
     assert movement_difference(ours, stock) <= movement_gap(torch.float32, size, moved, steps=3)
 
 
+@pytest.mark.not_fast
 def test_rounds_are_bounded(tiny_folder: Path, tmp_path: Path) -> None:
     run = train(LabTrainer, resampling(tmp_path, max_rounds=3), tiny_folder, reward=mixed_reward(dead_every=1))
     assert (
@@ -102,6 +105,7 @@ def test_rounds_are_bounded(tiny_folder: Path, tmp_path: Path) -> None:
     assert run.losses == [0.0] * 3
 
 
+@pytest.mark.not_fast
 def test_what_is_one_number_a_generation_batch_counts_once_however_many_rounds(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +142,7 @@ def test_what_is_one_number_a_generation_batch_counts_once_however_many_rounds(
     assert at_floor > 0
 
 
+@pytest.mark.not_fast
 def test_nothing_is_drawn_when_all_groups_live(tiny_folder: Path, tmp_path: Path) -> None:
     ours = train(LabTrainer, resampling(tmp_path), tiny_folder, reward=mixed_reward(dead_every=0))
     plain = train(
@@ -150,6 +155,7 @@ def test_nothing_is_drawn_when_all_groups_live(tiny_folder: Path, tmp_path: Path
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
+@pytest.mark.not_fast
 def test_equal_rewards_are_dead_also_where_rounding_makes_advantages_of_them(tiny_folder: Path, tmp_path: Path) -> None:
     """The float32 mean of six rewards of 0.6 is another number, and TRL divides the difference by a std as small."""
     assert torch.full((6,), 0.6).nanmean() != torch.tensor(0.6)
@@ -167,6 +173,7 @@ def test_equal_rewards_are_dead_also_where_rounding_makes_advantages_of_them(tin
     assert max(rounds[0]) > 1
 
 
+@pytest.mark.not_fast
 def test_a_kl_penalty_in_the_reward_brings_no_dead_group_to_life(tiny_folder: Path, tmp_path: Path) -> None:
     """Eight steps at a large rate: the policy leaves the reference, so that penalties differ within every group."""
     args = LabConfig(
@@ -192,6 +199,7 @@ def test_streams_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
         train(LabTrainer, resampling(tmp_path), tiny_folder, train_dataset=stream)
 
 
+@pytest.mark.not_fast
 def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tmp_path: Path) -> None:
     """With ``steps_per_generation`` below ``gradient_accumulation_steps`` a step holds several; each needs prompts of
     its own."""
@@ -210,6 +218,7 @@ def test_generation_batches_of_one_step_draw_other_prompts(tiny_folder: Path, tm
     assert sum(a == b for a, b in zip(first, second, strict=True)) <= 2  # one of 40 by chance
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("name", ["exact", "off"])
 def test_learned_positions_are_those_at_generation(name: str, tmp_path: Path) -> None:
     """Rounds are padded to other widths; with learned positions a row's log-probs depend on its place, in bins and in

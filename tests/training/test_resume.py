@@ -204,6 +204,17 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough(
+    cases=[
+        "token denominator of the whole batch",
+        "log every 4 steps",
+        "TRL's loss",
+        "reference model",
+        "a forward that was seen to be random",
+        "our sampler",
+        "kimi",
+    ]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_resumed_run_is_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:
     whole = build(tmp_path / "whole", case.kind, **case.settings, **case.more)

@@ -63,6 +63,7 @@ def test_names_are_trls(judge: Path, tiny_folder: Path, tmp_path: Path) -> None:
     assert names == ["parts", "parts", "Instance", "Instance", "tiny-judge", "tiny-judge"]
 
 
+@pytest.mark.not_fast(but="model")
 @pytest.mark.parametrize("kind", ["path", "model", "partial"])
 def test_kimi_finds_the_only_reward_by_trls_name(kind: str, judge: Path, tiny_folder: Path, tmp_path: Path) -> None:
     given = {
@@ -76,6 +77,7 @@ def test_kimi_finds_the_only_reward_by_trls_name(kind: str, judge: Path, tiny_fo
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.not_fast
 def test_a_reward_of_weight_zero_is_watched_and_changes_no_number(tiny_folder: Path, tmp_path: Path) -> None:
     """`worked_out` beside an accuracy: its mean is logged, loss, gradient and weights are bitwise those without it."""
     left = {}
@@ -120,6 +122,7 @@ def with_nan_of_a_group(group: Any) -> list[Any]:
     return holes(parts(group.completion_ids), float("nan"))
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("reward", [with_nan, with_nan_later], ids=["now", "later"])
 def test_nan_is_none_as_in_stock(
     reward: Any, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -216,6 +219,7 @@ def test_what_is_no_list_of_numbers_is_named(answer: Any, seen: str, tiny_folder
 # -- no max_completion_length ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.not_fast
 def test_a_limit_of_the_engine_alone(tiny_folder: Path, tmp_path: Path) -> None:
     settings = {"max_completion_length": None, "generation_kwargs": {"max_new_tokens": 6}}
     stock = build(tiny_folder, tmp_path, parts, GRPOTrainer, script=False, **settings)

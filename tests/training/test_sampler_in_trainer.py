@@ -78,6 +78,7 @@ def test_prioritized_serves_groups_and_follows_the_run(tiny_folder: Path, tmp_pa
     assert floors[-1] == pytest.approx(sum(1 - s <= 0.05 for s in sampler.success_rates.tolist()) / 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_draws_follow_the_formula_in_a_long_run(tiny_folder: Path, tmp_path: Path) -> None:
     """Once every s_i is known, problem i is in a round with probability min(1, k·w_i): counts against that mean."""
@@ -100,6 +101,7 @@ def test_draws_follow_the_formula_in_a_long_run(tiny_folder: Path, tmp_path: Pat
     assert 0 < easy < 0.35 * hard  # 4 easy problems of weight 0.1, 5 hard ones of weight 1: 0.08 expected
 
 
+@pytest.mark.thorough(but="prioritized")
 @pytest.mark.parametrize(
     ("sampler", "changes"),
     [

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("name", CASES)
 def test_against_a_literal_loop(name: str, tiny_folder: Path, tmp_path: Path) -> None:
     rule, dead = CASES[name]
@@ -135,6 +136,7 @@ def test_against_a_literal_loop(name: str, tiny_folder: Path, tmp_path: Path) ->
     assert (alike_and_live > 0) == (dead == "zero"), "a rule that learns from equal rewards got such groups"
 
 
+@pytest.mark.not_fast
 def test_a_hook_is_asked_on_what_is_kept(tiny_folder: Path, tmp_path: Path) -> None:
     """Never on a group that was thrown away before; and last, for the advantages, on just what is trained on."""
     args = LabConfig(

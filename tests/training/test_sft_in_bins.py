@@ -63,6 +63,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type, **more: A
     return model, logs.rows, seen
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_training_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulated: int) -> None:
     """In float64, but for TRL's head, which sums in float32: Adam makes 1e-2 a step of the smallest gradient, of which

@@ -112,6 +112,7 @@ def test_the_reason_names_the_cause(
     assert (all_rows or "") in (found.all_rows or "")
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

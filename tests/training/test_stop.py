@@ -78,6 +78,7 @@ MOMENTS: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.thorough(but=["generation", "collecting", "between two steps"])
 @pytest.mark.parametrize("moment", list(MOMENTS))
 def test_a_run_stopped_by_sigterm_goes_on_to_the_bit(moment: str, whole: Any, tmp_path: Path) -> None:
     stopped = ready(tmp_path / "stopped", **SETTINGS)
@@ -106,6 +107,7 @@ def test_asked_while_a_checkpoint_is_written_it_is_the_one(whole: Any, tmp_path:
     assert_same(again, whole)
 
 
+@pytest.mark.thorough(but="LabTrainer")
 @pytest.mark.parametrize("kind", [LabTrainer, KimiTrainer])
 def test_where_a_generation_begins_in_the_step(kind: Any, tmp_path: Path) -> None:
     """Step 3 generates: a checkpoint inside it would generate again with other random numbers. An odd logging window,
@@ -178,6 +180,7 @@ def by_epochs(folder: Path, **changes: Any) -> Any:
     return trainer
 
 
+@pytest.mark.thorough(but=["steps-on_save-4", "steps-None-4"])
 @pytest.mark.parametrize(
     ("saving", "event", "step"),
     [

@@ -41,6 +41,7 @@ def trained(kind: Any, model: Path, folder: Path, **settings: Any) -> Run:
     return train(kind, LabConfig(**arguments(folder, **{**shape, "num_generations": 4, **settings})), model)
 
 
+@pytest.mark.not_fast
 def test_hook_rule_bins_and_trls_batches(tiny_folder: Path, tmp_path: Path) -> None:
     hook = trained(ByHook, tiny_folder, tmp_path, objective="dr_grpo")
     for output, numbers, _ in hook.trainer.seen:
@@ -63,6 +64,7 @@ def test_hook_rule_bins_and_trls_batches(tiny_folder: Path, tmp_path: Path) -> N
     assert movement_difference(hook, off) <= movement_bound(off)
 
 
+@pytest.mark.not_fast
 def test_a_hook_over_process_gets_what_process_gives(tiny_folder: Path, tmp_path: Path) -> None:
     class Passing(LabTrainer):
         def compute_advantages(self, table: RewardTable) -> Tensor:
@@ -81,6 +83,7 @@ def _again(run: Run) -> Any:
     return rollout
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("shape", ["(12, 2)", "(3,)", "scalar", "nan", "list"])
 def test_another_shape_is_refused(shape: str, tiny_folder: Path, tmp_path: Path) -> None:
     made = {

@@ -47,6 +47,7 @@ def run(folder: Path, model: Path, trainer: Any = LabTrainer, **changes: Any) ->
     return done, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("update", [None, "off"], ids=["exact", "stock"])
 def test_nothing_that_is_trained_changes(update: str | None, tmp_path: Path, tiny_folder: Path) -> None:
     """To the bit: losses, norms, what is logged, every weight."""
@@ -63,6 +64,7 @@ def test_nothing_that_is_trained_changes(update: str | None, tmp_path: Path, tin
         assert {name: then[name] for name in untimed} == {name: now[name] for name in untimed}
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("objective", "column", "denominator"),
     [("grpo", "answer_advantage", ROWS), ("dr_grpo", "token_advantage", ROWS * BUDGET)],
@@ -91,6 +93,7 @@ def test_bins_and_trl_s_batches_say_the_formula(
         assert binned == pytest.approx(stock, rel=1e-5, abs=1e-12)
 
 
+@pytest.mark.not_fast
 def test_the_hook_in_force_is_weighed_and_not_asked_again(tmp_path: Path, tiny_folder: Path) -> None:
     asked = []
     for every in (None, 1):
@@ -102,6 +105,7 @@ def test_the_hook_in_force_is_weighed_and_not_asked_again(tmp_path: Path, tiny_f
         assert bucket["weight"] == pytest.approx(2 * bucket["answer_advantage"] / ROWS, rel=1e-5)
 
 
+@pytest.mark.not_fast
 def test_the_report_draws_them_beside_the_curves(tmp_path: Path, tiny_folder: Path) -> None:
     run(tmp_path, tiny_folder, objective="grpo", token_weights_every=1)
     page = write_report(tmp_path).read_text()
@@ -127,6 +131,7 @@ def test_pass_rates_by_hand() -> None:
     assert pass_rates(None, 8, 4).isnan().all()
 
 
+@pytest.mark.not_fast
 def test_a_step_that_is_left_out_has_no_line(tmp_path: Path, tiny_folder: Path) -> None:
     """By its loss, its gradient, a reward or a log-prob: no token weighed anything in it."""
     build(tiny_folder, tmp_path, Plant(EACH), token_weights_every=1).train()

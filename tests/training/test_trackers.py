@@ -51,6 +51,7 @@ def train(model: Path, folder: Path) -> Any:
     return stage.run(Workspace(folder / "stage", StopRequests(folder)))
 
 
+@pytest.mark.not_fast
 def test_a_tracker_that_fails_in_the_middle_is_left_out_of_a_training_that_goes_on(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_tracker_that_fails_in_the_middle_is_left_out_of_a_training_that_goes_
     assert "RuntimeError: the server is gone" in said
 
 
+@pytest.mark.not_fast
 def test_a_tracker_that_cannot_begin_is_one_sentence(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

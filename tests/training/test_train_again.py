@@ -81,6 +81,7 @@ def trained(trainer: Any) -> tuple[Tensor, list[dict[str, Any]]]:
     return weights(trainer), untimed
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("objective", [None, "dapo"])
 def test_after_an_error_in_a_reward(objective: str | None, tiny_folder: Path, tmp_path: Path) -> None:
     trainer = build(tiny_folder, tmp_path, reward=Fails(at=2), objective=objective, **WINDOW)
@@ -98,6 +99,7 @@ def test_after_an_error_in_a_reward(objective: str | None, tiny_folder: Path, tm
     assert not torch.equal(expected[0], start)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("objective", [None, "dapo"])
 def test_after_ctrl_c_inside_a_generation_batch(objective: str | None, tiny_folder: Path, tmp_path: Path) -> None:
     """Step 2 was begun on the second half of the batch; the rest of it is of the training that broke off."""
@@ -113,6 +115,7 @@ def test_after_ctrl_c_inside_a_generation_batch(objective: str | None, tiny_fold
     assert found[1] == expected[1]
 
 
+@pytest.mark.not_fast
 def test_after_a_training_that_ended_inside_a_batch_as_stock(tiny_folder: Path, tmp_path: Path) -> None:
     """With `objective` unset a second training goes on as TRL's does: with the rest of the open batch."""
     ours, stock = (
@@ -127,6 +130,7 @@ def test_after_a_training_that_ended_inside_a_batch_as_stock(tiny_folder: Path, 
     assert torch.allclose(weights(ours), weights(stock), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.not_fast
 def test_after_a_training_that_ended_inside_a_batch_anew(tiny_folder: Path, tmp_path: Path) -> None:
     trainer = build(tiny_folder, tmp_path, objective="dapo", **REUSED)
     trained(trainer)

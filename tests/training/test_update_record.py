@@ -25,6 +25,7 @@ def run_with(folder: Path, model: Path, **changes: Any) -> Run:
     return train(LabTrainer, LabConfig(**{**arguments(folder, max_steps=2), **lab, **changes}), model)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize(("changes", "setting"), [(OFF["bnpo"], "loss_type='dapo'"), ({"beta": 0.04}, "beta=0.04")])
 def test_one_warning_names_the_price_and_the_setting(
     changes: dict[str, Any], setting: str, tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -47,6 +48,7 @@ def test_one_warning_names_the_price_and_the_setting(
     assert ("because", told["because"]) in dict(settings_section({"exact_update": told}).groups)["exact update"]
 
 
+@pytest.mark.not_fast
 def test_what_was_asked_for_is_no_warning(tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = run_with(tmp_path, tiny_folder, update="off")
     assert not [r for r in caplog.records if r.getMessage().startswith("exact update") and r.levelno > logging.INFO]

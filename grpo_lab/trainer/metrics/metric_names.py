@@ -1,8 +1,8 @@
 """The names that a run logs: one list, beside which docs/metrics.md says what each is.
 
 ``<name>`` stands for a reward's. In evaluation every name has the prefix ``eval_``. Many belong to a setting, so no run
-logs all. Code of this package, TRL's trainer and transformers' log no other (tests/unit/test_metric_names.py); a team's
-may log any.
+logs all. Code of this package, TRL's trainer and transformers' log no other
+(tests/unit/reports/test_metric_names.py); a team's may log any.
 """
 
 from __future__ import annotations

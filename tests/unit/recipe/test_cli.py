@@ -1,0 +1,342 @@
+"""The command line around the pipelines: version, one line on Ctrl-C, what `--help` says, dry runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_lab import __version__
+from grpo_lab.cli import main
+from grpo_lab.commands import COMMANDS
+from grpo_lab.engines.generators import GenerationStopped
+from grpo_lab.engines.grouping import EngineFault
+from grpo_lab.engines.weights.sync import WeightSyncError
+from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+DATA = {"loader": "word_problems", "n": 12, "steps": [1, 2], "largest": 20, "template": "none"}
+
+
+def recipe_file(folder: Path, **written: Any) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written))
+    return str(path)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"grpo-lab {__version__}\n"
+
+
+@pytest.mark.not_fast
+def test_quickstart_is_train_with_the_recipe_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--data.n", "64", "--cold_start.data.n", "64", "--evaluation.data.n", "8"]
+    words = ["--dry-run", "--max_steps", "7", "--output_dir", str(tmp_path / "out"), *few]
+    assert main(["quickstart", *words]) == 0
+    printed = capsys.readouterr()
+    by_name = printed.out.splitlines()
+    assert "it/s" not in printed.err  # bars of loading and saving
+    recipe = RECIPES / "quickstart" / "dr_grpo.yaml"
+    assert by_name[0] == f"recipe: {recipe}"
+    assert main(["train", "--config", str(recipe), *words]) == 0
+    assert capsys.readouterr().out.splitlines() == by_name[1:]
+    assert main(["quickstart", "--dry-run", "--max_step", "7"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+
+
+def test_an_installation_without_recipes_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ships no recipe 'quickstart/dr_grpo.yaml'; looked in .*here and .*there"):
+        shipped_recipe(QUICKSTART, (tmp_path / "here", tmp_path / "there"))
+
+
+def test_help_of_evaluate_names_loaders_and_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "heldout" not in said
+    for words in (
+        "file, gsm8k, math, humaneval, mbpp or word_problems, coding_tasks, proofs, countdown, sorting",
+        "sorting: test, cold_start, train",
+        "--largest",
+        "--like RUN",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "curate", "long2short", "rounds", "pipeline"])
+def test_help_says_that_settings_can_be_replaced(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only `grpo-lab --help` said so, of two of them."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "[options] [--key value …]" in said
+    assert ("--config" in said) == (command not in ("quickstart", "pipeline"))
+    assert "Every setting of the recipe can be replaced by --key value" in said
+
+
+@pytest.mark.parametrize("command", [name for name, one in COMMANDS.items() if not one.read])
+def test_help_describes_the_command_in_a_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out.split("\n\n")[1]
+    assert said[0].isupper()
+    assert said.endswith(".")
+
+
+# --- --dry-run --------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_of_curate_says_what_will_happen_and_writes_nothing(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        n_samples=6,
+        max_completion_length=16,
+        filters={"kind": True, "band": {"high": 0.5}},
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["curate", "--config", config, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "12 from word_problems",
+        "keep open",
+        "band rule learnable, high 0.5",
+        "at most 72 in all",
+        "of at most 16 tokens",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model.path", "/nowhere/at/all"], "no such folder"),
+        (["--data.largest", "3"], "largest is 3"),
+        (["--reward", "no_such_reward"], "unknown reward 'no_such_reward'"),
+        (["--filters.balance", "{by: nothing}"], "`filters.balance.by` is 'nothing'"),
+        (
+            ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
+            "`filters.contamination.against.0` (loader 'word_problems'): `split` is 'heldout'. Allowed: [",
+        ),
+        (["--output_dir", str(RECIPES)], "holds something else"),
+    ],
+)
+def test_dry_run_of_curate_finds_what_would_stop_it(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
+) -> None:
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        max_completion_length=64,
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["curate", "--config", config, "--dry-run", *change]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dry_run_of_long2short(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipe_file(
+        tmp_path,
+        method="dpo",
+        model={"path": str(tiny_folder)},
+        data=DATA,
+        max_completion_length=64,
+        training={"max_steps": 2},
+        evaluation={"data": {**DATA, "n": 5, "split": "test"}},
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["long2short", "--config", config, "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "12 from word_problems",
+        "8 a problem at temperature 1, at most 96 in all",
+        "ratio 1.5",
+        "before and after: 5 from",
+    ):
+        assert words in said
+    assert not (tmp_path / "out").exists()
+    assert main(["long2short", "--config", config, "--dry-run", "--training.max_step", "3"]) == 2
+    assert "did you mean 'max_steps'" in capsys.readouterr().err
+    merge = ["--method", "merge", "--data", "null", "--training", "{}", "--short_model", str(tmp_path)]
+    assert main(["long2short", "--config", config, "--dry-run", *merge]) == 2
+    assert re.search(r"`short_model` is .*: the folder holds no model", capsys.readouterr().err)
+
+
+def test_a_misspelt_training_setting_stops_long2short_before_it_samples(tiny_folder: Path, tmp_path: Path) -> None:
+    config = recipe_file(
+        tmp_path, method="shortest_sft", model={"path": str(tiny_folder)}, data=DATA, output_dir=str(tmp_path / "out")
+    )
+    assert main(["long2short", "--config", config, "--training.learning_rat", "1.0"]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+# --- other samples, Ctrl-C --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.not_fast
+def test_another_number_of_samples_names_overwrite(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe_file(
+        tmp_path,
+        model={"path": str(tiny_folder)},
+        data={**DATA, "n": 3},
+        n_samples=2,
+        max_completion_length=4,
+        use_cpu=True,
+        output_dir=str(tmp_path / "out"),
+    )
+    assert main(["curate", "--config", config]) == 0
+    before = (tmp_path / "out" / "pass_rates.jsonl").read_bytes()
+    assert main(["curate", "--config", config, "--n_samples", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "n_samples" in said
+    assert "--overwrite" in said
+    assert (tmp_path / "out" / "pass_rates.jsonl").read_bytes() == before
+    assert main(["curate", "--config", config, "--n_samples", "3", "--overwrite"]) == 0
+
+
+def test_a_full_disk_is_one_line_wherever_it_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log, a report, a curation's samples: a checkpoint and the final model say so themselves."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl")
+
+    monkeypatch.setattr("grpo_lab.cli._run", full)
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
+    assert main(["curate", "--config", config]) == 74
+    said = capsys.readouterr().err.strip()
+    assert "No space left on device: 'out/metrics.jsonl'. Mend that; what was written before stays" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("kind", [WeightSyncError, EngineFault])
+def test_an_engine_that_does_not_follow_is_one_line(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no traceback of twenty frames: it is no fault of the command's."""
+
+    def fails(*_: Any) -> int:
+        raise kind("the engine holds other weights:\n  lm_head.weight")
+
+    monkeypatch.setattr("grpo_lab.cli._run", fails)
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA)
+    assert main(["train", "--config", config]) == 1
+    assert capsys.readouterr().err == "grpo-lab: error: the engine holds other weights: lm_head.weight\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["train"], "cold_start; evaluation_before; checkpoint-8 in "),
+        (["curate"], "pass rates of 3 problems; guesses of 1 problems in "),
+        (["long2short"], "before; samples of 2 problems in "),
+        (["rounds"], "round 1, sample; round 1, select; round 2, sample in "),
+        (["report"], "nothing"),
+    ],
+)
+def test_ctrl_c_is_one_line_with_what_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], kept: str
+) -> None:
+    out = tmp_path / "out"
+    stages, samples = {
+        "train": (["cold_start", "evaluation_before"], {}),
+        "curate": ([], {"pass_rates": 4, "guesses": 2}),
+        "long2short": (["before"], {"samples": 3}),
+        "rounds": (["round 1, sample", "round 1, select", "round 2, sample"], {}),
+        "report": ([], {}),
+    }[words[0]]
+    out.mkdir()
+    (out / "run.json").write_text(json.dumps({"seconds": dict.fromkeys(stages, 1.0)}))
+    for name, lines in samples.items():
+        (out / f"{name}.jsonl").write_text("{}\n" * lines)
+    for number in (4, 8) if words == ["train"] else ():
+        (out / f"checkpoint-{number}").mkdir()
+    rest = {"method": "dpo"} if words[0] in ("long2short", "rounds") else {}
+    extra = {"rewards": ["accuracy"]} if words == ["train"] else {}
+    config = recipe_file(tmp_path, model={"path": "m"}, data=DATA, output_dir=str(out), **rest, **extra)
+
+    def stopped(*_: Any, **flags: Any) -> int:
+        raise GenerationStopped(
+            []
+        )  # what comes out of the middle of sampling; a KeyboardInterrupt with a text of its own
+
+    monkeypatch.setattr(f"grpo_lab.{COMMANDS[words[0]].run.replace(':', '.')}", stopped)
+    monkeypatch.setattr("grpo_lab.pipelines.dry_run.plan_of_training", stopped)
+    arguments = [str(out)] if words == ["report"] else ["--config", config]
+    assert main([*words, *arguments]) == 130
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"grpo-lab: stopped; kept: {kept}")
+    assert "\n" not in said
+    if words == ["train"]:
+        assert said.endswith(f"in {out} (the same command goes on)")
+        assert main([*words, *arguments, "--dry-run"]) == 130
+        assert capsys.readouterr().err.strip() == "grpo-lab: stopped; kept: nothing"
+    monkeypatch.setenv("RANK", "1")  # one line a run, not one a process
+    assert main([*words, *arguments]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_real_ctrl_c_keeps_the_answers_of_an_evaluation(tiny_folder: Path, tmp_path: Path) -> None:
+    """The signal as a terminal sends it, to the whole group of processes, in the middle of generation."""
+    words = ["evaluate", str(tiny_folder), "--data", "word_problems", "--n", "400", "--batch-size", "4"]
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "grpo_lab.cli", *words, "--max-new-tokens", "64", "--output", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "COLUMNS": "200"},
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where this suite runs in the background
+    )
+    assert process.stderr is not None
+    seen = b""
+    while not re.search(rb"\| [1-9]\d*/100", seen) and process.poll() is None:
+        seen += process.stderr.read1(4096)  # type: ignore[attr-defined]
+    os.killpg(process.pid, signal.SIGINT)
+    printed, errors = process.communicate(timeout=600)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"of 400 greedy answers, the longest prompts first" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    answers = len((out / "outcomes.jsonl").read_text().splitlines())
+    assert 0 < answers == summary["problems"] < 400
+    assert summary["settings"]["stopped"].startswith(f"after {answers} of 400")
+    assert f"kept: the {answers} answers that were there: in {out}" in errors.decode()
+
+
+def test_sigterm_ends_an_evaluation_as_ctrl_c_does_with_75(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("grpo_lab.stages.held_out.measure_conditions", measured)
+    assert main(["evaluate", "m", "--data", "word_problems"]) == 75
+    assert "grpo-lab: SIGTERM: stopped; kept: nothing" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

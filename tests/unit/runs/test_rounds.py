@@ -1,0 +1,276 @@
+"""The round machine, its recipe and its page, without a model: markers, questions, batches, mistakes, what a line
+says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_lab.cli import main
+from grpo_lab.evaluation.run_page import rounds_figures as figures
+from grpo_lab.evaluation.run_page import rounds_page, rounds_table
+from grpo_lab.evaluation.run_record import read_run
+from grpo_lab.io import write_json, write_json_lines
+from grpo_lab.pipelines.rounds import (
+    Round,
+    RoundStages,
+    check_folder,
+    line_of,
+    plan_of_rounds,
+    rounds,
+    settings_of,
+)
+from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, questions_of, rounds_recipe_from, seed_of
+from grpo_lab.recipe.job import Questions
+from grpo_lab.recipe.yaml import read_yaml
+from grpo_lab.runs import stage
+from grpo_lab.runs.stage import Stage, carry_out, read_facts
+from grpo_lab.runs.stop_requests import StopRequests
+from grpo_lab.stages.sample import SAMPLES
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+ROUNDS = sorted(
+    path for path in RECIPES.rglob("*.yaml") if read_yaml(path).get("method") in METHODS and "rounds" in read_yaml(path)
+)
+DATA = {"loader": "word_problems", "n": 8, "steps": [1, 2], "largest": 20}
+GOOD: dict[str, Any] = {"method": "expert_iteration", "model": {"path": "m"}, "data": DATA}
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.not_fast
+def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def part(name: str, broken: bool = False, inputs: tuple[str, ...] = ()) -> Stage:
+        def make(round_: Round) -> dict[str, Any]:
+            done.append(f"{round_.number} {name}")
+            if broken:
+                raise RuntimeError("killed")
+            return {"name": name, "before": sorted(round_.facts)}
+
+        return Stage(name, make, inputs=inputs)
+
+    stop = StopRequests(tmp_path)
+    start = Round(folder=tmp_path / "start", stop=stop, number=0, current="m", start="m")
+    parts = [part("sample"), part("train", broken=True)]
+    whole = [part("sample"), part("train", inputs=("sample",))]
+    with pytest.raises(RuntimeError):
+        list(rounds(tmp_path, 2, start, parts))
+    assert done == ["1 sample", "1 train"]
+    assert read_facts(tmp_path / "round-1" / "train.json") is None
+    seen = list(rounds(tmp_path, 2, start, whole))
+    assert done[2:] == ["1 train", "2 sample", "2 train"]
+    assert [one.facts["train"] for one in seen] == [{"name": "train", "before": ["sample"]}] * 2
+    assert [one.current for one in seen] == ["m", str(tmp_path / "round-1" / "model")]
+    assert seen[-1].start == "m"
+    list(rounds(tmp_path, 2, start, whole))
+    assert len(done) == 5
+    (tmp_path / "round-1" / "train.json").write_text("{")
+    with pytest.raises(ValueError, match=r"train\.json, line 1: not JSON.*the part is done again"):
+        carry_out(parts, Round(folder=tmp_path / "round-1", stop=stop, number=1, current="m", start="m"))
+    with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
+        carry_out(whole[::-1], Round(folder=tmp_path / "round-3", stop=stop, number=3, current="m", start="m"))
+
+
+def test_a_workspace_can_still_be_imported_by_its_earlier_name() -> None:
+    with pytest.warns(DeprecationWarning, match="called `Workspace` now"):
+        assert stage.At is stage.Workspace
+    with pytest.raises(AttributeError, match="no attribute 'Nowhere'"):
+        _ = stage.Nowhere
+
+
+def test_every_round_asks_other_questions_until_all_were_asked() -> None:
+    """10 rows, 3 a round: three rounds of a lap, one row is left out of it; the next lap has another order."""
+    lap = [questions_of(number, 10, 3, seed=0) for number in (1, 2, 3)]
+    assert len({row for asked in lap for row in asked}) == 9
+    assert questions_of(4, 10, 3, seed=0) != lap[0]
+    assert questions_of(2, 10, 3, seed=0) == lap[1]
+    assert questions_of(2, 10, 3, seed=1) != lap[1]
+    assert questions_of(7, 4, None, seed=0) == [0, 1, 2, 3]
+    assert len({seed_of(s, n, what) for s in range(3) for n in range(9) for what in ("sample", "train")}) == 54
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "expert_iteratoin"}, "`method` is 'expert_iteratoin'; did you mean 'expert_iteration'"),
+        ({"method": None}, "`method` is None. Allowed"),
+        ({"rounds": {"conut": 2}}, "`rounds` has no setting 'conut'; did you mean 'count'"),
+        ({"rounds": 3}, "`rounds` is 3; it must be a mapping"),
+        ({"rounds": {"count": 0}}, "`rounds.count` is 0"),
+        ({"rounds": {"train_from": "first"}}, "`rounds.train_from` is 'first'"),
+        ({"n_sampels": 2}, "did you mean 'n_samples'"),
+        ({"keep": {"distinct": "equation"}}, "`keep.distinct` is 'equation'"),
+        ({"pairs": {}}, "`pairs` has no effect with `method: expert_iteration`"),
+        ({"method": "dpo", "keep": {}}, "`keep` has no effect with `method: dpo`"),
+        ({"method": "rft", "rounds": {"count": 2}}, "`method: rft` samples once.*`online_rft`"),
+        ({"method": "online_rft", "rounds": {"train_from": "base"}}, "goes on with the last model"),
+        ({"base": {"path": "b"}}, "`base` has an effect only with"),
+        ({"model": {"path": "m", "lora": {"r": 1}}}, "`model.lora`: rounds train all weights"),
+        ({"method": "simpo", "pairs": {"reference": "base"}}, "simpo`, which has no reference"),
+        ({"data": None}, "needs `data`"),
+        ({"method": "dpo", "n_samples": 1}, "`n_samples` is 1; `method: dpo` holds a right answer against a wrong one"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rounds_recipe_from(
+            {name: value for name, value in {**GOOD, **changes}.items() if value is not None or name == "method"}
+        )
+
+
+def test_a_method_is_its_settings() -> None:
+    made = {method: rounds_recipe_from({**GOOD, "method": method}) for method in METHODS}
+    assert {m: (r.rounds.count, r.rounds.train_from) for m, r in made.items()} == {
+        "rft": (1, "base"), "online_rft": (10, "last"), "expert_iteration": (3, "last"), "dpo": (2, "last"),
+        "simpo": (2, "last")
+    }  # fmt: skip
+    assert made["rft"].keep is not None
+    assert (made["rft"].keep.gold, made["rft"].keep.right_calculations) == (True, True)
+    assert made["expert_iteration"].keep is not None
+    assert not made["expert_iteration"].keep.gold
+    star = rounds_recipe_from({**GOOD, "rounds": {"train_from": "base"}})
+    assert (star.rounds.count, star.rounds.train_from) == (3, "base")
+
+
+@pytest.mark.not_fast
+@pytest.mark.parametrize("path", ROUNDS, ids=lambda path: path.stem)
+def test_every_recipe_is_told_in_words_and_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
+    fewer = {"cold_start.data.n": 20, "data.n": 1600, "evaluation.data.n": 4, "output_dir": str(tmp_path / "out")}
+    facts = plan_of_rounds(rounds_recipe_from(read_yaml(path, fewer)))
+    recipe = rounds_recipe_from(read_yaml(path, fewer))
+    assert f"{recipe.rounds.questions * recipe.sampling.n_samples * recipe.rounds.count:,} in all" in facts["1. sample"]  # type: ignore[operator]
+    assert "after a cold start on 20" in facts["start model"]
+    assert "the start model and the model of each round on 4" in facts["4. evaluate"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_is_a_recipe_of_each_method_from_one_start_model() -> None:
+    found = {path.stem: read_yaml(path) for path in ROUNDS}
+    assert {one["method"] for one in found.values()} == set(METHODS)
+    quick = read_yaml(RECIPES / "quickstart" / "dr_grpo.yaml")
+    for one in found.values():
+        assert (one["model"], one["data"], one["evaluation"]) == (quick["model"], quick["data"], quick["evaluation"])
+        assert {key: value for key, value in one["cold_start"].items() if key != "bf16"} == quick["cold_start"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--rounds.questions", "9"], "`rounds.questions` is 9 and `data` has 8 rows"),
+        (["--training.learning_rat", "1"], "did you mean 'learning_rate'"),
+        (["--model.path", "/no/such/model"], "no such folder"),
+        (["--cold_start", "{data: {loader: word_problems, n: 2, split: cold_start}, max_step: 1}"], "max_step"),
+        (
+            ["--keep.gold", "true", "--data", "{loader: file, source: ROWS, template: none}"],
+            "`keep.gold` needs a column",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
+) -> None:
+    import yaml
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        yaml.safe_dump({**GOOD, "model": {"path": str(tmp_path / "model")}, "output_dir": str(tmp_path / "out")})
+    )
+    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")) for word in change]
+    assert main(["rounds", "--config", str(file), "--dry-run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: Path) -> None:
+    def recipe(**changes: Any) -> RoundsRecipe:
+        return rounds_recipe_from({**GOOD, "output_dir": str(tmp_path), **changes})
+
+    assert check_folder(recipe(), False) == {}
+    run = {"pipeline": "rounds", "count": 3, "recipe": settings_of(recipe()), "finished": True}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert check_folder(recipe(), False) == run
+    assert check_folder(recipe(rounds={"count": 4}, name="another", keep_models=False), False) == run
+    with pytest.raises(ValueError, match=r"other settings: temperature: 1\.0 → 0\.5\. Choose"):
+        check_folder(recipe(temperature=0.5), False)
+    with pytest.raises(ValueError, match=r"keep\.per_problem: not set → 2; training\.beta2: not set → 1\. Choose"):
+        check_folder(recipe(keep={"per_problem": 2}, training={"beta2": 1}), False)
+    with pytest.raises(ValueError, match="it can only grow"):
+        check_folder(recipe(rounds={"count": 2}), False)
+    assert check_folder(recipe(temperature=0.5), True) == {}
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds something else"):
+        check_folder(recipe(), False)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [([None, None], "0 could be scored and 0 are right"), ([1.0, 1.0], "2 could be scored and 2 are")],
+)
+def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tmp_path: Path) -> None:
+    stages = RoundStages(rounds_recipe_from({**GOOD, "method": "dpo"}), Questions([{"prompt": "q"}], None))
+    line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
+    (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):
+        stages.select(
+            Round(folder=tmp_path, stop=StopRequests(tmp_path), number=1, current="last/model", start="start")
+        )
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def lines() -> list[dict[str, Any]]:
+    """The start, and a round: 4 questions × 5 samples, 8 right, 3 problems solved in 6 ways, 5 own rows and 4 gold
+    ones."""
+    accuracy = {"value": 0.25, "low": 0.1, "high": 0.4, "n": 4}
+    found: list[dict[str, Any]] = []
+    found.append(line_of(0, {"train": {"steps": 9}, "evaluate": {"accuracy": accuracy, "mean_length": 5.0}}, found))
+    sample = {"questions": 4, "samples": 20, "right_share": 0.4, "tokens": 200, "mean_length": 9.0}
+    select = {"solved": 3, "ways": 6, "kept": 9, "gold": 4, "rows": 9}
+    train = {"steps": 3, "loss": 0.5, "weight_first": 0.5, "weight_last": 0.4}
+    for number in (1, 2):
+        found.append(
+            line_of(
+                number, {"sample": sample, "select": select, "train": train, "evaluate": {"accuracy": accuracy}}, found
+            )
+        )
+    return found
+
+
+def test_a_line_holds_shares_and_totals() -> None:
+    start, _, second = lines()
+    assert (start["steps"], start["tokens_total"], start["accuracy"], start["length"]) == (0, 0, 0.25, 5.0)
+    # 5 own rows of 20 samples, 6 ways over 3 solved problems; two rounds of 3 steps and 200 tokens
+    assert (second["kept_share"], second["ways"], second["steps_total"], second["tokens_total"]) == (0.25, 2.0, 6, 400)
+    table = rounds_table([start, second])
+    assert table.rows[0][3] == "–"
+    assert "25.0% [10.0%, 40.0%]" in table.rows[1]
+
+
+def test_the_page_shows_every_curve_and_trusts_no_text(tmp_path: Path) -> None:
+    write_json_lines(tmp_path / "rounds.jsonl", lines())
+    recorded = read_run(tmp_path).rounds
+    found = figures(recorded)
+    assert [one.title for one in found][-1].startswith("Weight of a pair")
+    assert len(found) == 5
+    assert len(figures([{k: v for k, v in line.items() if "weight" not in k} for line in recorded])) == 4
+    run = {"name": "<b>x", "pipeline": "rounds", "method": "dpo", "count": 2, "recipe": {"data": {"loader": "<i>"}}}
+    write_json(tmp_path / "run.json", run)
+    text = rounds_page(read_run(tmp_path)).html()
+    assert "&lt;b&gt;x" in text
+    assert "<i>" not in text
+    assert "tokens generated</text>" in text
+    assert "0.500 → 0.400" in text
+    (tmp_path / "rounds.jsonl").unlink()
+    assert "Not recorded: Rounds (rounds.jsonl)." in rounds_page(read_run(tmp_path)).html()
