@@ -12,7 +12,7 @@ import pytest
 
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.pipelines.train import _ended_as_asked
-from grpo_lab.runs import stop as stop_requests
+from grpo_lab.runs import stop_requests
 from grpo_lab.runs.folder import RUN, read_marker
 from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 
