@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_lab.data import word_problems
-from grpo_lab.engines.generators import Completion, Sampler, TransformersSampler, VllmSampler, render_prompt
-from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget, tokens_of_thinking
+from grpo_lab.engines.generators import (
+    Completion,
+    CompletionGenerator,
+    TransformersGenerator,
+    VllmGenerator,
+    render_prompt,
+)
+from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget, tokens_of_thinking
 from grpo_lab.rewards import AccuracyReward
 
 TEXT = "\n</think>\n"
@@ -45,18 +51,18 @@ def teach(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def engines(folder: Path, tokenizer: Any) -> dict[str, Sampler]:
+def engines(folder: Path, tokenizer: Any) -> dict[str, CompletionGenerator]:
     from transformers import AutoModelForCausalLM
 
     from grpo_lab.engines.vllm.engine import EngineOptions, engine_factory
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    own = TransformersSampler(model, tokenizer, 256, progress=False)
+    own = TransformersGenerator(model, tokenizer, 256, progress=False)
     options = EngineOptions(kv_cache_gib=0.25, max_model_len=256)
     engine = engine_factory(options, trainer_dtype=model.dtype)(model=str(folder), seed=0)
     return {
         "transformers": own,
-        "vLLM": VllmSampler(engine, [tokenizer.eos_token_id], logprobs=True),
+        "vLLM": VllmGenerator(engine, [tokenizer.eos_token_id], logprobs=True),
     }
 
 
@@ -96,12 +102,12 @@ def main() -> None:
         "|\n|---|---|---|---|---|---|---|"
     )
     how: Any = {"n": 1, "temperature": 1.0, "max_new_tokens": LENGTH, "seed": None}
-    for name, sampler in engines(args.folder, tokenizer).items():
+    for name, generator in engines(args.folder, tokenizer).items():
         for budget in (0, 8, 32, None):
-            asked = sampler
+            asked = generator
             if budget is not None:
                 limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=LENGTH, text=TEXT)
-                asked = BudgetedSampler(sampler, limits)
+                asked = BudgetedGenerator(generator, limits)
             made = [completion for (completion,) in asked(ids, **how)]
             print(row(name, budget, texts, made, rows["solution"], tokenizer), flush=True)
 

@@ -1,8 +1,8 @@
-"""Sampling of completions to prompts: one `Sampler`, one `Completion`, whatever makes them.
+"""Sampling of completions to prompts: one `CompletionGenerator`, one `Completion`, whatever makes them.
 
-`TransformersSampler` asks a transformers model, `VllmSampler` a vLLM engine; anything with the same call takes their
-place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over has the
-same form (`trainer/generation/in_step.py`).
+`TransformersGenerator` asks a transformers model, `VllmGenerator` a vLLM engine; anything with the same call takes
+their place in evaluation, curation, rounds and long2short. In training TRL drives the engine, and what it hands over
+has the same form (`trainer/generation/in_step.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Completion:
 
     ids             tokens [T], the end token included
     ended           by an end token; False where the limit of tokens cut it off
-    logprobs        the sampler's log-probs of them in nats [T]; None where it gives none
+    logprobs        the generator's log-probs of them in nats [T]; None where it gives none
     policy_version  optimizer steps taken by the policy that wrote it; None outside a training
     mask            1 = sampled, 0 = inserted by a thinking budget, with NaN in ``logprobs`` [T]; None: all sampled
     """
@@ -66,7 +66,7 @@ class GenerationStopped(KeyboardInterrupt):
         self.completions = completions
 
 
-class Sampler(Protocol):
+class CompletionGenerator(Protocol):
     """n completions for each prompt (token ids, unpadded), in the prompts' order.
 
     temperature 0.0 means greedy (then n is 1); nothing else bends the distribution. The same arguments give the same
@@ -225,7 +225,7 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TransformersSampler:
+class TransformersGenerator:
     """`generate_by_groups` in left-padded batches of similar length.
 
     Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
@@ -301,7 +301,7 @@ class TransformersSampler:
 
 
 @dataclass(frozen=True)
-class VllmSampler:
+class VllmGenerator:
     """A vLLM engine in this process. ``logprobs``: the engine's own, which must be finite (``EngineFault``)."""
 
     engine: GroupedEngine

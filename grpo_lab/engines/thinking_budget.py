@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_lab.engines.generators import Completion, GenerationStopped, Sampler
+from grpo_lab.engines.generators import Completion, CompletionGenerator, GenerationStopped
 
 START_TEXT, END_TEXT = "<think>", "</think>"
 QWEN3_STOP_TEXT = (
@@ -98,10 +98,10 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True)
-class BudgetedSampler:
-    """A sampler of completions under a budget. ``in_step``: as in ``budgeted_generate``."""
+class BudgetedGenerator:
+    """A generator of completions under a budget. ``in_step``: as in ``budgeted_generate``."""
 
-    sampler: Sampler
+    generator: CompletionGenerator
     settings: ThinkingBudget
     in_step: bool = False
 
@@ -116,7 +116,7 @@ class BudgetedSampler:
                 own = None
             else:
                 own = seed + 1_000_003 * next(calls)
-            groups = self.sampler(ids, n=1, temperature=temperature, max_new_tokens=room, seed=own)
+            groups = self.generator(ids, n=1, temperature=temperature, max_new_tokens=room, seed=own)
             return [completion for (completion,) in groups]
 
         asked = [ids for ids in prompts for _ in range(n)]

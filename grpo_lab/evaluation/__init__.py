@@ -1,6 +1,11 @@
 """Evaluation: how good a model is, and what a run did to it. Accuracy with intervals, pass@k, maj@k; reports."""
 
-from grpo_lab.engines.generators import Completion, Sampler, TransformersSampler
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from grpo_lab.engines.generators import Completion, CompletionGenerator, TransformersGenerator
 from grpo_lab.evaluation.measure import EvaluationStopped, evaluate
 from grpo_lab.evaluation.result import EvaluationResult, Outcome, paired_gain
 from grpo_lab.evaluation.run_page import write_report
@@ -9,12 +14,12 @@ from grpo_lab.evaluation.terminal import headline, terminal_summary
 
 __all__ = [
     "Completion",
+    "CompletionGenerator",
     "EvaluationResult",
     "EvaluationStopped",
     "Interval",
     "Outcome",
-    "Sampler",
-    "TransformersSampler",
+    "TransformersGenerator",
     "evaluate",
     "headline",
     "majority_at_k",
@@ -25,3 +30,14 @@ __all__ = [
     "wilson_interval",
     "write_report",
 ]
+
+_EARLIER_NAMES = {"Sampler": CompletionGenerator, "TransformersSampler": TransformersGenerator}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what ``Sampler`` and ``TransformersSampler``, deprecated names of generators, stand for."""
+    if name not in _EARLIER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind = _EARLIER_NAMES[name]
+    warnings.warn(f"`{name}` is now called `{kind.__name__}`", DeprecationWarning, stacklevel=2)
+    return kind

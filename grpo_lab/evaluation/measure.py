@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_lab.engines.generators import (
     Completion,
+    CompletionGenerator,
     GenerationStopped,
     RenderedPrompt,
-    Sampler,
-    TransformersSampler,
+    TransformersGenerator,
     context_of_config,
     in_form_of,
     render_prompt,
@@ -75,7 +75,7 @@ def evaluate(
     temperature: float = 1.0,
     seed: int = 0,
     progress: bool = True,
-    generate: Sampler | None = None,
+    generate: CompletionGenerator | None = None,
     answer: ReadAnswer | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     measures: Mapping[str, Reward] = MappingProxyType({}),
@@ -89,7 +89,7 @@ def evaluate(
     rows      mappings with a column `prompt` (plain string or message list); every other column goes to ``reward``
     reward    `(prompts=…, completions=…, **columns) -> list[float | None]`; 1.0 or more is correct, None unscorable
     answer    reads from a completion the answer that votes in maj@k; default: as an `AccuracyReward` does, else no vote
-    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens: see :class:`Sampler`
+    generate  makes the completions instead of ``model`` (then None), within ``context`` tokens (`CompletionGenerator`)
     measures  name → a further reward whose scores are reported as a mean, and decide nothing (`format`, `language`)
     by        a column of the rows (`steps`, `level`): the greedy accuracy is reported for each of its values, too
     blocks    that are kept on the disk, and shared by ranks: then every rank calls this, and has the result
@@ -103,7 +103,7 @@ def evaluate(
     rewards = {"": reward, **measures}
     settings = {**said, "reward": _name(reward), **_checked(max_new_tokens, batch_size, n_samples, temperature, seed)}
     if generate is None:
-        generate, context = _sampler_of(model, tokenizer, batch_size, progress)
+        generate, context = _generator_of(model, tokenizer, batch_size, progress)
     asked = _fitting(_asked(problems, tokenizer, chat_template_kwargs, by), context, max_new_tokens)
     read_answer = answer_reader(reward) if answer is None else answer
     settings |= {"answers_read": read_answer is not None, "prompts_too_long": len(problems) - len(asked), **_by(by)}
@@ -133,13 +133,13 @@ def _stopped(
     return EvaluationStopped(EvaluationResult(tuple(outcomes), {**settings, **said}, seconds))
 
 
-def _sampler_of(
+def _generator_of(
     model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, batch_size: int, progress: bool
-) -> tuple[Sampler, int | None]:
-    """The sampler that asks ``model``, and the tokens of its context."""
+) -> tuple[CompletionGenerator, int | None]:
+    """The generator that asks ``model``, and the tokens of its context."""
     if model is None:
         raise ValueError("evaluate needs a model, or generate= in its place; both are None")
-    return TransformersSampler(model, tokenizer, batch_size, progress), context_of_config(model.config)
+    return TransformersGenerator(model, tokenizer, batch_size, progress), context_of_config(model.config)
 
 
 def _passes(n_samples: int, temperature: float) -> list[tuple[Kind, int, float]]:
@@ -164,7 +164,7 @@ def _asked(
 
 
 def _written(
-    generate: Sampler, asked: Sequence[_Asked], n: int, temperature: float, max_new_tokens: int, seed: int
+    generate: CompletionGenerator, asked: Sequence[_Asked], n: int, temperature: float, max_new_tokens: int, seed: int
 ) -> tuple[Sequence[Sequence[Completion | None]], bool]:
     """Completions of each prompt; where that was broken off those that there are."""
     ids = [one.prompt.ids for one in asked]

@@ -46,7 +46,7 @@ from grpo_lab.runs.stage import Facts, Stage, Words, Workspace, carry_out, conso
 from grpo_lab.runs.stop_requests import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
 from grpo_lab.stages.held_out import EVALUATION, Evaluate
-from grpo_lab.stages.sample import SAMPLES, ModelSampler, plan_of_samples, refuse_other_count, with_room
+from grpo_lab.stages.sample import SAMPLES, ModelGenerator, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
 from grpo_lab.stages.supervised import MODEL, STOPPED, Dpo, Merge, Simpo, Train, check_merged
 from grpo_lab.trainer.supervised.methods import check_training
@@ -204,11 +204,11 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     sampling = recipe.sampling
 
     def select(workspace: Workspace) -> Facts:
-        sampler = ModelSampler(path, sampling)
+        generator = ModelGenerator(path, sampling)
         said = {"reward": describe(recipe.reward)}
-        problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, sampler).values()]
-        rates = sampler.judged(problems, asked.reward, recipe.samples_file, workspace.stop, said, "samples")
-        samples = sampled(problems, rates, sampler.tokens)
+        problems = [*with_room({number: dict(row) for number, row in enumerate(asked.rows)}, generator).values()]
+        rates = generator.judged(problems, asked.reward, recipe.samples_file, workspace.stop, said, "samples")
+        samples = sampled(problems, rates, generator.tokens)
         return choose(samples, recipe.way, workspace.folder, f"`method: {recipe.method}`: ")
 
     def train(workspace: Workspace) -> Facts:

@@ -35,7 +35,7 @@ from grpo_lab.runs.stage import Stage, Workspace, carry_out, console, plain_fact
 from grpo_lab.runs.stop_requests import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
 from grpo_lab.stages.held_out import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import LoadedGenerator
-from grpo_lab.trainer.generation.in_step import PolicySampler
+from grpo_lab.trainer.generation.in_step import PolicyGenerator
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import named_place
@@ -336,7 +336,7 @@ class EvaluationOnTheWay(TrainerCallback):  # type: ignore[misc]
     """Greedy held-out answers of the policy every so many steps, by all ranks and the engine of the rollouts."""
 
     def __init__(self, trainer: Any, section: EvaluationSection, folder: Path) -> None:
-        policy = PolicySampler(trainer, bool(section.log_probs))
+        policy = PolicyGenerator(trainer, bool(section.log_probs))
         self.every = section.every
         self.folder = folder / "evaluation"
         held_out = HeldOutRows(replace(section, n_samples=0), None, 0)

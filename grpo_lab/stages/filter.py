@@ -27,7 +27,7 @@ from grpo_lab.curation.selection import is_missing
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.runs.stage import Workspace
 from grpo_lab.settings import Count, Number, Positive, must_be, settings
-from grpo_lab.stages.sample import ModelSampler
+from grpo_lab.stages.sample import ModelGenerator
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 RATES = ("pass_rate", "successes", "trials", "mean_tokens", "mean_tokens_right")
@@ -52,7 +52,7 @@ class Filtering(Workspace):
     judge: str
     against: Sequence[Any] = ()
     notes: list[str] = field(default_factory=list)
-    sampler: Any = None
+    generator: Any = None
 
     @property
     def texts(self) -> list[str]:
@@ -183,16 +183,16 @@ class GuessFilter:
     max_new_tokens: Positive = 32
 
     def apply(self, filtering: Filtering) -> None:
-        sampler = filtering.sampler
+        generator = filtering.generator
         limit = self.max_new_tokens
 
         def briefly(prompts: Sequence[Any], n: int) -> Any:
             filtering.stop.check()
-            return sampler(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
+            return generator(prompts, n, max_new_tokens=limit, chat_template_kwargs=NO_THINKING)
 
         how: Any = {"path": filtering.folder / GUESSES, "batch_size": filtering.sampling.problems_per_save}
-        how["settings"] = {**sampler.identity(), "max_new_tokens": limit, "reward": filtering.judge}
-        how["rendered"] = lambda prompt: sampler.rendered(prompt, NO_THINKING)
+        how["settings"] = {**generator.identity(), "max_new_tokens": limit, "reward": filtering.judge}
+        how["rendered"] = lambda prompt: generator.rendered(prompt, NO_THINKING)
         problems = [_problem_of(filtering.rows[i]) for i in filtering.left]
         rates = guess_rates(problems, briefly, filtering.reward, self.tries, **how)
         right = {i: rate.successes for i, rate in zip(filtering.left, rates, strict=True)}
@@ -289,17 +289,17 @@ class Filters:
 
 def leave_room(filtering: Filtering, model: str) -> None:
     """Loads the model; prompts that leave no room for a completion in its context go."""
-    sampler = filtering.sampler = ModelSampler(model, filtering.sampling)
-    tokens = {i: len(sampler.rendered(filtering.rows[i]["prompt"])) for i in filtering.left}
+    generator = filtering.generator = ModelGenerator(model, filtering.sampling)
+    tokens = {i: len(generator.rendered(filtering.rows[i]["prompt"])) for i in filtering.left}
     filtering.score("prompt_tokens", tokens)
-    if sampler.context is None:
+    if generator.context is None:
         return
-    room = sampler.context - filtering.sampling.max_completion_length
+    room = generator.context - filtering.sampling.max_completion_length
     if any(count > room for count in tokens.values()):
         filtering.keep(
             "prompt too long",
             {i: count <= room for i, count in tokens.items()},
-            f"prompt ≤ {room} tokens: context {sampler.context} − max_completion_length",
+            f"prompt ≤ {room} tokens: context {generator.context} − max_completion_length",
             {i: f"{count} tokens" for i, count in tokens.items()},
         )
 
@@ -308,13 +308,13 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
     """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
     if not to_be_measured(filtering.rows[0] if filtering.rows else (), filters):
         return
-    sampler = filtering.sampler
+    generator = filtering.generator
     left = filtering.left
     problems = [filtering.rows[i] for i in left]
     said = {"reward": filtering.judge}
-    measured = sampler.judged(problems, filtering.reward, filtering.folder / PASS_RATES, filtering.stop, said)
+    measured = generator.judged(problems, filtering.reward, filtering.folder / PASS_RATES, filtering.stop, said)
     found = dict(zip(left, measured, strict=True))
-    tokens = {i: [sampler.tokens(completion) for completion in rate.completions] for i, rate in found.items()}
+    tokens = {i: [generator.tokens(completion) for completion in rate.completions] for i, rate in found.items()}
     right = {
         i: [n for n, score in zip(tokens[i], rate.scores, strict=True) if score is not None and score >= CORRECT_FROM]
         for i, rate in found.items()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo_lab.engines.generators import context_of_config, render_prompt
-from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
+from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from grpo_lab.engines.vllm.engine import EngineOptions
 from grpo_lab.evaluation import EvaluationResult, EvaluationStopped, evaluate
 from grpo_lab.evaluation.measure import KEPT, Blocks, rank_and_ranks
@@ -215,23 +215,23 @@ class HeldOutRows:
         }
 
     def asking(
-        self, model: str, generator: LoadedGenerator, way: Condition, in_step: bool = False
+        self, model: str, loaded: LoadedGenerator, way: Condition, in_step: bool = False
     ) -> Callable[..., EvaluationResult]:
         """Return the function that evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode
         that the prompts do not know, a budget without room."""
-        sampler = generator.sampler
+        generate = loaded.generate
         template_kwargs = template_kwargs_in(self.section, way)
-        limits = self._limits(way, generator.tokenizer, generator.stops)
+        limits = self._limits(way, loaded.tokenizer, loaded.stops)
         if limits is not None:
-            sampler = BudgetedSampler(sampler, limits, in_step)
+            generate = BudgetedGenerator(generate, limits, in_step)
         how: Any = {
             **self.asked,
-            "generate": sampler,
-            "context": generator.context,
+            "generate": generate,
+            "context": loaded.context,
             "chat_template_kwargs": template_kwargs,
         }
         said = about(model, self.section, way)
-        return partial(evaluate, None, generator.tokenizer, self.rows[way.template], said=said, **how)
+        return partial(evaluate, None, loaded.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
         """The budget of a condition. ValueError: a mode that the prompts do not know, a budget without room."""
@@ -291,9 +291,9 @@ def measure_conditions(
     held_out = HeldOutRows(section, max_new_tokens, seed)
     for one in [model] if against is None else [model, against]:
         own: Any = {"use_cpu": use_cpu, "seed": seed, "tokenizer": tokenizer, "logprobs": bool(section.log_probs)}
-        generator = load_generator(one, section, **own)
+        loaded = load_generator(one, section, **own)
         identity = [model_files(one), tokenizer, asdict(section)]
-        asking = {name: held_out.asking(one, generator, way) for name, way in held_out.ways.items()}
+        asking = {name: held_out.asking(one, loaded, way) for name, way in held_out.ways.items()}
         for name, ask in asking.items():
             place = "/".join(filter(None, [AGAINST if one is not model else "", name if found else ""])) or "."
             folder = None

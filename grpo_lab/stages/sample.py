@@ -14,9 +14,9 @@ from grpo_lab.curation import PassRate, Sampled, Written, pass_rates
 from grpo_lab.curation.rejection import text_of
 from grpo_lab.engines.generators import (
     Completion,
-    Sampler,
-    TransformersSampler,
-    VllmSampler,
+    CompletionGenerator,
+    TransformersGenerator,
+    VllmGenerator,
     context_of_config,
     in_form_of,
     render_prompt,
@@ -77,9 +77,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadedGenerator:
-    """A loaded model that generates: its sampler, tokenizer, context, and the tokens that end a completion."""
+    """A loaded model that generates: the call, its tokenizer, context, and the tokens that end a completion."""
 
-    sampler: Sampler
+    generate: CompletionGenerator
     tokenizer: Any
     context: int | None
     stops: list[int]
@@ -92,9 +92,9 @@ def load_generator(
     `batch_size`)."""
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
-        sampler = TransformersSampler(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
+        generator = TransformersGenerator(loaded, words, asked.batch_size, progress=False, logprobs=logprobs)
         return LoadedGenerator(
-            sampler, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words)
+            generator, words, context_of_config(loaded.config), stop_token_ids(loaded.generation_config, words)
         )
     from transformers import AutoConfig, GenerationConfig
 
@@ -113,11 +113,11 @@ def load_generator(
         generation = None
     stops = stop_token_ids(generation, words)
     context = started.llm.llm_engine.model_config.max_model_len
-    return LoadedGenerator(VllmSampler(started, stops, logprobs), words, context, stops)
+    return LoadedGenerator(VllmGenerator(started, stops, logprobs), words, context, stops)
 
 
-class ModelSampler:
-    """`sampler(prompts, n)` → n completions a prompt by a saved model (folder or hub name), in the form of the prompt
+class ModelGenerator:
+    """`generator(prompts, n)` → n completions a prompt by a saved model (folder or hub name), in the form of the prompt
     (text or message list); transformers or vLLM. ``made``: completions by this process."""
 
     def __init__(self, model: str, settings: SamplingSettings) -> None:
@@ -126,7 +126,7 @@ class ModelSampler:
         self.name = model
         self.made = 0
         loaded = load_generator(model, settings, use_cpu=settings.use_cpu, seed=settings.seed)
-        self.sampler = loaded.sampler
+        self.generate = loaded.generate
         self.tokenizer = loaded.tokenizer
         self.context = loaded.context
 
@@ -149,7 +149,7 @@ class ModelSampler:
         seed = int.from_bytes(digest[:4], "big") >> 1
         heat = self.settings.temperature
         decode = self.tokenizer.decode
-        groups: list[list[Completion]] = self.sampler(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
+        groups: list[list[Completion]] = self.generate(ids, n=n, temperature=heat, max_new_tokens=limit, seed=seed)
         self.made += sum(len(group) for group in groups)
         return [
             [
@@ -178,7 +178,7 @@ class ModelSampler:
         label: str = "pass rates",
     ) -> list[PassRate]:
         """Completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file of other
-        samples is refused; ``said``: what they follow from beside the sampler."""
+        samples is refused; ``said``: what they follow from beside the generator."""
 
         def written(prompts: Sequence[Any], n: int) -> list[list[Written]]:
             stop.check()  # it may end before a batch: each is on the disk before the next
@@ -202,15 +202,15 @@ class ModelSampler:
         }
 
 
-def with_room(problems: Mapping[int, Problem], sampler: ModelSampler) -> dict[int, Problem]:
+def with_room(problems: Mapping[int, Problem], generator: ModelGenerator) -> dict[int, Problem]:
     """Keep the problems whose prompt leaves room for a completion in the model's context; the others are counted and
     said."""
-    context = sampler.context
-    completion = sampler.settings.max_completion_length
+    context = generator.context
+    completion = generator.settings.max_completion_length
     if context is None:
         return dict(problems)
     room = context - completion
-    fitting = {number: one for number, one in problems.items() if len(sampler.rendered(one["prompt"])) <= room}
+    fitting = {number: one for number, one in problems.items() if len(generator.rendered(one["prompt"])) <= room}
     if not fitting:
         raise no_room(completion, context)
     if len(fitting) < len(problems):
@@ -231,18 +231,18 @@ def sample(
     label: str,
 ) -> list[dict[str, Any]]:
     """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
-    lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelSampler.judged`."""
+    lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelGenerator.judged`."""
     file = workspace.folder / SAMPLES
     progress = workspace.folder / SAMPLING
     if not file.is_file():
-        sampler = ModelSampler(model, settings)
-        fitting = with_room(problems, sampler)
-        rates = sampler.judged([*fitting.values()], reward, progress, workspace.stop, said, label)
+        generator = ModelGenerator(model, settings)
+        fitting = with_room(problems, generator)
+        rates = generator.judged([*fitting.values()], reward, progress, workspace.stop, said, label)
         lines = [
             {
                 "row": row,
                 "scores": list(rate.scores),
-                "lengths": [sampler.tokens(one) for one in rate.completions],
+                "lengths": [generator.tokens(one) for one in rate.completions],
                 "cut": rate.cut,
                 "completions": [encodable(one) for one in rate.completions],
             }

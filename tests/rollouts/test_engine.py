@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from grpo_lab.engines.forward import forward_logprobs
-from grpo_lab.engines.generators import VllmSampler
+from grpo_lab.engines.generators import VllmGenerator
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
+from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from grpo_lab.engines.weights.proof import draw_probe, prove_sync, sync_gap, tolerance_for
 from grpo_lab.engines.weights.sync import WeightSyncError, engine_model, needs_repair, push_weights, worker_runner
 from rollouts.thinking_oracle import inserted_mask
@@ -163,8 +163,8 @@ def test_thinking_budget_on_the_engine(start_engine: Callable[..., Any], checkpo
     prompts = [ids for ids in PROMPTS for _ in range(2)]
     for budget in (0, 8, 32):
         limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
-        sampler = BudgetedSampler(VllmSampler(engine, sorted(limits.eos_ids), logprobs=True), limits)
-        done = [one for (one,) in sampler(prompts, n=1, temperature=1.0, max_new_tokens=64, seed=None)]
+        generator = BudgetedGenerator(VllmGenerator(engine, sorted(limits.eos_ids), logprobs=True), limits)
+        done = [one for (one,) in generator(prompts, n=1, temperature=1.0, max_new_tokens=64, seed=None)]
         assert any(completion.was_cut for completion in done)
         for prompt, completion in zip(prompts, done, strict=True):
             assert len(completion.ids) <= 64

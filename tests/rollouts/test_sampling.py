@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.engines.generators import TransformersSampler, VllmSampler, render_prompt
+from grpo_lab.engines.generators import TransformersGenerator, VllmGenerator, render_prompt
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.sections import SamplingSettings
-from grpo_lab.stages.sample import ModelSampler
+from grpo_lab.stages.sample import ModelGenerator
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -39,16 +39,16 @@ def settings(**changes: Any) -> SamplingSettings:
 
 def test_both_engines_serve_curation(vllm_or_skip: None, model: Path, tmp_path: Path) -> None:
     prompts = ["Ann has 3 stamps.", [{"role": "user", "content": "How many?"}], "Ann has 3 stamps."]
-    ours = ModelSampler(str(model), settings(use_vllm=True, engine=ENGINE))
-    reference = ModelSampler(str(model), settings())
+    ours = ModelGenerator(str(model), settings(use_vllm=True, engine=ENGINE))
+    reference = ModelGenerator(str(model), settings())
     assert ours.context == reference.context == 256
     ids = [render_prompt(prompt, reference.tokenizer).ids for prompt in prompts]
     greedy = {"n": 1, "temperature": 0.0, "max_new_tokens": 12, "seed": 0}
-    assert isinstance(ours.sampler, VllmSampler)
-    assert isinstance(reference.sampler, TransformersSampler)
-    expected = reference.sampler(ids, **greedy)
-    assert ours.sampler(ids, **greedy) == expected
-    scored = replace(ours.sampler, logprobs=True)(ids, **greedy)
+    assert isinstance(ours.generate, VllmGenerator)
+    assert isinstance(reference.generate, TransformersGenerator)
+    expected = reference.generate(ids, **greedy)
+    assert ours.generate(ids, **greedy) == expected
+    scored = replace(ours.generate, logprobs=True)(ids, **greedy)
     assert [replace(one, logprobs=None) for (one,) in scored] == [one for (one,) in expected]
     assert all(len(one.logprobs or []) == len(one.ids) and max(one.logprobs or [0]) <= 0 for (one,) in scored)
 

@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2Config, XLNetConfig
 
 from grpo_lab.batch import padded
-from grpo_lab.engines.generators import TransformersSampler, context_of_config, until_end
-from grpo_lab.engines.thinking_budget import BudgetedSampler, ThinkingBudget
+from grpo_lab.engines.generators import TransformersGenerator, context_of_config, until_end
+from grpo_lab.engines.thinking_budget import BudgetedGenerator, ThinkingBudget
 from rollouts.thinking_oracle import inserted_mask
 
 
@@ -35,8 +35,8 @@ def test_rows_keep_their_order_and_batches_do_not_matter() -> None:
     prompts = [[5, 6, 7, 8, 9], [10], [11, 12, 13], [14, 15]]
 
     def run(batch_size: int, rows: list[list[int]]) -> list[list[int]]:
-        sampler = TransformersSampler(model, tokenizer, batch_size, progress=False)
-        return [one.ids for (one,) in sampler(rows, n=1, temperature=0.0, max_new_tokens=12, seed=None)]
+        generator = TransformersGenerator(model, tokenizer, batch_size, progress=False)
+        return [one.ids for (one,) in generator(rows, n=1, temperature=0.0, max_new_tokens=12, seed=None)]
 
     alone = [run(1, [prompt])[0] for prompt in prompts]
     assert run(2, prompts) == alone
@@ -52,9 +52,9 @@ def test_budget_is_obeyed(budget: int) -> None:
     model.eval()
     torch.manual_seed(0)
     limits = ThinkingBudget.for_tokenizer(tokenizer, budget, max_completion_length=64, text="\nSo:\n</think>\n")
-    sampler = BudgetedSampler(TransformersSampler(model, tokenizer, 64, progress=False), limits)
+    generator = BudgetedGenerator(TransformersGenerator(model, tokenizer, 64, progress=False), limits)
     prompts = [tokenizer("Tom has 3 apples.")["input_ids"], tokenizer("2 + 3 =")["input_ids"]] * 2
-    done = [one for (one,) in sampler(prompts, n=1, temperature=1.0, max_new_tokens=64, seed=None)]
+    done = [one for (one,) in generator(prompts, n=1, temperature=1.0, max_new_tokens=64, seed=None)]
     assert any(completion.was_cut for completion in done)
     for prompt, completion in zip(prompts, done, strict=True):
         assert len(completion.ids) <= 64
@@ -72,7 +72,7 @@ def test_a_model_on_the_cpu_leaves_the_gpus_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("asked a GPU"))
     model, tokenizer = tiny_model("qwen2", hidden_size=32, num_heads=2)
-    sampler = TransformersSampler(model.eval(), tokenizer, 4, progress=False)
+    generator = TransformersGenerator(model.eval(), tokenizer, 4, progress=False)
     state = torch.get_rng_state()
-    sampler([[5, 6]], n=2, temperature=1.0, max_new_tokens=2, seed=7)
+    generator([[5, 6]], n=2, temperature=1.0, max_new_tokens=2, seed=7)
     assert torch.equal(torch.get_rng_state(), state)

@@ -22,7 +22,7 @@ from grpo_lab.cli import main as main_of_grpo_lab
 from grpo_lab.evaluation import result
 from grpo_lab.pipelines.rounds import run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.stages import evaluate as measuring
+from grpo_lab.stages import held_out as measuring
 from grpo_lab.stages import sample, select
 from grpo_lab.stages import supervised as train
 from grpo_lab.trainer.supervised import methods  # noqa: F401
@@ -36,7 +36,7 @@ def die() -> None:
 
 def in_sample() -> None:
     """Before the second batch of the round's questions; the first is on the disk."""
-    made, calls = sample.ModelSampler.written, []
+    made, calls = sample.ModelGenerator.written, []
 
     def written(self: Any, *given: Any, **more: Any) -> Any:
         if "round-1" in self.name:  # the model that samples in round 2
@@ -45,7 +45,7 @@ def in_sample() -> None:
                 die()
         return made(self, *given, **more)
 
-    sample.ModelSampler.written = written  # type: ignore[method-assign]
+    sample.ModelGenerator.written = written  # type: ignore[method-assign]
 
 
 def in_select() -> None:
@@ -87,7 +87,7 @@ KILLS: tuple[Callable[[], None], ...] = (in_sample, in_select, in_train, in_eval
 
 def asked_in_sample() -> None:
     """SIGTERM, twice, while the first batch is made: it is finished."""
-    made = sample.ModelSampler.written
+    made = sample.ModelGenerator.written
 
     def sampled(self: Any, *given: Any, **named: Any) -> Any:
         if "round-1" in self.name:
@@ -95,7 +95,7 @@ def asked_in_sample() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return made(self, *given, **named)
 
-    sample.ModelSampler.written = sampled  # type: ignore[method-assign]
+    sample.ModelGenerator.written = sampled  # type: ignore[method-assign]
 
 
 def asked_in_train() -> None:

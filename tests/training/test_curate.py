@@ -19,7 +19,7 @@ import yaml
 
 from grpo_lab.cli import main
 from grpo_lab.data import load_file
-from grpo_lab.engines.generators import TransformersSampler
+from grpo_lab.engines.generators import TransformersGenerator
 from grpo_lab.evaluation.curation_page import histogram, kept_examples
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.recipe.yaml import read_yaml
@@ -287,7 +287,7 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
     (tmp_path / "curate.yaml").write_text(yaml.safe_dump(settings))
     words = ["curate", "--config", str(tmp_path / "curate.yaml"), "--output_dir"]
     assert main([*words, str(tmp_path / "whole")]) == 0
-    folder, made = tmp_path / "stopped", TransformersSampler.__call__
+    folder, made = tmp_path / "stopped", TransformersGenerator.__call__
     samples = folder / "pass_rates.jsonl"
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -301,12 +301,12 @@ def test_asked_to_stop_it_keeps_what_is_sampled_and_goes_on(
 
     try:
         for number, code, problems in ((signal.SIGTERM, 75, 4), (signal.SIGINT, 130, 4), (signal.SIGUSR1, 75, 8)):
-            monkeypatch.setattr(TransformersSampler, "__call__", asked_by(number))
+            monkeypatch.setattr(TransformersGenerator, "__call__", asked_by(number))
             assert main([*words, str(folder)]) == code
             assert samples.read_bytes().count(b"\n") == 1 + problems
     finally:
         signal.signal(signal.SIGINT, before)
-    monkeypatch.setattr(TransformersSampler, "__call__", made)
+    monkeypatch.setattr(TransformersGenerator, "__call__", made)
     assert main([*words, str(folder), "--max_hours", "1e-9"]) == 75
     (folder / "STOP").touch()
     assert main([*words, str(folder)]) == 75

@@ -18,7 +18,7 @@ from trl import GRPOTrainer, SFTTrainer
 
 from grpo_lab import LabConfig, LabTrainer
 from grpo_lab.cli import main
-from grpo_lab.engines import sampler as engines
+from grpo_lab.engines import generators as engines
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.pipelines.dry_run import first_prompt, plan_of_training
 from grpo_lab.pipelines.rounds import Round, RoundStages
@@ -124,7 +124,7 @@ def world(request: pytest.FixtureRequest, saved: Path, tmp_path: Path, monkeypat
         seen.extend(list(ids) for ids in prompts)
         return [[engines.Completion([151645], True)] * n for _ in prompts]
 
-    monkeypatch.setattr(engines.TransformersSampler, "__call__", answer)
+    monkeypatch.setattr(engines.TransformersGenerator, "__call__", answer)
     return World(tmp_path, told, seen)
 
 
@@ -153,13 +153,13 @@ def evaluation_on_the_way(world: World) -> None:
     policy = type("Policy", (), {"tokenizer": world.tokenizer, "context": None, "stops": [151645]})()
 
     def asked(prompts: Any, *, n: int, **how: Any) -> Any:
-        return engines.TransformersSampler.__call__(None, prompts, n=n, **how)  # type: ignore[arg-type]
+        return engines.TransformersGenerator.__call__(None, prompts, n=n, **how)  # type: ignore[arg-type]
 
     class Asks(type(policy)):  # type: ignore[misc]
         __call__ = staticmethod(asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo_lab.pipelines.train.PolicySampler", lambda *_: Asks())
+        patch.setattr("grpo_lab.pipelines.train.PolicyGenerator", lambda *_: Asks())
         way = EvaluationOnTheWay(trainer, job.evaluation, world.folder / "way")
     way.ask(blocks=way.blocks)
 

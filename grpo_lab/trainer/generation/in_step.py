@@ -1,6 +1,6 @@
 """Completions by the engine that TRL drives, outside of its own rollouts: every rank calls, so that ranks stay in step.
 
-`PolicySampler`: greedy answers of the policy as it is, for an evaluation on the way. `ThinkingRollout`: with
+`PolicyGenerator`: greedy answers of the policy as it is, for an evaluation on the way. `ThinkingRollout`: with
 ``rollout.thinking_budget`` the trainer's ``rollout_func``, which calls TRL's own generation up to three times with
 another length limit (``engines/thinking_budget.py``), whichever engine TRL drives.
 """
@@ -80,8 +80,8 @@ def _drops(model: Any) -> str:
     return ""
 
 
-class PolicySampler:
-    """The policy in training as a `Sampler` of greedy answers; no random number is drawn, no metric recorded.
+class PolicyGenerator:
+    """The policy in training as a `CompletionGenerator` of greedy answers; draws no random number, records no metric.
     ``logprobs``: the policy's own of each answer, a forward a row. ValueError: they are asked for, and no process has
     all weights."""
 

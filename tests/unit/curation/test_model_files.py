@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from grpo_lab.recipe.sections import SamplingSettings
-from grpo_lab.stages.sample import ModelSampler
+from grpo_lab.stages.sample import ModelGenerator
 
 
 def other_template(folder: Path) -> None:
@@ -54,17 +54,17 @@ def test_whatever_shapes_completions_is_part_of_the_identity(
     model = tmp_path / "model"
     shutil.copytree(tiny_folder, model)
     settings = SamplingSettings(use_cpu=True)
-    before = ModelSampler(str(model), settings).identity()
-    assert ModelSampler(str(model), settings).identity() == before
+    before = ModelGenerator(str(model), settings).identity()
+    assert ModelGenerator(str(model), settings).identity() == before
     change(model)
-    assert ModelSampler(str(model), settings).identity() != before
+    assert ModelGenerator(str(model), settings).identity() != before
 
 
 def test_what_only_tells_who_saved_it_is_not(tiny_folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_folder, model)
-    before = ModelSampler(str(model), SamplingSettings(use_cpu=True)).identity()
+    before = ModelGenerator(str(model), SamplingSettings(use_cpu=True)).identity()
     written = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**written, "transformers_version": "99"}, indent=7))
     (model / "README.md").write_text("a note")
-    assert ModelSampler(str(model), SamplingSettings(use_cpu=True)).identity() == before
+    assert ModelGenerator(str(model), SamplingSettings(use_cpu=True)).identity() == before

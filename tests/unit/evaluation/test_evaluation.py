@@ -14,7 +14,7 @@ from grpo_lab.evaluation import (
     EvaluationResult,
     EvaluationStopped,
     Outcome,
-    TransformersSampler,
+    TransformersGenerator,
     evaluate,
     paired_gain,
 )
@@ -86,7 +86,7 @@ def test_stops_at_every_eos_and_counts_it(model_and_tokenizer):
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, written[place]]
     try:
-        generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
+        generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
         [[stopped]] = generator([ids], n=1, temperature=0.0, max_new_tokens=9, seed=0)
     finally:
         model.generation_config.eos_token_id = before
@@ -102,7 +102,7 @@ def test_a_batch_mate_that_goes_on_does_not_lengthen_a_finished_answer(model_and
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = stop
     try:
-        generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
+        generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
         found = generator(ids, n=1, temperature=0.0, max_new_tokens=9, seed=0)
     finally:
         model.generation_config.eos_token_id = before
@@ -116,7 +116,7 @@ def test_a_batch_mate_that_goes_on_does_not_lengthen_a_finished_answer(model_and
 def test_the_models_own_generation_config_bends_nothing(model_and_tokenizer):
     """Qwen2.5-Instruct ships repetition_penalty 1.05, top_k 20, top_p 0.8: an evaluation must not inherit them."""
     model, tokenizer = model_and_tokenizer
-    generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
+    generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     calls = [{"n": 1, "temperature": 0.0}, {"n": 3, "temperature": 1.0}]
     plain = [generator(ids, **call, max_new_tokens=8, seed=5) for call in calls]
@@ -133,9 +133,9 @@ def test_the_models_own_generation_config_bends_nothing(model_and_tokenizer):
 def test_log_probs_are_the_model_s_own_at_temperature_1(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    sampler = TransformersSampler(model, tokenizer, batch_size=3, progress=False, logprobs=True)
+    generator = TransformersGenerator(model, tokenizer, batch_size=3, progress=False, logprobs=True)
     for heat in (0.0, 0.5):
-        for prompt, [one] in zip(ids, sampler(ids, n=1, temperature=heat, max_new_tokens=7, seed=0), strict=True):
+        for prompt, [one] in zip(ids, generator(ids, n=1, temperature=heat, max_new_tokens=7, seed=0), strict=True):
             with torch.no_grad():
                 scores = model(torch.tensor([prompt + one.ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             assert one.logprobs == pytest.approx(scores[range(len(one.ids)), one.ids].tolist(), abs=1e-5)
@@ -144,7 +144,7 @@ def test_log_probs_are_the_model_s_own_at_temperature_1(model_and_tokenizer):
 def test_training_mode_comes_back_even_after_an_error(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     model.train()
-    generator = TransformersSampler(model, tokenizer, batch_size=8, progress=False)
+    generator = TransformersGenerator(model, tokenizer, batch_size=8, progress=False)
     generator([[5, 6]], n=1, temperature=0.0, max_new_tokens=1, seed=0)
     assert model.training
     with pytest.raises(IndexError):
@@ -182,7 +182,7 @@ def test_sampling_is_the_softmax_at_the_temperature(model_and_tokenizer):
     """4,000 first tokens against softmax(logits/T). Total variation of a true sample is about √(K/(2πN)) ≤ 0.1 here."""
     model, tokenizer = model_and_tokenizer
     ids = tokenizer(PROMPTS[0])["input_ids"]
-    generator = TransformersSampler(model, tokenizer, batch_size=4000, progress=False)
+    generator = TransformersGenerator(model, tokenizer, batch_size=4000, progress=False)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]
     # Batch rows and not texts: several tokens may decode alike.
@@ -414,7 +414,7 @@ def test_no_advice_that_cannot_be_followed(model_and_tokenizer):
     with pytest.raises(ValueError, match=r"the shortest prompt has \d+ tokens.*Lower max_new_tokens to at most 50\d"):
         evaluate(model, tokenizer, rows_of(["2 + 2 =", "word " * 600]), max_new_tokens=512, **common)
     with pytest.raises(ValueError, match="No max_new_tokens"):
-        TransformersSampler(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
+        TransformersGenerator(model, tokenizer, 2)([[5] * 600], n=1, temperature=0.0, max_new_tokens=4, seed=0)
 
 
 @pytest.mark.parametrize("number", [math.nan, 3e38])
@@ -425,7 +425,7 @@ def test_a_model_whose_scores_are_not_finite_is_no_bad_model(number):
         model.model.norm.weight.fill_(number)
     for temperature in (0.0, 1.0):
         with pytest.raises(NumbersError, match="scores of the next token are not finite"):
-            TransformersSampler(model, tokenizer, 2)([[5, 6]], n=1, temperature=temperature, max_new_tokens=4, seed=0)
+            TransformersGenerator(model, tokenizer, 2)([[5, 6]], n=1, temperature=temperature, max_new_tokens=4, seed=0)
 
 
 @pytest.mark.not_fast(but="3")

@@ -204,14 +204,14 @@ def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None
     import shutil
 
     from grpo_lab.recipe.sections import SamplingSettings
-    from grpo_lab.stages.sample import ModelSampler
+    from grpo_lab.stages.sample import ModelGenerator
 
     bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
     said = r"holds a model and no tokenizer \(tokenizer\.json"
     with pytest.raises(ValueError, match=said):
         dry_run(recipe_from({**GOOD, "model": {"path": str(bare)}}))
     with pytest.raises(ValueError, match=said):
-        ModelSampler(str(bare), SamplingSettings(use_vllm=True))
+        ModelGenerator(str(bare), SamplingSettings(use_vllm=True))
 
 
 @pytest.mark.not_fast
