@@ -33,7 +33,7 @@ from kill_processes import adopt_orphans, begin, ended, has_ended, kill, wait
 from grpo_lab.cli import main as command
 from grpo_lab.pipelines import evaluate, rounds  # noqa: F401
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.supervised import cold_start, preference  # noqa: F401
+from grpo_lab.trainer.supervised import methods  # noqa: F401
 
 DATA = {"loader": "word_problems", "n": 24, "template": "chat", "largest": 20, "steps": [1, 2]}
 SAMPLING = {"n_samples": 6, "max_completion_length": 12, "problems_per_save": 4, "use_cpu": True}
