@@ -91,7 +91,7 @@ def test_planted_into_the_training_set(questions: dict[str, list[str]]) -> None:
     }
     assert share[0] == 1
     assert share[1] >= 0.98  # 1.000
-    assert share[None] < 0.005  # 13 of 7,473 = 0.17%, each of them in docs/choosing_the_data.md
+    assert share[None] < 0.005  # 13 of 7,473 = 0.17%: docs/choosing_the_data.md says what they are
 
 
 @pytest.mark.slow
