@@ -201,13 +201,13 @@ class LabTrainer(ResumableTrainer):
         if begun is not None:
             return begun
         training = self.model.training
-        with by_groups(self), self.parts.overlap.taking():
+        with by_groups(self), self.parts.overlap.handing_over():
             generated = super()._generate_single_turn(prompt_ids, *rest, **options)
         if self.model.training is not training:  # transformers' continuous batching leaves training mode
             self.model.train(training)
         if self.use_vllm and self.model.training and self.parts.sync_proof.is_due():
             self.parts.sync_proof.prove(self.parts.partial.asked or prompt_ids)
-        self.parts.overlap.begin()
+        self.parts.overlap.begin_next()
         return generated
 
     def _tool_call_loop(self, *rows: Any) -> Any:

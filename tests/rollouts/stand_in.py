@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from grpo_lab.trainer.generation import server_across_ranks
-from grpo_lab.trainer.generation.background import Background
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 
@@ -143,7 +142,7 @@ class StandIn(LabVLLMClient):
     engine: Engine
 
     def __init__(self, settings: Any, **_: Any) -> None:
-        self.settings, self.background, self.base_url = settings, Background(), "http://stand-in"
+        self.settings, self.base_url = settings, "http://stand-in"
         self.info: dict[str, Any] = {
             "model_config": {
                 "max_model_len": self.engine.context,

@@ -26,7 +26,7 @@ from grpo_lab import LabConfig
 from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.background import Background
+from grpo_lab.trainer.generation.background import BackgroundRequest
 from grpo_lab.trainer.generation.read_ahead import ReadAhead
 from rollouts import overlap_runs
 from rollouts.overlap_runs import Rows, build, log_probs, rows_drawn
@@ -410,14 +410,19 @@ def test_rollouts_in_turns_are_refused(tiny: Any, tmp_path: Path) -> None:
 
 
 def test_another_batch_than_the_one_read_ahead_is_an_error() -> None:
-    background = Background()
-    background.begin(lambda: "answer", [[1, 2]])
-    background.settle()
+    begun = BackgroundRequest(lambda: {"completion_ids": [[7]]}, [[1, 2]], version=0)
     with pytest.raises(RuntimeError, match="of other prompts"):
-        background.take([[1, 3]])
-    background.begin(lambda: "answer", [[1, 2]])
-    with pytest.raises(RuntimeError, match="not yet taken"):
-        background.begin(lambda: "answer", [[1, 3]])
+        begun.completions([[1, 3]])
+    assert begun.completions([[1, 2]], n=1) == {"completion_ids": [[7]]}
+
+
+def test_a_client_has_one_request_in_the_background(tiny: Any, tmp_path: Path) -> None:
+    with stand_in(tiny[0]):
+        client = build(tmp_path, copy.deepcopy(tiny[0]), tiny[1]).vllm_generation.vllm_client
+        client.begin([[1, 2]], version=0, n=1, max_tokens=1)
+        with pytest.raises(RuntimeError, match="not yet taken"):
+            client.begin([[1, 2]], version=0, n=1, max_tokens=1)
+        client.wait_until_idle()
 
 
 def test_read_ahead_gives_what_the_loop_asks_for_and_no_more() -> None:

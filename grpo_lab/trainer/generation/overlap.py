@@ -1,17 +1,16 @@
 """``rollout: {overlap: 1}``: a vLLM server generates batch k+1 while the trainer trains on batch k.
 
-At the start of generation batch k, every rank at the same place:
-
-    wait for batch k's completions → send the weights → prove them (as often as ``verify_every`` says)
-    → ask for batch k+1, in a thread of the main process (``background.py``) → score and train k
+    server     ▒▒ makes k ▒▒▒▒│                      │▒▒ makes k+1 ▒▒▒▒▒▒▒▒▒▒│                      │▒▒ makes k+2 ▒▒
+    trainer    trains on k-1 ─│─ takes k ─ sync ─────│─ scores, trains on k ─│─ takes k+1 ─ sync ───│─ trains on k+1
+                                          └ proof    begin_next                         └ proof      begin_next
 
 So the policy that trains is one generation batch ahead of the one that sampled, always: nothing is dropped, paused or
-cut off, and no weights reach a running batch. A batch that nobody could ask for before (the first of a training, of a
+cut off, and no weights reach a running request. A batch that nobody could ask for before (the first of a training, of a
 resumed one and of each epoch) is generated then and there, with the weights of its step. ``policy_version`` says, row
 by row, whose completion it is; ``rollout/staleness`` is logged.
 
 The prompts of k+1 come from the data loader, read one generation batch ahead (``read_ahead.py``); a resumed run meets
-them again and asks again.
+them again and asks again. The request runs in a thread of the main process (``background.py``).
 
 Sources: slime's ``train_async.py``, verl's one-step-off recipe (both wait for the running batch before the sync).
 """
@@ -20,19 +19,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_lab.trainer.generation.all_ranks import from_main
+from grpo_lab.trainer.generation.background import BackgroundRequest
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, refuse_turns
+from grpo_lab.trainer.generation.server_across_ranks import NOTHING
+from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from grpo_lab.trainer.settings.parse import RolloutSettings
+from grpo_lab.trainer.trl_bridge import replaced
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
-    """Asks for one generation batch ahead; does nothing where that is not asked for. Every rank calls every method.
+    """One generation batch ahead. Its methods stand in the order in which they happen; every rank calls each of them.
+    None does anything in an evaluation, or where ``rollout.overlap`` is not set.
 
     Raises:
         ValueError: completions that are made in turns or bring images: tools, an environment, a rollout function, a
@@ -52,54 +58,53 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Forget what an earlier training began, once the server is done with it."""
         self._ahead.forget()
         self._version = None
         if self.trainer.accelerator.is_main_process:
-            self.trainer.vllm_generation.vllm_client.background.drop()
-
-    @property
-    def version(self) -> int:
-        """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
-        step = int(self.trainer.state.global_step)
-        if self._version is None or not self.trainer.model.training:
-            return step
-        return self._version
+            self._take_request()
 
     @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
-        """Context around a generation: one of the training gets the completions that were begun before, if any were."""
+    def handing_over(self) -> Iterator[None]:
+        """Wait for the completions that were begun one batch ago, and hand them to the generation in the block, which
+        sends the weights of this step before it asks. A server that is lost there and comes back has nothing of them,
+        and is asked then and there."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             yield
             return
-        generation = trainer.vllm_generation
-        main = trainer.accelerator.is_main_process
-        waited = 0.0
-        if main:
-            background = generation.vllm_client.background
-            with generation.waiting():
-                background.settle()
-            background.takes, background.taken = True, None
-            waited = background.waited
-            background.waited = 0.0
-        taken = None
-        try:
+        begun = None
+        in_place_of_request: AbstractContextManager[None] = contextlib.nullcontext()
+        if trainer.accelerator.is_main_process:
+            with trainer.vllm_generation.waiting():
+                begun = self._take_request()
+            if begun is not None:
+                in_place_of_request = replaced(trainer.vllm_generation.vllm_client, "generate", begun.completions)
+        with in_place_of_request:
             yield
-        finally:
-            if main:
-                background = generation.vllm_client.background  # another one where the server was lost and is back
-                taken = background.taken
-                background.takes = False
         step = int(trainer.state.global_step)
-        taken, waited = from_main(trainer.accelerator, (taken, waited))
-        self._version = step if taken is None else taken
+        version = step
+        waited = 0.0
+        if begun is not None:
+            waited = begun.waited
+            if begun.taken:
+                version = begun.version
+        self._version, waited = from_main(trainer.accelerator, (version, waited))
         book = trainer.recorder.book("train")
         book.add_alike("rollout/staleness", torch.tensor([float(step - self._version)]), 1)
-        book.add_alike("rollout/waited_s", torch.tensor([float(waited)]), 1)
+        book.add_alike("rollout/waited_s", torch.tensor([waited]), 1)
 
-    def begin(self) -> None:
-        """Ask for the next generation batch with the weights that the engine holds now; nothing at the end of an epoch
-        and of the training, and in an evaluation."""
+    def _take_request(self) -> BackgroundRequest | None:
+        """The request that was begun, from here on not the client's, when the server is done with it."""
+        client: Any = self.trainer.vllm_generation.vllm_client
+        client.wait_until_idle()
+        begun = client.in_background
+        client.in_background = None
+        return begun
+
+    def begin_next(self) -> None:
+        """Ask for the next generation batch, with the weights that the server holds now (they are proven); for nothing
+        at the end of an epoch and of the training."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             return
@@ -107,6 +112,30 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         if rows is None:
             return
         prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
-        trainer.vllm_generation.begin([list(ids) for ids in prompt_ids], trainer.num_generations)
+        generation = trainer.vllm_generation
+        sending: AbstractContextManager[None] = contextlib.nullcontext()
         if trainer.accelerator.is_main_process:
-            trainer.vllm_generation.vllm_client.background.version = int(trainer.state.global_step)
+            begins = BeginsAlone(generation.vllm_client, int(trainer.state.global_step))
+            sending = replaced(generation, "vllm_client", begins)
+        with sending:  # TRL gathers the prompts of all ranks, puts the request together, and hands round what it gets
+            VLLMGeneration.generate(generation, [list(ids) for ids in prompt_ids], None, trainer.num_generations)
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
+        if self._version is None or not self.trainer.model.training:
+            return int(self.trainer.state.global_step)
+        return self._version
+
+
+class BeginsAlone:
+    """Stands before the client while TRL puts a request together: it is begun, and an empty answer given in its place.
+    What goes wrong with it is met where the completions are asked for."""
+
+    def __init__(self, client: LabVLLMClient, version: int) -> None:
+        self.client = client
+        self.version = version
+
+    def generate(self, prompts: list[list[int]], **arguments: Any) -> dict[str, Any]:
+        self.client.begin(prompts, self.version, **arguments)
+        return dict(NOTHING)

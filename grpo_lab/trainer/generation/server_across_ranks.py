@@ -106,27 +106,6 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
     return answer
 
 
-def begin(generation: Any, stock: Callable[[], Any]) -> None:
-    """``generate`` in server mode for completions that are taken later: TRL's own request, sent in the background, with
-    an empty answer broadcast in its place. What goes wrong with it is met where the answer is taken."""
-    if not generation.accelerator.is_main_process:
-        stock()
-        return
-    with replaced(generation, "vllm_client", Begun(generation.vllm_client)):
-        stock()
-
-
-class Begun:
-    """Stands before the client while TRL's request is put together."""
-
-    def __init__(self, client: LabVLLMClient) -> None:
-        self.client = client
-
-    def generate(self, prompts: Any, features: Any = None, **arguments: Any) -> dict[str, Any]:
-        self.client.begin(prompts, features=features, **arguments)
-        return dict(NOTHING)
-
-
 class KeptFailure:
     """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
 

@@ -29,7 +29,7 @@ from grpo_lab.engines.vllm.worker import WeightCourier
 from grpo_lab.engines.weights.adapter import AdapterVersion
 from grpo_lab.engines.weights.proof import PROBE_TOKENS, Probe, TensorDifference
 from grpo_lab.engines.weights.sync import WeightSyncError
-from grpo_lab.trainer.generation.background import Background
+from grpo_lab.trainer.generation.background import BackgroundRequest
 from grpo_lab.trainer.generation.prompt_fit import fill_rooms, refuse_long
 from grpo_lab.trainer.settings.parse import ServerSettings
 
@@ -104,6 +104,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     meet: Callable[[], None] = staticmethod(lambda: None)  # set by server.connect: is it this model
     faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
     sends_adapters = False  # and no weights, settled by open_way
+    in_background: BackgroundRequest | None = None  # begun, and its completions not yet taken
 
     def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
         self.settings = settings
@@ -112,7 +113,6 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         #: POST JSON to a path of the server → its answer, or ``ServerGone``
         self.post = functools.partial(talk.post_json, self.session, self.base_url)
         self.courier = WeightCourier(self.post)
-        self.background = Background()
         self.adapters: list[str] = []  # names that the server holds; it samples with the last
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
@@ -216,7 +216,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
         """All weights to the server, once it is idle."""
         try:
-            self.background.settle()
+            self.wait_until_idle()
             self._see_that_it_is_the_same()
             if self.way == "nccl":
                 super().update_named_params(metadata, named_params)
@@ -233,7 +233,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
     def load_adapter(self, version: AdapterVersion) -> None:
         """The LoRA adapter to the server, once it is idle, which samples with it from here on; the one before the last
         goes."""
-        self.background.settle()
+        self.wait_until_idle()
         self._see_that_it_is_the_same()
         for old in self.adapters[: 1 - LORA_VERSIONS]:
             self._say("/v1/unload_lora_adapter", {"lora_name": old})
@@ -283,25 +283,30 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         finally:
             read_to_end(named_params)
 
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as TRL's client does; hand over the completions that were begun before, where these are they. Raises
-        ``EngineFault`` for a log-prob that is missing, NaN or infinite, ``PromptTooLong``."""
-        self.background.settle()
-        if self.background.takes:
-            answer = self.background.take(args[0] if args else kwargs["prompts"])
-            if answer is not None:
-                return dict(answer)
-        return self._drawn(*args, **kwargs)
+    def begin(self, prompts: list[list[int]], version: int, **arguments: Any) -> None:
+        """Ask as ``generate`` does, in the background, the weights being those of ``version``. RuntimeError: another
+        request's completions were not yet taken."""
+        if self.in_background is not None:
+            raise RuntimeError("a generation was begun while another's completions were not yet taken")
+        ask = functools.partial(self._drawn, prompts, **arguments)
+        self.in_background = BackgroundRequest(ask, prompts, version)
 
-    def begin(self, prompts: list[list[int]], **arguments: Any) -> None:
-        """Begin what ``generate`` does, in the background: nobody waits for the answer before it is asked for."""
-        self.background.begin(functools.partial(self._drawn, prompts, **arguments), prompts)
+    def wait_until_idle(self) -> None:
+        """Wait for the request in the background, if there is one."""
+        if self.in_background is not None:
+            self.in_background.wait()
 
-    def _drawn(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        refuse_long(args[0] if args else kwargs["prompts"], self.context, kwargs.get("max_tokens") or 1, self.decode)
+    def generate(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Generate as TRL's client does. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite,
+        ``PromptTooLong``."""
+        self.wait_until_idle()
+        return self._drawn(prompts, **sampling)
+
+    def _drawn(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
+        refuse_long(prompts, self.context, sampling.get("max_tokens") or 1, self.decode)
         try:
             with talk.read_as_vllms(self.base_url):
-                answer = self._asked(*args, **kwargs)
+                answer = self._asked(prompts, **sampling)
             talk.check_answer(answer["logprobs"])
         except talk.RequestRefused:
             if self.adapters:  # one that was started again knows no such name
@@ -313,16 +318,16 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.check_same_weights()
         return answer
 
-    def _asked(self, prompts: list[list[int]], **kwargs: Any) -> dict[str, Any]:
+    def _asked(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
         """TRL's request; where ``max_tokens`` is None each row gets as many as there is room for."""
         ask = super().generate
-        if kwargs.get("max_tokens", 1) is None:
-            return fill_rooms(ask, prompts, self.context, **kwargs)
-        return dict(ask(prompts, **kwargs))
+        if sampling.get("max_tokens", 1) is None:
+            return fill_rooms(ask, prompts, self.context, **sampling)
+        return dict(ask(prompts, **sampling))
 
-    def generate_unscored(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Drawn once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
-        answer = self._asked(*args, **{**kwargs, "logprobs": None})
+    def generate_unscored(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
+        """Draw once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
+        answer = self._asked(prompts, **{**sampling, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]
         self.check_same_weights()

@@ -105,10 +105,6 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             refuse_long(prompts, self.context, 1, self.processing_class.decode)
             return super().generate(*args, **kwargs)  # GroupedEngine refuses a NaN log-prob, or the guard does
 
-        def begin(self, prompts: list[list[int]], num_generations: int) -> None:
-            """``generate`` of a server, without waiting (``rollout.overlap``)."""
-            server_across_ranks.begin(self, functools.partial(super().generate, prompts, None, num_generations))
-
     return LabVLLMGeneration
 
 
