@@ -1,4 +1,4 @@
-"""The file index, docs/files.md, made from the first line of every module of grpo_lab.
+"""The file index, docs/files.md, made from the first sentence of every module of grpo_lab.
 
 python scripts/file_index.py            write it between its two marks
 python scripts/file_index.py --check    exit 1 where it is not what the modules say
@@ -7,6 +7,7 @@ python scripts/file_index.py --check    exit 1 where it is not what the modules 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -15,10 +16,20 @@ PAGE = ROOT / "docs" / "files.md"
 MARKS = ("<!-- file index: make docs-index -->", "<!-- end of the file index -->")
 
 
+#: words of a first sentence that has to be read in an index; a longer one goes up to its colon or semicolon
+MOST = 14
+
+
 def first_line(path: Path) -> str:
-    """The first sentence-line of a module's docstring, fit for a cell of a table."""
+    """The first sentence of a module's docstring, fit for a cell of a table."""
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return said.partition("\n\n")[0].replace("\n", " ").replace("``", "`").replace("|", "\\|")
+    line = said.partition("\n\n")[0].replace("\n", " ").replace("``", "`").replace("|", "\\|")
+    sentence = re.split(r"(?<=[.?!]) (?=[A-Z`])", line, maxsplit=1)[0]
+    if len(sentence.split()) <= MOST:
+        return sentence
+    short = re.split(r"[;:] ", sentence, maxsplit=1)[0].rstrip(".")
+    whole = short.count("`") % 2 == 0 and short.count("(") == short.count(")")
+    return f"{short}." if whole and len(short.split()) > 2 else sentence
 
 
 def index(package: Path) -> str:

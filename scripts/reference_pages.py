@@ -71,13 +71,42 @@ def command_line() -> str:
         f"`--traceback` may stand after every command, too; `--verbose` after {', '.join(loud)}.",
         "",
     ]
+    told: dict[str, list[tuple[str, str]]] = {}
     for name, command in commands.choices.items():
-        lines += [f"## {name}", sentence(said[name] % {}), "", *options(command, {"help", "traceback", "verbose"})]
+        told[name] = rows_of(command, {"help", "traceback", "verbose"})
+        lines += [f"## {name}", sentence(said[name] % {}), ""]
+        same = next((other for other in told if other != name and len(told[other]) > 9 and told[other] == told[name]), None)
+        lines += [f"The options of [{same}](#{same}).", ""] if same else [*table(HEAD, told[name]), *loaders(command)]
     return "\n".join(lines)
 
 
+HEAD = ("option", "what")
+#: the help of an option that is an argument of data loaders
+OF_LOADERS = re.compile(r"of the loaders? (.+)")
+
+
 def options(parser: argparse.ArgumentParser, without: set[str]) -> list[str]:
-    return table(("option", "what"), [option(action) for action in parser._actions if action.dest not in without])
+    return table(HEAD, rows_of(parser, without))
+
+
+def rows_of(parser: argparse.ArgumentParser, without: set[str]) -> list[tuple[str, str]]:
+    """A row for each option that its help names; those of data loaders have a table of their own."""
+    shown = [
+        action for action in parser._actions if action.dest not in without and action.help != argparse.SUPPRESS
+    ]
+    return [option(action) for action in shown if not OF_LOADERS.match(action.help or "")]
+
+
+def loaders(parser: argparse.ArgumentParser) -> list[str]:
+    """A row for each data loader: its arguments, which are options."""
+    found: dict[str, list[str]] = {}
+    for action in parser._actions:
+        names = OF_LOADERS.match(action.help or "")
+        for loader in names[1].split(", ") if names else ():
+            found.setdefault(loader, []).append(f"`{action.option_strings[0]}`")
+    rows = [(f"`{loader}`", ", ".join(names)) for loader, names in found.items()]
+    head = ("loader", "its arguments, as options (`--data.KEY` is the same)")
+    return table(head, rows) if rows else []
 
 
 def option(action: argparse.Action) -> tuple[str, str]:
