@@ -75,9 +75,14 @@ def command_line() -> str:
     for name, command in commands.choices.items():
         told[name] = rows_of(command, {"help", "traceback", "verbose"})
         lines += [f"## {name}", sentence(said[name] % {}), ""]
-        same = next((other for other in told if other != name and len(told[other]) > 9 and told[other] == told[name]), None)
+        same = with_the_same_options(told, name)
         lines += [f"The options of [{same}](#{same}).", ""] if same else [*table(HEAD, told[name]), *loaders(command)]
     return "\n".join(lines)
+
+
+def with_the_same_options(told: dict[str, list[tuple[str, str]]], name: str) -> str | None:
+    """An earlier command that has the same options, where these are many."""
+    return next((other for other in told if other != name and told[other] == told[name] and len(told[name]) > 9), None)
 
 
 HEAD = ("option", "what")
@@ -91,9 +96,7 @@ def options(parser: argparse.ArgumentParser, without: set[str]) -> list[str]:
 
 def rows_of(parser: argparse.ArgumentParser, without: set[str]) -> list[tuple[str, str]]:
     """A row for each option that its help names; those of data loaders have a table of their own."""
-    shown = [
-        action for action in parser._actions if action.dest not in without and action.help != argparse.SUPPRESS
-    ]
+    shown = [action for action in parser._actions if action.dest not in without and action.help != argparse.SUPPRESS]
     return [option(action) for action in shown if not OF_LOADERS.match(action.help or "")]
 
 
