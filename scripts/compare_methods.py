@@ -231,16 +231,13 @@ def table(found: Found) -> str:
     totals = [max(points[-1]["tokens"] for points in runs) for runs in curves.values()]
     shared = min((total for total in totals if total), default=math.nan)  # no seed of the thriftiest arm has more
     heads = ["arm", "seeds", "held-out accuracy at the end", f"after {shared / 1e3:,.0f} k generated tokens"]
-    heads += ["mean over the steps", "generated tokens, k", "variance of differences, points²", "of the second half"]
-    heads += ["seconds of training", "memory above the libraries, MiB"]
+    heads += ["generated tokens, k", "unsteadiness, points²", "seconds of training", "memory, MiB"]
     rows = [["(start)", "–", spread([next(iter(curves.values()))[0][0]["accuracy"]]), *["–"] * (len(heads) - 3)]]
     for arm, runs in curves.items():
         figures = [
             spread([points[-1]["accuracy"] for points in runs]),
             spread([at_tokens(points, shared) for points in runs]),
-            spread([fmean(one["accuracy"] for one in points[1:] or points) for points in runs]),
             f"{fmean(points[-1]['tokens'] for points in runs) / 1e3:,.0f}",
-            f"{fmean(smoothness(points) for points in runs):.1f}",
             f"{fmean(smoothness(points[len(points) // 2 :]) for points in runs):.1f}",
             f"{fmean(points[-1]['seconds'] for points in runs):.0f}",
             f"{fmean(run['memory_mib'] for run in found[arm]):.0f}",
