@@ -99,10 +99,10 @@ def differing(data: list[dict[str, Any]], judgements: list[Judgement], label: st
 
 
 def documented(title: str, counts: str, reasons: dict[str, str]) -> None:
-    """The section `title` of the generated part holds these counts and a row for each reason (or is made to)."""
-    table = "\n".join(
-        ["| row | why we differ |", "|---|---|", *(f"| `{row}` | {why} |" for row, why in reasons.items())]
-    )
+    """The section `title` of the generated part holds these counts and a line for each reason (or is made to)."""
+    rows_of = {why: [f"`{row}`" for row, reason in reasons.items() if reason == why] for why in reasons.values()}
+    lines = [f"| {why} | {', '.join(named)} |" for why, named in rows_of.items()]
+    table = "\n".join(["| why we differ | rows |", "|---|---|", *lines])
     section = f"### {title}\n\n{counts}\n\n{table}\n"
     text = DOC.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
