@@ -224,7 +224,6 @@ def _make_start(job: Job, start: Path) -> None:
 
 def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> None:
     """Train, save the model, and say so in ``run.json``."""
-    from grpo_lab.trainer.resume.checkpoint import save_final
     from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint
     from grpo_lab.trainer.trl_bridge import policy_parameters
 
@@ -241,7 +240,7 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         processing_class=None if job.model.tokenizer is None else load_tokenizer(job.model),
         **{**given, "callbacks": [*given["callbacks"], log]},
     )
-    log.beside = lambda: {"rollout/generated": trainer.parts.generated}
+    log.beside = lambda: {"rollout/generated": trainer.generated_tokens}
     if job.evaluation is not None and job.evaluation.every is not None:
         trainer.add_callback(EvaluationOnTheWay(trainer, job.evaluation, folder))
     with named_place("start: all processes begin together"):
@@ -265,21 +264,21 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
     if main:
         write_run(folder, record)
     # it answers both, and comes back here
-    trainer.parts.stop.signals = list(SIGNALS)
-    trainer.parts.stop.returns = True
+    trainer.stop_request.signals = list(SIGNALS)
+    trainer.stop_request.returns = True
     with tracked(trainer, folder):
         with _ended_as_asked(trainer, folder, record):
             trainer.train(resume_from_checkpoint=None if checkpoint is None else VerifiedCheckpoint(checkpoint))
         seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
-        _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
-        save_final(trainer, folder)
+        _end_if_asked(trainer, trainer.stop_request.reason, folder, record)
+        trainer.save_final(folder)
         trainer.create_model_card(model_name=job.name)
-    record["trained"], record["tokens"] = trainer.state.global_step, trainer.parts.generated
+    record["trained"], record["tokens"] = trainer.state.global_step, trainer.generated_tokens
     record["exact_update"] |= trainer.exact_update.budget.described()
     record["left"] = left_in(folder, ["critic", PREFERENCE])
     if main:
         write_run(folder, record)
-    late = next(filter(None, gather_object([trainer.parts.stop.late])), None)
+    late = next(filter(None, gather_object([trainer.stop_request.late])), None)
     if late is not None:  # the training is done and kept; what is left is the evaluation
         raise Interrupted(late, None, folder)
 
@@ -291,12 +290,12 @@ def _ended_as_asked(trainer: Any, folder: Path, record: dict[str, Any]) -> Itera
     try:
         yield
     except KeyboardInterrupt:
-        _end_if_asked(trainer, trainer.parts.stop.broke_off_a_wait, folder, record)
+        _end_if_asked(trainer, trainer.stop_request.broke_off_a_wait, folder, record)
         raise
     except ConnectionError as lost:  # with a checkpoint, which says the reason
-        if trainer.parts.stop.reason is not None:
+        if trainer.stop_request.reason is not None:
             logging.getLogger("grpo_lab").warning("%s", lost)
-        _end_if_asked(trainer, trainer.parts.stop.reason, folder, record)
+        _end_if_asked(trainer, trainer.stop_request.reason, folder, record)
         raise
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -41,9 +42,10 @@ from grpo_lab.trainer.metrics.model_card import in_our_words
 from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.resume.checkpoint import picklable, save_whole
+from grpo_lab.trainer.resume.checkpoint import picklable, save_final, save_whole
 from grpo_lab.trainer.resume.going_on import ResumableTrainer
 from grpo_lab.trainer.resume.state import load_state
+from grpo_lab.trainer.resume.stop import StopOnRequest
 from grpo_lab.trainer.row_table import Carried
 from grpo_lab.trainer.scoring.advantages import (
     add_value_estimates,
@@ -211,7 +213,7 @@ class LabTrainer(ResumableTrainer):
         return generated
 
     def _tool_call_loop(self, *rows: Any) -> Any:
-        return tool_turns(self, super()._tool_call_loop, *rows)
+        return tool_turns(self, self.parts.sync_proof, super()._tool_call_loop, *rows)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         trls = super()._calculate_rewards
@@ -219,7 +221,7 @@ class LabTrainer(ResumableTrainer):
 
     @seen
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        with checkpoint_if_server_gone(self):
+        with checkpoint_if_server_gone(self, self.parts.stop):
             self.parts.before_generation(self.model.training)
             scored = self._generate_and_score(self.parts.partial.choose(inputs))
             if self.model.training:
@@ -238,7 +240,7 @@ class LabTrainer(ResumableTrainer):
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
             if self.parts.partial.versions() is None:  # else they were counted as they were written
-                self.parts.generated += int(scored.rewarded.lengths.sum())
+                self.parts.generated.count += int(scored.rewarded.lengths.sum())
             self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
             self.parts.preference.learn(scored.rewarded.table)
         return scored
@@ -287,13 +289,17 @@ class LabTrainer(ResumableTrainer):
         """Log ``message`` once (per ``key``), on the main process only."""
         self.recorder.say(message, key, level)
 
+    def save_final(self, folder: Path) -> None:
+        """Save the trained model, and beside it a preference model that was kept in training; called on every rank."""
+        save_final(self, folder, self.parts.preference.save)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         with in_our_words(self):
             super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with trl_bridge.optimizer_saved_as_it_is(self):
-            save_whole(self, model, trial, super()._save_checkpoint)
+            save_whole(self, model, trial, super()._save_checkpoint, self.parts.save)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
@@ -312,6 +318,11 @@ class LabTrainer(ResumableTrainer):
         take_up(self, self.parts.critic, checkpoint)
         self.parts.load(saved)
 
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.parts.due_evaluation.make_up()
+
     def _load_best_model(self) -> None:
         super()._load_best_model()
         take_up(self, self.parts.critic, self.state.best_model_checkpoint, "load_best_model_at_end")
@@ -319,6 +330,18 @@ class LabTrainer(ResumableTrainer):
     @seen
     def create_optimizer(self, model: Any = None) -> Any:
         return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
+
+    # what a run may ask
+
+    @property
+    def stop_request(self) -> StopOnRequest:
+        """Who asked the training to stop, if anybody did (``reason``), and which signals ask."""
+        return self.parts.stop
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that this training's policy has made, over all ranks and resumes."""
+        return self.parts.generated.count
 
     # what the rooms may ask: ``ports.StepPort``
 

@@ -4,8 +4,7 @@ constructor."""
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from grpo_lab.trainer.generation.partial import PartialRollouts
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
-from grpo_lab.trainer.generation.trl_engine import SyncProof
+from grpo_lab.trainer.generation.trl_engine import EngineHooks, SyncProof, hook_in
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
+from grpo_lab.trainer.resume.checkpoint import Together
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
-from grpo_lab.trainer.resume.state import SavedState, write_state
+from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState, Stateful, write_state
 from grpo_lab.trainer.resume.stop import DueEvaluation, StopOnRequest
 from grpo_lab.trainer.scoring.kl_penalty import KLController
 from grpo_lab.trainer.scoring.preference_training import PreferenceInTraining
@@ -37,13 +37,21 @@ from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
 
+#: entries that a checkpoint of weights alone (``save_only_model``) does without
+BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
+
 
 class Parts:
     """Holds one object of each part; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates
-    TRL's object: adds callbacks to it, and the rollout function of a thinking budget."""
+    TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
+
+    Attributes:
+        stateful: what goes on after a resume, by the names of a checkpoint's entries and in their order.
+    """
 
     def __init__(self, trainer: Any, resolved: ResolvedArguments) -> None:
         check_requires(trainer)
+        self._args = trainer.args
         algorithm = resolved.algorithm
         settings = resolved.settings
         check_critic(algorithm.value, trl_bridge.teams(trainer, "_compute_loss"), (trainer.optimizer, None))
@@ -59,7 +67,8 @@ class Parts:
         batches = batches_ahead(settings.rollout, trainer.max_completion_length)
         self.ahead = ReadAhead(batches * trainer.phase.every)
         self.overlap = Overlap(trainer, settings.rollout, self.ahead)
-        self.partial = PartialRollouts(trainer, settings.rollout, self.ahead)
+        self.generated = GeneratedTokens()
+        self.partial = PartialRollouts(trainer, settings.rollout, self.ahead, self.generated)
         self.weight_schedules = WeightSchedules(trainer, settings.reward_schedules)
         self.preference = PreferenceInTraining(trainer)
         self.resampler = Resampler(trainer)
@@ -69,22 +78,38 @@ class Parts:
         self.reference = MovingReference(trainer, resolved.args.reference_every)
         self.kl = KLController(trainer)
         self.generation_buffer = GenerationBuffer(trainer)
-        self.generated = 0  # tokens that this training's policy has made, over all ranks and resumes
         self.due_evaluation = DueEvaluation(trainer)
         self.stop = StopOnRequest(trainer, self.due_evaluation)
+        self.stateful: dict[str, Stateful] = {
+            "generated": self.generated,
+            "sampler": self.prompts,
+            "generation": self.generation_buffer,
+            "waiting": self.partial,
+            "guard": self.guard,
+            "budget": self.update.budget,
+            "evaluation_due": self.due_evaluation,
+            "reference": self.reference,
+            "kl": self.kl,
+            "preference": self.preference,
+            "without_moments": WithoutMoments(trainer),
+        }
         self._call_back(trainer)
         if trainer.use_vllm:
-            engine = trainer.vllm_generation
-            served = trainer.vllm_mode == "server"
-            engine.waiting = self.stop.wait
-            engine.synced = lambda moved: trainer.recorder.book().add_alike(
-                "rollout/sync_bytes", torch.tensor([moved]), 1
-            )
-            if served:
-                engine.server_return.trainer = trainer
-            if self.guard.faults is not None:
-                (engine if served else engine.llm).on_fault = self.guard.engine_fault
+            hook_in(trainer.vllm_generation, self._engine_hooks(trainer))
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
+
+    def _engine_hooks(self, trainer: Any) -> EngineHooks:
+        def record(moved: int) -> None:
+            trainer.recorder.book().add_alike("rollout/sync_bytes", torch.tensor([moved]), 1)
+
+        def prove(prompts: list[list[int]]) -> None:
+            # of partial rollouts the prompts alone: half a completion leaves no room
+            self.sync_proof.prove(self.partial.asked or prompts, strict=True)
+
+        on_fault = None
+        if self.guard.faults is not None:
+            on_fault = self.guard.engine_fault
+        return EngineHooks(self.stop.wait, record, on_fault, prove)
 
     def _call_back(self, trainer: Any) -> None:
         trainer.add_callback(self.stop)
@@ -116,39 +141,35 @@ class Parts:
             if self.optimizer_reset is not None:
                 self.optimizer_reset.before_generation()
 
-    def save(self, folder: str | os.PathLike[str], together: Callable[[Callable[[], None]], None]) -> None:
+    def save(self, folder: Path, together: Together) -> None:
         """Write what a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one
         rank one of all."""
-        trainer = self.guard.trainer
         entries = dict[str, Any]()
-        asked: dict[str, Callable[[], Any]] = {
-            "generated": lambda: self.generated,
-            "sampler": self.prompts.state,
-            "generation": lambda: self.generation_buffer.save(folder),
-            "waiting": lambda: self.partial.save(folder),
-            "guard": self.guard.state,
-            "budget": self.update.budget.state,
-            "evaluation_due": self.due_evaluation.state,
-        }
-        if not trainer.args.save_only_model:
-            asked["reference"] = lambda: self.reference.save(folder)
-            asked["kl"] = self.kl.state
-            asked["preference"] = lambda: self.preference.save(folder)
-            asked["without_moments"] = lambda: trl_bridge.without_moments(trainer)
-        for name, of_part in asked.items():
-            together(lambda name=name, of_part=of_part: entries.update({name: of_part()}))  # type: ignore[misc]
+        for name, part in self.stateful.items():
+            if name not in BESIDE_WEIGHTS or not self._args.save_only_model:
+                together(lambda name=name, part=part: entries.update({name: part.save(folder)}))  # type: ignore[misc]
         known = {name: entry for name, entry in entries.items() if entry is not None}
-        together(lambda: write_state(folder, known) if trainer.args.should_save else None)
+        together(lambda: write_state(folder, known) if self._args.should_save else None)
 
     def load(self, saved: SavedState | None) -> None:
         """Take up what ``save`` wrote; called on every rank before a training begins."""
-        if saved is None:
-            self.generated = 0
-        else:
-            self.generated = saved.entry("generated", int, "the tokens before it do not count") or 0
-        rows = (self.prompts, self.generation_buffer, self.partial, self.update.budget)
-        for part in (*rows, self.reference, self.kl, self.guard, self.due_evaluation, self.preference):
+        for part in self.stateful.values():
             part.load(saved)
+
+
+class WithoutMoments:
+    """Names the weights for which FSDP2's optimizer holds nothing (``trl_bridge.gradients``)."""
+
+    holds = "the weights for which FSDP2's optimizer holds nothing"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def save(self, _folder: Path) -> dict[str, Any] | None:
+        return trl_bridge.without_moments(self._trainer)
+
+    def load(self, saved: SavedState | None) -> None:
+        """Do nothing: the entry is read while the optimizer is loaded (``SavedState.without_moments``)."""
 
 
 def has_own_loss(trainer: Any) -> bool:

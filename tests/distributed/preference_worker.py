@@ -54,7 +54,7 @@ def leave(trainer: LabTrainer, file: Path) -> None:
     ranks = gather_object([{"pairs": trainer.parts.preference.pairs, "weights": digest}])
     if trainer.accelerator.is_main_process:
         logged = [row for row in trainer.state.log_history if "loss" in row]
-        file.write_text(json.dumps({"ranks": ranks, "logged": logged, "tokens": trainer.parts.generated}))
+        file.write_text(json.dumps({"ranks": ranks, "logged": logged, "tokens": trainer.generated_tokens}))
 
 
 def main(policy: str, preference: str, out: str) -> None:

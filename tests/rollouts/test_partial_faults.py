@@ -38,7 +38,7 @@ class Counts(TrainerCallback):
         self.trainer, self.seen = trainer, list[int]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seen.append(self.trainer.parts.generated)
+        self.seen.append(self.trainer.generated_tokens)
 
 
 def by_hand(

@@ -25,6 +25,7 @@ from grpo_lab.trainer.generation import server_across_ranks as server
 from grpo_lab.trainer.generation.all_ranks import raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.server_across_ranks import LOSSES, ServerReturn, checkpoint_if_server_gone
+from grpo_lab.trainer.generation.trl_engine import EngineHooks
 from grpo_lab.trainer.settings.parse import ServerSettings
 from ports import free_port
 
@@ -107,16 +108,13 @@ class Story:
         self.counted: list[float] = []
         client = SimpleNamespace(wait=lambda limit: self.step("wait"))
         accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
-        generation = SimpleNamespace(accelerator=accelerator, vllm_client=client, waiting=contextlib.nullcontext)
+        hooks = EngineHooks(prove=lambda prompts: self.step(f"prove {prompts}"))
+        generation = SimpleNamespace(accelerator=accelerator, vllm_client=client, hooks=hooks)
         monkeypatch.setattr(server, "connect", lambda *_, wait: self.step("connect"))
         monkeypatch.setattr(server, "sync", lambda _, stock: stock())
         monkeypatch.setattr(server, "generate", lambda _, stock: stock())
         self.run = ServerReturn(generation, ServerSettings(**settings))
         self.book: Any = SimpleNamespace(add_alike=lambda name, total, count: self.counted.append(float(total)))
-        proof = SimpleNamespace(prove=lambda prompts, strict: self.step(f"prove {prompts}"))
-        self.partial = SimpleNamespace(asked=[])
-        parts = SimpleNamespace(sync_proof=proof, partial=self.partial)
-        self.run.trainer = SimpleNamespace(parts=parts)  # type: ignore[assignment]
 
     def step(self, name: str) -> Any:
         self.done.append(name)
@@ -182,13 +180,6 @@ def test_one_that_answers_while_it_ends_is_waited_out(
     assert story.generate() == "completions"
     assert story.done == ["generate", *done, "prove [[5, 6]]", "generate"]
     assert story.counted == [1]
-
-
-def test_of_half_a_completion_the_proof_takes_the_prompt(tell: Tell) -> None:
-    story = tell({"generate": [LOST, "completions"]}, return_timeout=5)
-    story.partial.asked = [[5]]
-    story.generate()
-    assert story.done == ["generate", "wait", "connect", "sync", "prove [[5]]", "generate"]
 
 
 def test_a_server_lost_in_a_sync_is_proven_before_the_next_generation(tell: Tell) -> None:
@@ -282,9 +273,10 @@ def test_a_fault_of_one_rank_alone_starts_no_checkpoint_which_takes_all(
     ranks is kept a checkpoint for, also where it came of another, and so is any of a run of one process."""
     monkeypatch.setattr(server, "save_for_resume", lambda *_: "A checkpoint was written")
     trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(num_processes=ranks), vllm_mode="server")
+    stop: Any = SimpleNamespace(broke_off_a_wait=None)
 
     def ends_with(call: Callable[[], Any]) -> str:
-        with pytest.raises((ServerGone, PromptTooLong)) as caught, checkpoint_if_server_gone(trainer):
+        with pytest.raises((ServerGone, PromptTooLong)) as caught, checkpoint_if_server_gone(trainer, stop):
             call()
         return str(caught.value)
 

@@ -20,7 +20,6 @@ from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 from grpo_lab.settings import read
 from grpo_lab.stages.supervised import RewardModel
-from grpo_lab.trainer.resume.checkpoint import save_final
 from grpo_lab.trainer.scoring.preference_training import COMPARISONS, FOLDER
 from parity.harness import arguments, problems, with_entry
 
@@ -143,7 +142,7 @@ def test_a_run_keeps_it_in_training_and_a_resumed_run_goes_on_with_it(
     assert torch.equal(weights(again.reward_funcs[0].classifier), weights(whole.reward_funcs[0].classifier))
     assert again.parts.preference.pairs == part.pairs
     assert seen(again) == seen(whole)
-    save_final(whole, tmp_path / "whole")
+    whole.save_final(tmp_path / "whole")
     last = PreferenceReward(
         str(tmp_path / "whole" / FOLDER), comparisons=str(tmp_path / "whole" / FOLDER / COMPARISONS)
     )

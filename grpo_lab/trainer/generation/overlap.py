@@ -76,7 +76,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         begun = None
         in_place_of_request: AbstractContextManager[None] = contextlib.nullcontext()
         if trainer.accelerator.is_main_process:
-            with trainer.vllm_generation.waiting():
+            with trainer.vllm_generation.hooks.waiting():
                 begun = self._take_request()
             if begun is not None:
                 in_place_of_request = replaced(trainer.vllm_generation.vllm_client, "generate", begun.completions)

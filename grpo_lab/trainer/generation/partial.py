@@ -43,7 +43,7 @@ from trl import GRPOTrainer
 from grpo_lab.trainer.generation.in_step import generate_in_step
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead, refuse_turns
 from grpo_lab.trainer.generation.waiting import WaitingCompletion, WaitingGroup, begin, read_groups, write_groups
-from grpo_lab.trainer.resume.state import SavedState
+from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -64,8 +64,16 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         ValueError: completions that are made in turns, or bring images.
     """
 
-    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead) -> None:
+    holds = (
+        "with `rollout.cut_after` how many groups were begun and not yet trained on; they are in "
+        "`grpo_lab_generation_waiting.safetensors`"
+    )
+
+    def __init__(
+        self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead, generated: GeneratedTokens
+    ) -> None:
         self.trainer: Any = trainer
+        self._generated = generated
         self.cut = settings.cut_after
         self._ahead = ahead
         self._batches_ahead = batches_ahead(settings, trainer.max_completion_length)
@@ -203,7 +211,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             for (place, number), (ids, logprobs, ended) in zip(places, self._made(rows, limit), strict=True):
                 one = found[place][number]
                 room = groups[place].room
-                trainer.parts.generated += len(ids)
+                self._generated.count += len(ids)
                 if not all(value is not None and math.isfinite(value) for value in logprobs):
                     unscored = True
                     if not take_unscored:
@@ -243,15 +251,15 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             "gradient_accumulation_steps": phase.accumulation,
         }
 
-    def save(self, folder: str | Any) -> dict[str, Any] | None:
+    def save(self, folder: Path) -> dict[str, Any] | None:
         """The groups that wait into a checkpoint, and the record's entry; on every rank, one of which writes."""
         trainer = self.trainer
         if self.cut is None or trainer.args.save_only_model or not trainer.is_in_train:
             return None
         waiting, in_training = self._kept
         if trainer.args.should_save:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            write_groups(Path(folder), [*waiting, *in_training])
+            folder.mkdir(parents=True, exist_ok=True)
+            write_groups(folder, [*waiting, *in_training])
         return {"settings": self._settings(), "waiting": len(waiting), "in_training": len(in_training)}
 
     def load(self, saved: SavedState | None) -> None:

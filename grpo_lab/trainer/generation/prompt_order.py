@@ -11,6 +11,7 @@ that a reward is put down to its problem also where prompts are drawn past the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
 class PromptOrder:
     """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
 
+    holds = "with `sampler` what it knows of the prompts"
+
     def __init__(self, settings: SamplerSettings | None, args: Any, group_size: int, every: int) -> None:
         self.settings = settings
         self._args = args
@@ -116,8 +119,8 @@ class PromptOrder:
             book.add_alike("sampler/seen_share", seen.sum(), self.sampler.num_samples)
             book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 
-    def state(self) -> dict[str, Any] | None:
-        """The sampler's, for a checkpoint; None without one. Called on every rank, which must agree."""
+    def save(self, _folder: Path) -> dict[str, Any] | None:
+        """Checkpoint entry: the sampler's state; None without one. Called on every rank, which must agree."""
         if self.sampler is None:
             return None
         prints = gather_object([self.sampler.fingerprint()])

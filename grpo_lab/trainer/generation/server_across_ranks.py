@@ -36,7 +36,7 @@ from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
 from grpo_lab.trainer.generation.same_model import check_same_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, read_to_end
 from grpo_lab.trainer.metrics.book import MetricBook
-from grpo_lab.trainer.resume.stop import kept
+from grpo_lab.trainer.resume.stop import StopOnRequest, kept
 from grpo_lab.trainer.settings.parse import ServerSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
@@ -99,8 +99,8 @@ def generate(generation: Any, stock: Callable[[], Any]) -> Any:
         answer = stock()
         raise_together(generation.accelerator, None)
         return answer
-    guard = KeptFailure(generation.vllm_client, generation.on_fault)
-    with replaced(generation, "vllm_client", guard), generation.waiting():
+    guard = KeptFailure(generation.vllm_client, generation.hooks.on_fault)
+    with replaced(generation, "vllm_client", guard), generation.hooks.waiting():
         answer = stock()
     raise_together(generation.accelerator, guard.failure)
     return answer
@@ -170,8 +170,6 @@ class ServerReturn:
     ``ServerGone``. ``patience``: seconds that ranks wait for each other (``ddp_timeout``), more than for the server.
     """
 
-    trainer: GRPOTrainer | None = None  # set once it is built: it proves and records
-
     def __init__(self, generation: Any, settings: ServerSettings, patience: float = math.inf) -> None:
         self.waits = settings.return_timeout or 0.0
         if generation.accelerator.num_processes > 1 and self.waits >= patience:
@@ -193,7 +191,7 @@ class ServerReturn:
         client = getattr(self.generation, "vllm_client", None)
         over_nccl = getattr(client, "way", "") == "nccl"
         try:
-            with contextlib.nullcontext() if over_nccl else self.generation.waiting():
+            with contextlib.nullcontext() if over_nccl else self.generation.hooks.waiting():
                 sync(self.generation, stock)
         except ServerGone as lost:
             self._reconnect(lost, stock)
@@ -216,7 +214,7 @@ class ServerReturn:
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
         """``prove()`` between two generations; after a loss in it again, of the server that came back."""
-        with self.generation.waiting():
+        with self.generation.hooks.waiting():
             proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
@@ -243,7 +241,7 @@ class ServerReturn:
             waiting = f"waiting {self.waits:.0f} s for it (`rollout.server.return_timeout`)"
             logger.warning(f"the vLLM server is lost ({lost}); {waiting}")
         try:
-            with self.generation.waiting():
+            with self.generation.hooks.waiting():
                 self._have_back(stock_sync, start + self.waits)
         except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
@@ -270,12 +268,12 @@ class ServerReturn:
 
     def _prove(self, prompts: list[list[int]]) -> None:
         """The proof of a server that came back, however seldom the run proves otherwise."""
-        if not self._unproven or self.trainer is None:
+        prove = self.generation.hooks.prove
+        if not self._unproven or prove is None:
             return
         failure = None
         try:
-            parts = self.trainer.parts  # of partial rollouts the prompts alone: half a completion leaves no room
-            parts.sync_proof.prove(parts.partial.asked or prompts, strict=True)
+            prove(prompts)
         except (EngineFault, WeightSyncError) as caught:  # of every rank, which judges the same probe
             failure = ServerGone(f"the vLLM server came back, and the proof of its weights failed: {caught}")
             failure.__cause__ = caught
@@ -284,7 +282,7 @@ class ServerReturn:
 
 
 @contextlib.contextmanager
-def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
+def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iterator[None]:
     """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server. A
     fault of one rank of several (a prompt too long for its own engine, or in its rows of streamed data) ends the run
     without one, which would take all of them."""
@@ -298,7 +296,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer) -> Iterator[None]:
             then = "Resume when that is mended"
         raise type(fault)(f"{fault}. {save_for_resume(trainer, then)}") from fault
     except KeyboardInterrupt:
-        if not trainer.parts.stop.broke_off_a_wait:
+        if not stop.broke_off_a_wait:
             raise
         save_for_resume(trainer, "")
         step = trainer.state.global_step

@@ -12,6 +12,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,16 +52,29 @@ GAP_FACTOR = 3.0
 DOUBTS = 3
 
 
+@dataclass(frozen=True)
+class EngineHooks:
+    """What a trainer does at the events of its engine; the defaults are those of an engine that nobody trains with.
+
+    Args:
+        waiting: context around a wait for a server, which a signal may break off.
+        synced: is given the bytes of tensors of each sync.
+        on_fault: is given the fault of log-probs that are not finite; ``None``: it is raised.
+        prove: proves the weights of a server that came back, by the prompts of the generation that failed.
+    """
+
+    waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    synced: Callable[[int], None] = lambda moved: None
+    on_fault: Callable[[Exception], None] | None = None
+    prove: Callable[[list[list[int]]], None] | None = None
+
+
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
     """``VLLMGeneration`` with our options and, where it is needed, our sync. ``args``: the run's configuration."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
-        #: context in which a wait for a server may be broken off, set once the trainer is built
-        waiting: Any = staticmethod(contextlib.nullcontext)
-        #: is given the fault of a server's log-probs that are not finite; None: it is raised
-        on_fault: Any = None
-        #: is given the bytes of tensors of each sync
-        synced: Callable[[int], None] = staticmethod(lambda moved: None)
+        #: the trainer's, once it is built (``hook_in``)
+        hooks = EngineHooks()
         #: versions of the LoRA adapter, where it is sent by itself
         adapters: AdapterFiles | None = None
 
@@ -108,6 +123,13 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
     return LabVLLMGeneration
 
 
+def hook_in(generation: Any, hooks: EngineHooks) -> None:
+    """Give an engine the hooks of the trainer that was built around it."""
+    generation.hooks = hooks
+    if generation.mode != "server":
+        generation.llm.on_fault = hooks.on_fault
+
+
 def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
     """TRL's ``_init_vllm`` in this process, with our options."""
     # where the options name no seed: the run's; TRL's 0 in a drop-in run
@@ -137,7 +159,7 @@ def send(generation: Any, stock: Callable[[], None]) -> None:
         push_weights(generation.llm, generation._iter_named_params())
     else:
         stock()
-    generation.synced(generation.moved)
+    generation.hooks.synced(generation.moved)
 
 
 def send_adapter(generation: Any, files: AdapterFiles) -> int:
@@ -206,6 +228,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
             return False
         return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Context in which no proof is due."""
+        return replaced(self, "is_due", lambda: False)
+
     def tolerance(self, *engine: torch.dtype) -> float:
         """Largest gap in nats per token, for an engine with weights of this dtype."""
         trainer = self.trainer
@@ -236,9 +262,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         try:
             gap = self._gap(probe)
         except EngineFault as fault:
-            if strict:
+            on_fault = trainer.vllm_generation.hooks.on_fault
+            if strict or on_fault is None:
                 raise
-            trainer.parts.guard.engine_fault(fault)
+            on_fault(fault)
         self.doubted = gap is None
         if accelerator.num_processes > 1:  # on any rank
             self.doubted = bool(accelerator.gather(torch.tensor([self.doubted], device=accelerator.device)).any())

@@ -20,16 +20,18 @@ from typing import Any
 from trl import GRPOTrainer
 
 from grpo_lab.trainer.generation.in_step import rows_in_step
+from grpo_lab.trainer.generation.trl_engine import SyncProof
 from grpo_lab.trainer.trl_bridge import replaced
 
 
-def tool_turns(trainer: GRPOTrainer, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any) -> Any:
+def tool_turns(
+    trainer: GRPOTrainer, proof: SyncProof, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any
+) -> Any:
     """``_tool_call_loop``: what ``stock``, TRL's, makes of the rows of this rank. Every rank calls."""
     turns = Turns(trainer, list(prompt_ids[0]))
     with (
         replaced(trainer, "_generate_single_turn", turns.ask),
-        # the first turn was proven; of later ones, some ranks may have none
-        replaced(trainer.parts.sync_proof, "is_due", lambda: False),
+        proof.paused(),  # the first turn was proven; of later ones, some ranks may have none
         within_context(trainer),
     ):
         made = stock(prompts, prompt_ids, *rest)

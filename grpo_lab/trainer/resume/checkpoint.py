@@ -36,6 +36,9 @@ from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, st
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
 from grpo_lab.trainer.trl_bridge.names import replaced
 
+#: does something on every rank; an error of one is an error of all
+Together = Callable[[Callable[[], None]], None]
+
 
 def picklable(args: Any) -> Any:
     """``args``, or where a part of ours cannot be pickled a copy in which its name stands in for it."""
@@ -64,8 +67,8 @@ class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
 
 
-def save_final(trainer: Any, folder: Path) -> None:
-    """The trained model into ``folder``: transformers writes it there file by file. Beside it the preference model.
+def save_final(trainer: Any, folder: Path, beside: Callable[[Path], Any]) -> None:
+    """The trained model into ``folder``: transformers writes it there file by file; then what ``beside`` writes.
 
     Raises:
         CheckpointNotWritten: of the rank that writes; the checkpoints are as they were.
@@ -78,7 +81,7 @@ def save_final(trainer: Any, folder: Path) -> None:
             _must_be_there(folder)
         with saving(folder):
             trainer.save_model(str(folder))
-            trainer.parts.preference.save(folder)
+            beside(folder)
     except OSError as error:
         newest, _ = newest_whole(folder)
         again = f"all steps are in {newest}: `grpo-lab train … --resume` saves it again"
@@ -89,7 +92,13 @@ def save_final(trainer: Any, folder: Path) -> None:
 
 
 @named_place("checkpoint")
-def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any], None]) -> None:
+def save_whole(
+    trainer: Any,
+    model: Any,
+    trial: Any,
+    stock: Callable[[Any, Any], None],
+    ours: Callable[[Path, Together], None],
+) -> None:
     """Write a checkpoint, ours and TRL's own (``stock(model, trial)``), whole or not at all. Called on every rank.
     CheckpointNotWritten: on every rank where one of them could not write. NumbersError: on every rank where NaN or
     infinities would be kept."""
@@ -113,7 +122,7 @@ def save_whole(trainer: Any, model: Any, trial: Any, stock: Callable[[Any, Any],
                 replaced(trainer, "_get_output_dir", lambda trial=None: str(partial.parent)),
                 replaced(trainer, "_push_from_checkpoint", pushes.append),
             ):
-                trainer.parts.save(str(partial), together)
+                ours(partial, together)
                 together(lambda: stock(model, trial), alone=bool(collective))
             if state.best_model_checkpoint == str(partial):
                 state.best_model_checkpoint = str(place)

@@ -22,7 +22,6 @@ import functools
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +101,11 @@ def rows_file(rank: int) -> str:
 class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
     """A callback because HF clears its running loss when a training begins."""
 
+    holds = (
+        "how far the generation batch is, metrics and loss since the last log; inside a batch the micro-batches of "
+        "each rank are in `grpo_lab_generation_<rank>.safetensors`"
+    )
+
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer  # TRL's annotations say that the buffer is None
         self._done = 0  # micro-batches up to the last whole optimizer step
@@ -143,19 +147,18 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         if trainer.use_vllm:
             trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
 
-    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def save(self, folder: Path) -> dict[str, Any] | None:
         """Write this rank's rows into a checkpoint, and return the record's entry; on every rank. A failure to write is
         reported."""
         trainer = self.trainer
-        place = Path(folder)
         if trainer.args.save_only_model or not trainer.is_in_train:
             return None
-        place.mkdir(parents=True, exist_ok=True)
-        gathered = gather_object([(self._save_rows(place), float(trainer._tr_loss))])
+        folder.mkdir(parents=True, exist_ok=True)
+        gathered = gather_object([(self._save_rows(folder), float(trainer._tr_loss))])
         problem = next((words for words, _ in gathered if words is not None), None)
         if problem is not None:
             trainer.recorder.say(
-                f"{place} is inside a generation batch that could not be written ({problem}): a resume from this "
+                f"{folder} is inside a generation batch that could not be written ({problem}): a resume from this "
                 "checkpoint generates the batch again and trains the rest of its micro-batches on that",
                 key=f"generation buffer: {problem}",
                 level=logging.WARNING,

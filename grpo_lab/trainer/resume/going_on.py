@@ -117,7 +117,7 @@ class EpochOrderMixin:
 
 
 class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
-    """``GRPOTrainer`` whose resumed training makes up the evaluation that was due, and ends where it had ended."""
+    """``GRPOTrainer`` whose resumed training has all tensors of its checkpoint, and ends where it had ended."""
 
     _at_its_end: str | None = None
 
@@ -154,12 +154,6 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
     def _load_best_model(self) -> None:
         super()._load_best_model()
         load_other_names(self, self.state.best_model_checkpoint)
-
-    def _load_rng_state(self, checkpoint: Any) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            parts: Any = self.parts  # LabTrainer's
-            parts.due_evaluation.make_up()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         if self._at_its_end is not None:

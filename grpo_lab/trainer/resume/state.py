@@ -1,22 +1,9 @@
-"""The state of a training beside a checkpoint: one record, ``grpo_lab_state.json``, with a version and an entry a part.
+"""The state of a training beside a checkpoint: one record, ``grpo_lab_state.json``, with a version and an entry for
+each part that goes on after a resume (``Stateful``; docs/resume.md lists them all).
 
-    generation       where in a generation batch; the rows of an open one are in
-                     ``grpo_lab_generation_<rank>.safetensors``
-    waiting          how many groups wait to be gone on with (``rollout.cut_after``), which are in
-                     ``grpo_lab_generation_waiting.safetensors``
-    sampler          what the prompts' sampler knows            guard            bad steps in a row, a bad open batch
-    kl               β of the next batch (``kl.target``)         evaluation_due   the resumed run evaluates first
-    generated        tokens that the policy has made
-    budget           tokens of a forward (``update.max_tokens: auto``)
-    reference        whether it has moved; its weights are then in ``grpo_lab_reference/00000.safetensors``, …, of any
-                     number of ranks (TRL saves only the policy: a resumed run would be pulled to the start model again)
-    preference       the last training of a preference model, whose weights and comparisons are in
-                     ``grpo_lab_preference/``
-    without_moments  weights for which FSDP2's optimizer holds nothing
-    training         a supervised training's losses, metrics and tokens up to now
-
-What is JSON is here, tensors are safetensors files beside it, nothing is pickled. Earlier releases wrote a file for
-each entry; a checkpoint without a record is read from those.
+What is JSON is here, tensors are safetensors files beside it, nothing is pickled. A supervised training has one entry,
+``training``: its losses, metrics and tokens up to now. Earlier releases wrote a file for each entry; a checkpoint
+without a record is read from those.
 """
 
 from __future__ import annotations
@@ -26,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate.utils import gather_object
@@ -79,6 +66,37 @@ class SavedState:
         """Weights that had no moments when the checkpoint was written (``trl_bridge.gradients``)."""
         names = self.entry("without_moments", lambda entry: set(entry["without_moments"]), "torch may then refuse it")
         return names or set()
+
+
+class Stateful(Protocol):
+    """A part of a training that goes on after a resume."""
+
+    holds: str
+    """What its entry holds, for docs/resume.md."""
+
+    def save(self, folder: Path, /) -> Any | None:
+        """Write files of its own into a checkpoint, and return the record's entry; None: there is nothing to go on
+        with. Called on every rank."""
+
+    def load(self, saved: SavedState | None, /) -> None:
+        """Go on with what ``save`` wrote; None: the training begins without a checkpoint. Called on every rank."""
+
+
+class GeneratedTokens:
+    """Counts the tokens that this training's policy has made, over all ranks and resumes."""
+
+    holds = "how many tokens the policy has made"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def save(self, _folder: Path) -> int:
+        return self.count
+
+    def load(self, saved: SavedState | None) -> None:
+        self.count = 0
+        if saved is not None:
+            self.count = saved.entry("generated", int, "the tokens before it do not count") or 0
 
 
 def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> None:

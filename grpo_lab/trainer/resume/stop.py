@@ -59,6 +59,8 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
     """Callback that makes up an evaluation that was due; one for a trainer, before all other callbacks. Limit: where
     the evaluation itself ends the training (early stopping) one more step is made."""
 
+    holds = "that the resumed run evaluates first, where an evaluation was left out for a stop or is still ahead"
+
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer: Any = trainer
         self.left_out = self._loaded = False
@@ -78,14 +80,14 @@ class DueEvaluation(TrainerCallback):  # type: ignore[misc]
         by_epoch = bool(args.eval_strategy == "epoch")
         return by_epoch and over and args.eval_delay <= state.epoch and self._made_at != state.global_step
 
-    def state(self) -> dict[str, int] | None:
+    def save(self, _folder: Path) -> dict[str, int] | None:
         """Checkpoint entry: an evaluation is due; None where none is."""
         if self.left_out or self.epochs_is_ahead():
             return {"step": self.trainer.state.global_step}
         return None
 
     def load(self, saved: SavedState | None) -> None:
-        """Read whether ``state`` said that one is due; the same on every rank, which all come here."""
+        """Read whether ``save`` said that one is due; the same on every rank, which all come here."""
         here = saved is not None and "evaluation_due" in saved.entries
         self.left_out = False
         self._loaded = any(gather_object([here]))
@@ -240,8 +242,8 @@ class StopOnRequest(TrainerCallback):  # type: ignore[misc]
         if self._due.epochs_is_ahead():
             self._due.left_out = True
             if self._saved == state.global_step and args.should_save:
-                place = _checkpoint(args, state)
-                write_state(place, {**read_state(place).entries, "evaluation_due": self._due.state()})
+                place = Path(_checkpoint(args, state))
+                write_state(place, {**read_state(place).entries, "evaluation_due": self._due.save(place)})
 
     def put_back(self) -> None:
         """The handlers as they were."""

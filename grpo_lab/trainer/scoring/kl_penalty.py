@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
 
     ValueError: a penalty per completion, and TRL's own advantages, which are made before it is known.
     """
+
+    holds = "with `kl.target` β of the next generation batch"
 
     def __init__(self, trainer: StepPort) -> None:
         objective = trainer.algorithm.objective
@@ -80,8 +83,8 @@ class KLController(TrainerCallback):  # type: ignore[misc]
         """A checkpoint is of the last whole step: what was generated since is generated again on a resume."""
         self._whole_step = self.coefficient
 
-    def state(self) -> dict[str, float] | None:
-        """β for a checkpoint, where it moves."""
+    def save(self, _folder: Path) -> dict[str, float] | None:
+        """Checkpoint entry: β, where it moves."""
         if self.control is None or self._whole_step is None:
             return None
         return {"coefficient": self._whole_step}

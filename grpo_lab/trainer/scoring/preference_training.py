@@ -3,7 +3,6 @@ new ones every so many steps, its accuracy on those of held-out prompts; all of 
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,15 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
     """Does nothing where no reward is a `PreferenceReward` with a judge. Every rank holds the model whole and trains
     it on the same comparisons. ValueError: there are several, or its judge is none of the run's other rewards."""
 
+    holds = (
+        "with a preference reward that is kept in training the step of its last training; its weights and comparisons "
+        "are in `grpo_lab_preference/`"
+    )
+
     def __init__(self, trainer: StepPort) -> None:
-        # the step of the last training
         self.trainer = trainer
         self.pairs = list[Pair]()
-        self.trained = 0
+        self.trained = 0  # the step of the last training
         names = list(trainer.reward_func_names)
         rewards = trainer.reward_funcs
         found = [i for i, one in enumerate(rewards) if isinstance(one, PreferenceReward) and one.judge is not None]
@@ -84,13 +87,13 @@ class PreferenceInTraining(TrainerCallback):  # type: ignore[misc]
                     for weights in reward.classifier.parameters():
                         weights.copy_(broadcast(weights.detach().clone()))
 
-    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def save(self, folder: Path) -> dict[str, Any] | None:
         """Save the preference model beside a policy, in a checkpoint or the last one; called on every rank, of which
         one writes."""
         if self.reward is None or not self.kept:
             return None
         if self.trainer.args.should_save:
-            place = Path(folder) / FOLDER
+            place = folder / FOLDER
             self.reward.classifier.save_pretrained(place)
             self.reward.tokenizer.save_pretrained(place)
             write_json_lines(place / COMPARISONS, self.pairs)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class DeviceMemory:
 
     @staticmethod
     def of(device: torch.device) -> DeviceMemory | None:
-        """Make one for a device; Make one for a device; None: the device has no such statistics."""
+        """Make one for a device; None: the device has no such statistics."""
         if not hasattr(torch.get_device_module(device), "mem_get_info"):
             return None
         return DeviceMemory(device)
@@ -86,6 +87,8 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
         tokens: with ``auto`` the number in force; None: the stock micro-batch's footprint, still or for good.
         memory: what is measured; None: nothing can be.
     """
+
+    holds = "with `update.max_tokens: auto` the tokens of a forward, so that the resumed run has the same bins"
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
@@ -203,14 +206,14 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
     def _say(self, what: str) -> None:
         self._trainer.recorder.say(f"`update.max_tokens: auto`: {what}")
 
-    def state(self) -> dict[str, int | None] | None:
+    def save(self, _folder: Path) -> dict[str, int | None] | None:
         """Checkpoint entry; None where there is nothing to go on with."""
         if not self.is_auto or (self.tokens is None and self._measured is None):
             return None
         return {"tokens": self.tokens, "measured": self._measured}
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on with what ``state`` said."""
+        """Go on with what ``save`` said."""
         self._loaded = {}
         if saved is not None and self.is_auto:
             self._loaded = saved.entry("budget", _checked, "the number is then measured anew") or {}

@@ -35,8 +35,8 @@ KINDS = (*OF_STEP, *OF_BATCH)
 
 
 class NumbersGuard(TrainerCallback):  # type: ignore[misc]
-    """Leaves out steps with a number that is not finite. Leaves out steps with a number that is not finite. One per
-    trainer; does nothing where ``guard`` is not in force (``faults`` is None).
+    """Leaves out steps with a number that is not finite. One per trainer; does nothing where ``guard`` is not in force
+    (``faults`` is None).
 
     Attributes:
         in_a_row: bad steps since the last that was taken; a bad generation batch counts once.
@@ -44,6 +44,8 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
 
     ValueError: ``guard`` is asked for with DeepSpeed, whose engine steps inside the backward.
     """
+
+    holds = "once `guard` left a step out: how many in a row, the last good step, whether the open batch is bad"
 
     def __init__(self, trainer: StepPort) -> None:
         settings = trainer.lab_settings.guard_in_force
@@ -225,7 +227,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         if self._seen and logs and "loss" in logs:
             self.trainer._tr_loss.zero_()
 
-    def state(self) -> dict[str, Any] | None:
+    def save(self, _folder: Path) -> dict[str, Any] | None:
         """Checkpoint entry: what is bad and how many steps were; None where nothing ever was."""
         if self.faults is None or not self._seen:
             return None
@@ -235,7 +237,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         return {"in_a_row": self.in_a_row, "taken": self.taken, "seen": True, "bad_batch": bad}
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on from what ``state`` said."""
+        """Go on from what ``save`` said."""
         self._loaded = None
         if self.faults is not None and saved is not None:
             self._loaded = saved.entry("guard", _checked, "the count of bad steps then starts at 0")

@@ -13,7 +13,7 @@ TRL's ``sync_ref_model`` moves the reference by a callback of its own; it is car
 from __future__ import annotations
 
 import logging
-import os
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,11 @@ SCHEDULED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
 class MovingReference(TrainerCallback):  # type: ignore[misc]
     """Moves the reference, and takes one that has moved through checkpoints. ``ValueError`` where it cannot move (a new
     adapter, ZeRO-3, FSDP 1)."""
+
+    holds = (
+        "with `reference_every` or `sync_ref_model` whether the reference has moved; its weights, another model's size "
+        "on disk, are then in `grpo_lab_reference/`"
+    )
 
     def __init__(self, trainer: StepPort, every: int | str | None) -> None:
         self.trainer = trainer
@@ -57,7 +62,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         trl_bridge.copy_to_reference(self.trainer)
         self._moved = True
 
-    def save(self, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def save(self, folder: Path) -> dict[str, Any] | None:
         """Write the reference's weights into a checkpoint, where it has moved; return the record's entry, where it may
         move. Every rank calls it."""
         if not (self._moves() or self._moved):

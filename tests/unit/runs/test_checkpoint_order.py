@@ -42,7 +42,6 @@ class Saves:
         self.accelerator = SimpleNamespace(is_main_process=True, num_processes=1, wait_for_everyone=lambda: None)
         self.accelerator.process_index = 0
         self.state = TrainerState(global_step=4)
-        self.parts = SimpleNamespace(save=lambda folder, _: (Path(folder) / "ours.json").write_text("{}"))
         self.recorder = SimpleNamespace(say=lambda words, level: self.events.append(words))
         self.events: list[str] = []
 
@@ -53,6 +52,9 @@ class Saves:
         self.events.append(f"push {folder}")
         assert (Path(folder) / MARK).is_file()
 
+    def ours(self, folder: Path, together: Any) -> None:
+        (folder / "ours.json").write_text("{}")
+
     def stock(self, model: Any, trial: Any, then: Callable[[Path], None] = lambda folder: None) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         save_file({"w": torch.zeros(64)}, folder / "model.safetensors")
@@ -62,6 +64,10 @@ class Saves:
         self.state.save_to_json(str(folder / "trainer_state.json"))
         self._push_from_checkpoint(str(folder))
         self.events.append("written")
+
+
+def nothing_beside(folder: Path) -> None:
+    """A final model with nothing beside it."""
 
 
 @pytest.fixture
@@ -88,7 +94,7 @@ def test_written_moved_pushed_and_only_then_others_pruned(trainer: Saves) -> Non
         assert not place.exists()
         assert not (left / "checkpoint-3").exists()
 
-    save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, look))
+    save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, look), trainer.ours)
     assert trainer.events == ["written", f"push {place}", "prune"]
     assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-4"]
     mark = json.loads((place / MARK).read_text())
@@ -105,7 +111,7 @@ def test_the_best_is_one_that_was_written_before(trainer: Saves) -> None:
     """An evaluation after its checkpoint found it the best: transformers looks for it where it writes."""
     (trainer.run / "checkpoint-2").mkdir()
     trainer.state.best_global_step = 2
-    save_whole(trainer, None, None, trainer.stock)
+    save_whole(trainer, None, None, trainer.stock, trainer.ours)
     best = json.loads((trainer.run / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"]
     assert best == str(trainer.run / "checkpoint-2")
     assert (trainer.run / "checkpoint-2").is_dir()
@@ -134,14 +140,17 @@ def test_a_clock_that_was_set_back_removes_no_new_checkpoint(trainer: Saves) -> 
     """Three hours, between two savings: by its time the new one was the oldest, and went as soon as it was written."""
     for step, hours in ((2, 0), (4, -3), (6, -3)):
         trainer.state.global_step = step
-        save_whole(trainer, None, None, trainer.stock)
+        save_whole(trainer, None, None, trainer.stock, trainer.ours)
         then = time.time() + hours * 3600
         os.utime(trainer.run / f"checkpoint-{step}", times=(then, then))
         assert [path.name for path in trainer.run.iterdir()] == [f"checkpoint-{step}"]
     trainer.args.save_total_limit, trainer.state.global_step = 2, 8
-    save_whole(
-        trainer, None, None, lambda model, trial: os.utime(trainer.run / "checkpoint-6") or trainer.stock(model, trial)
-    )
+
+    def touched(model: Any, trial: Any) -> None:
+        os.utime(trainer.run / "checkpoint-6")
+        trainer.stock(model, trial)
+
+    save_whole(trainer, None, None, touched, trainer.ours)
     assert sorted(path.name for path in trainer.run.iterdir()) == ["checkpoint-6", "checkpoint-8"]
 
 
@@ -150,7 +159,7 @@ def test_a_clock_that_was_set_back_removes_no_new_checkpoint(trainer: Saves) -> 
 def test_nan_gets_no_name_and_removes_no_other(file: str, number: float, trainer: Saves) -> None:
     """`save_total_limit: 1`: the last good checkpoint went for one of NaN."""
     trainer.state.global_step = 2
-    save_whole(trainer, None, None, trainer.stock)
+    save_whole(trainer, None, None, trainer.stock, trainer.ours)
     trainer.state.global_step, trainer.state.best_model_checkpoint = 4, "before"
 
     def broken(folder: Path) -> None:
@@ -159,7 +168,7 @@ def test_nan_gets_no_name_and_removes_no_other(file: str, number: float, trainer
         torch.save(bad, folder / file) if file.endswith(".pt") else save_file(bad, folder / file)
 
     def saving() -> None:
-        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, broken))
+        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, broken), trainer.ours)
 
     trainer.events.clear()
     with pytest.raises(
@@ -189,7 +198,7 @@ def test_one_that_goes_leaves_its_name_in_one_move(trainer: Saves, monkeypatch: 
 
     monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        save_whole(trainer, None, None, trainer.stock)
+        save_whole(trainer, None, None, trainer.stock, trainer.ours)
     assert not old.exists()
     assert (trainer.run / "checkpoint-4" / MARK).is_file()
 
@@ -203,7 +212,7 @@ def test_a_failure_leaves_what_was_there(error: Exception, trainer: Saves) -> No
         raise error
 
     with pytest.raises(CheckpointNotWritten, match=r"checkpoint-4 could not be written .*MiB are free") as caught:
-        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, fails))
+        save_whole(trainer, None, None, lambda model, trial: trainer.stock(model, trial, fails), trainer.ours)
     assert str(error) in str(caught.value)
     assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-2"]
     assert trainer.events == []
@@ -215,14 +224,18 @@ def test_a_folder_that_cannot_be_written(trainer: Saves) -> None:
     """Root may write in any folder; a file in its place stops root, too."""
     (trainer.run / SAVING).write_text("")
     with pytest.raises(CheckpointNotWritten, match=r"NotADirectoryError|FileExistsError"):
-        save_whole(trainer, None, None, trainer.stock)
+        save_whole(trainer, None, None, trainer.stock, trainer.ours)
 
 
 def test_a_run_folder_that_was_removed_is_not_made_anew(trainer: Saves, tmp_path: Path) -> None:
     """The end of a run stood there without its beginning, as a finished one."""
     trainer.run = gone = tmp_path / "run"
     trainer.args.output_dir, trainer.lab_settings.keeps_nan = str(gone), True
-    for save in (lambda: save_whole(trainer, None, None, trainer.stock), lambda: save_final(trainer, gone)):
+    saves = (
+        lambda: save_whole(trainer, None, None, trainer.stock, trainer.ours),
+        lambda: save_final(trainer, gone, nothing_beside),
+    )
+    for save in saves:
         with pytest.raises(CheckpointNotWritten, match="run is gone: it was removed while the run wrote into it"):
             save()
     assert not gone.exists()
@@ -230,8 +243,8 @@ def test_a_run_folder_that_was_removed_is_not_made_anew(trainer: Saves, tmp_path
 
 def test_the_same_step_again_takes_the_place_of_the_first(trainer: Saves) -> None:
     for text in ("1", "2"):
-        trainer.parts.save = lambda folder, _, text=text: (Path(folder) / f"ours-{text}.json").write_text(text)
-        save_whole(trainer, None, None, trainer.stock)
+        ours = lambda folder, _, text=text: (folder / f"ours-{text}.json").write_text(text)  # noqa: E731
+        save_whole(trainer, None, None, trainer.stock, ours)
     place = trainer.run / "checkpoint-4"
     assert sorted(path.name for path in place.glob("ours*")) == ["ours-2.json"]
     assert [path.name for path in trainer.run.iterdir()] == ["checkpoint-4"]
@@ -259,7 +272,7 @@ def test_one_that_is_not_what_was_written_is_passed_over_and_refused(trainer: Sa
     trainer.args.save_total_limit = None
     for step, place in zip((4, 5), places, strict=True):
         trainer.state.global_step = step
-        save_whole(trainer, None, None, trainer.stock)
+        save_whole(trainer, None, None, trainer.stock, trainer.ours)
         save_file({"w": torch.zeros(64)}, place / "model.safetensors")
         (place / MARK).write_text(json.dumps(mark_of(place, step, checksums=trainer.args.save_checksums)))
     assert chosen(trainer, True) == str(places[1])
@@ -318,4 +331,4 @@ def test_a_final_model_that_cannot_be_written_says_where_it_is_kept(trainer: Sav
     with pytest.raises(
         CheckpointNotWritten, match=r"the trained model could not be written .*No space left .*there is no checkpoint"
     ):
-        save_final(trainer, tmp_path)
+        save_final(trainer, tmp_path, nothing_beside)
