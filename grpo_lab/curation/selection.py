@@ -34,8 +34,8 @@ class DroppedExample:
 
 @dataclass(frozen=True)
 class FilterOutcome:
-    """Outcome of one filter: `before` rows came in, `dropped` of them went; `refused` counts all rows of the data that
-    it would have dropped, those included that an earlier filter had dropped."""
+    """What one filter did: of `before` rows that reached it, it dropped `dropped`. `refused` counts all rows of
+    the data that it would drop, those included that an earlier filter had dropped."""
 
     name: str
     setting: str

@@ -69,7 +69,7 @@ def checked_split(split: str, splits: Sequence[str] = SPLITS) -> str:
 
 
 def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[int, int]:
-    """``(fewest, most)`` with ``low <= fewest <= most <= high``."""
+    """Return ``pair`` as ``(fewest, most)``. ValueError unless ``low <= fewest <= most <= high``."""
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
         raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
     return pair[0], pair[1]

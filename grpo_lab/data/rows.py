@@ -265,7 +265,7 @@ def load_file(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """A file (or a folder with ``<split>.jsonl``) whose rows are taken as they are.
+    """Load a file (or a folder with ``<split>.jsonl``) whose rows are taken as they are.
 
     Args:
         source: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a folder, or a hub name.

@@ -88,7 +88,8 @@ def rule(name: str, settings: str, healthy: bool = False) -> Callable[[Seen], Se
 
 @rule("non-finite", "learning_rate, max_grad_norm, bf16/fp16, the rewards")
 def not_finite(history: History, facts: Facts) -> str | None:
-    """A reward of NaN says that a window scored nothing: a rule of its own."""
+    """Report a loss, gradient, KL or entropy that is NaN or infinite. A reward of NaN only says that nothing was
+    scored, which another rule reports."""
     last = history[-1]
     if number(last, "guard/left_out"):
         why = [name[6:] for name in last if name.startswith("guard/") and number(last, name)]
@@ -148,6 +149,7 @@ def no_gradient(history: History, facts: Facts) -> str | None:
 
 @rule("sampler drifts", "vllm_importance_sampling_correction, dtype/bf16, rollout.verify_every")
 def drifting(history: History, facts: Facts) -> str | None:
+    """Report that the engine's log-probs of the completions differ from the trainer's."""
     gaps = [recent(history, "rollout/sync_gap")]
     if not any(values(history, "rollout/staleness")):  # an older sampler differs by as much as the policy has moved
         gaps.append(lasting(history, "sampling/sampling_logp_difference/mean"))

@@ -27,7 +27,8 @@ STRETCH = 64
 
 
 class CompiledGenerate:
-    """The ``generate`` of a model, with compiled forwards. One per trainer: it keeps the room, and so the graphs.
+    """Replacement of a model's ``generate`` whose forwards are compiled. A trainer keeps one: the memory for keys and
+    values, and the compiled graphs that use it, then serve every call.
 
     Args:
         compile_config: transformers' options of ``torch.compile``.

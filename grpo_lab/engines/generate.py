@@ -205,8 +205,8 @@ def _forward_takes(model: Any) -> set[str]:
 
 
 def filled_config(config: GenerationConfig, model: Any) -> GenerationConfig:
-    """``config`` and, where it says nothing, what the model's own says, as `generate` fills it. ``max_length`` is left
-    out, which `generate` does not look at beside ``max_new_tokens``."""
+    """Return ``config`` with what it leaves open filled from the model's own configuration, as `generate` does.
+    ``max_length`` is not filled: beside ``max_new_tokens`` `generate` ignores it."""
     filled = deepcopy(config)
     own = model.generation_config.to_dict()
     own.pop("max_length", None)

@@ -87,7 +87,7 @@ class RenderedPrompt:
 
 
 def check_template_kwargs(kwargs: Any, where: str = "chat_template_kwargs") -> None:
-    """ValueError for what a chat template is not to be told: one rendering is that of all."""
+    """Refuse settings of a chat template that would render prompts in another way than training does (ValueError)."""
     for name in kwargs or ():
         if name in RENDERING:
             raise ValueError(

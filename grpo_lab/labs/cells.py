@@ -116,7 +116,7 @@ class LabCell:
 
 
 def record_file(folder: Path, arm: str, seed: int) -> Path:
-    """File of the record of a cell of the lab in ``folder``."""
+    """Return the file in which the lab in ``folder`` keeps the record of one arm with one seed."""
     return folder / f"{arm.replace(', ', '_').replace(' ', '_')}-{seed}" / "arm.json"
 
 

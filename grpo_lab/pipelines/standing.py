@@ -34,8 +34,8 @@ LOCK_OF_STAGE = "{}.stage.lock"
 
 
 class Standing(NamedTuple):
-    """The answer to what has to be done with a stage, and why. ``edited``: files of its results that are not as it left
-    them."""
+    """Where a stage stands: whether it has to be done, and why. ``edited`` names files of its results that were changed
+    after it had left them."""
 
     state: str
     why: str

@@ -133,8 +133,8 @@ def load_model(section: ModelSection, seed: int) -> tuple[Any, Any]:
 
 
 def model_class(path: str, **how: Any) -> tuple[Any, Any]:
-    """transformers' class for a saved model, and its config: a language model, or one that takes images, too. ``how``:
-    of the config's loading."""
+    """Return transformers' class for the saved model at ``path``, and its config. The class is that of a language
+    model, or of one that takes images, too. ``how`` is handed to the loading of the config."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(path, **how)

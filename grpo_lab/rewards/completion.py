@@ -20,7 +20,7 @@ _LOOK_AHEAD = 400
 
 
 class RowReward(ABC):
-    """A reward of one completion and the row's own columns: implement ``score``."""
+    """Base class of a reward that looks at one completion and its row's columns: implement ``score``."""
 
     columns: ClassVar[tuple[str, ...]] = ()
     """What ``score`` gets beside the text; ``LabTrainer`` looks for them in the data set before anything is loaded."""

@@ -158,7 +158,8 @@ class PreferenceReward:
 
 
 def holds_out(prompt: Any, share: float) -> bool:
-    """Return whether no comparison of this prompt is learned: by its digest, the same in every run and stage."""
+    """Return whether this prompt's comparisons are held out from learning. Its digest decides, so the answer is the
+    same in every run and stage."""
     digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 

@@ -197,8 +197,8 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
-    """A step reward as an ordinary one, for stock TRL: the mean of a completion's step scores, ``None`` where there is
-    none. ``ValueError`` for what is no step reward."""
+    """Make an ordinary reward of a step reward, for stock TRL: the mean of a completion's step scores, or ``None``
+    where no step was scored. ``ValueError`` if ``reward`` is no step reward."""
     if not isinstance(reward, StepReward):
         raise ValueError(
             f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or an "

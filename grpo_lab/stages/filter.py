@@ -288,7 +288,7 @@ class Filters:
 
 
 def leave_room(filtering: Filtering, model: str) -> None:
-    """Loads the model; prompts that leave no room for a completion in its context go."""
+    """Load the model, and drop rows whose prompt leaves no room for a completion in the model's context."""
     generator = filtering.generator = ModelGenerator(model, filtering.sampling)
     tokens = {i: len(generator.rendered(filtering.rows[i]["prompt"])) for i in filtering.left}
     filtering.score("prompt_tokens", tokens)

@@ -23,7 +23,7 @@ from grpo_lab.trainer.settings.parse import LabSettings
 
 
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
-    """``args`` as a ``LabConfig`` in which the class attributes of ``cls`` stand.
+    """Return ``args`` as a ``LabConfig`` to which the class attributes of the trainer class ``cls`` are added.
 
     A plain ``GRPOConfig`` is copied field by field. The caller's object is not changed.
 

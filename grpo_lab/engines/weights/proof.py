@@ -166,7 +166,8 @@ def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> li
 
 
 def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping[str, list[str]]) -> list[str]:
-    """Names of the trainer's tensors behind one engine tensor; a tied head stands for the embedding table."""
+    """Return the names of the trainer's tensors that the engine's tensor ``name`` is made of. A head that is tied to
+    the embedding table is made of that table."""
     parts = trainer_names(name, fused)
     if all(part in trainer for part in parts):
         return parts

@@ -97,7 +97,8 @@ def read_to_end(stream: Iterator[Any]) -> None:
 
 
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
-    """``VLLMClient`` whose calls end in time and fail with ``ServerGone``, ``EngineFault`` or ``WeightSyncError``."""
+    """TRL's client of a vLLM server, with a time limit on every call. A call fails with ``ServerGone``,
+    ``EngineFault`` or ``WeightSyncError``."""
 
     way = ""  # of the weights, settled by open_way
     decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text

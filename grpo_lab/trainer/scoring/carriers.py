@@ -66,13 +66,13 @@ class Rewarded:
 
 @dataclass(frozen=True)
 class Scored:
-    """Completions with their rewards: of one generation, or what selection has kept of several.
+    """Completions with their rewards: those of one generation, or those that were kept of several (`resample`).
 
     Args:
         batch: this rank's rows as TRL returns them. Its ``advantages`` are TRL's until ours are put in.
         rewarded: rewards of all ranks.
-        forwards: which of TRL's forwards were replaced or put off.
-        columns: rows of the completions table that TRL has just written, where selection may put them together anew.
+        forwards: which of TRL's forward passes this batch did without, or will make later.
+        columns: TRL's table of these completions, kept where rows of several generations may be put together.
         rounds: how many generations the rows come from.
     """
 
