@@ -224,18 +224,12 @@ def _shown(value: Any) -> str:
 
 def presets() -> list[str]:
     rows = [
-        (
-            f"`{name}`",
-            f"`{_rule(row)}`",
-            f"`{row.ratio}`",
-            f"`{row.surrogate}`",
-            f"`{row.aggregation}`",
-            cell(row.source),
-        )
+        (f"`{name}`", f"`{_rule(row)}`", f"`{row.ratio}`", f"`{row.surrogate}`", f"`{row.aggregation}`")
         for name, row in PRESETS.items()
     ]
-    head = ("preset", "advantage", "ratio", "surrogate", "aggregation", "source")
-    return [*table(head, rows), *parts("surrogate", SURROGATES), *parts("aggregation", AGGREGATIONS)]
+    head = ("preset", "advantage", "ratio", "surrogate", "aggregation")
+    sources = "Formulas and sources: [algorithms](algorithms/README.md)."
+    return [*table(head, rows), sources, "", *parts("surrogate", SURROGATES), *parts("aggregation", AGGREGATIONS)]
 
 
 def _rule(row: Preset) -> str:
@@ -251,8 +245,11 @@ def samplers() -> list[str]:
 
 
 def parts(what: str, of: Mapping[str, Any]) -> list[str]:
-    """Names of one kind of part, with their knobs."""
-    return table((what, "knobs"), [(f"`{name}`", ", ".join(_knobs(part)) or "–") for name, part in of.items()])
+    """Names of one kind of part, with their knobs; in a line where none has any."""
+    knobs = {f"`{name}`": ", ".join(_knobs(part)) for name, part in of.items()}
+    if not any(knobs.values()):
+        return [f"Names for `{what}`, without knobs: {', '.join(knobs)}.", ""]
+    return table((what, "knobs"), [(name, said or "–") for name, said in knobs.items()])
 
 
 def _knobs(part: Any) -> Iterator[str]:
