@@ -121,10 +121,11 @@ def test_whether_other_groups_matter(rule: AdvantageRule, row: Row) -> None:
     assert torch.allclose(alone, together, rtol=1e-12, atol=1e-12) is row.own_group
 
 
-def test_a_dead_group(rule: AdvantageRule, row: Row) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_dead_group(rule: AdvantageRule, row: Row, dtype: torch.dtype) -> None:
     """Exactly 0, not nearly: rows are left out by this."""
-    for value in (0.1, 1 / 3, -7.3):  # six of them: the mean of six times 0.1 is not 0.1
-        found = rule(torch.tensor([value] * 6 + [0.0, 1.0] * 3, dtype=torch.float64), 6)[:6]
+    for value in (0.1, 1 / 3, -7.3, 0.7, 1e5 / 7):  # six of them: the mean of six times 0.1 is not 0.1
+        found = rule(torch.tensor([value] * 6 + [0.0, 1.0] * 3, dtype=dtype), 6)[:6]
         assert bool((found == 0).all()) is row.dead_is_zero
 
 

@@ -25,31 +25,35 @@ def reason(text: str, item: str = ITEM) -> str | None:
     return None if found is None else found.reason
 
 
-def test_words_are_normalised() -> None:
+def test_words_are_normalised_and_numbers_masked() -> None:
     assert words_of("Don’t pay $1,000.5!") == ["don't", "pay", "1000.5"]
     assert words_of("ＡＢＣ 是什么") == ["abc", "是", "什", "么"]
     assert words_of("\\dfrac{1}{2}") == words_of("\\frac 1 2")
+    found = masked(words_of("twenty five dogs, 3 1/2 cats and half a cow"))
+    assert found == ["#", "dogs", "#", "/", "#", "cats", "and", "#", "a", "cow"]
 
 
-def test_numbers_are_masked_in_digits_and_words() -> None:
-    assert masked(words_of("twenty five dogs, 3 1/2 cats and half a cow")) == [
-        *("#", "dogs", "#", "/", "#", "cats", "and", "#", "a", "cow")
-    ]
+RUN = " ".join(words_of(ITEM)[-13:])
+CUPS = "Ann has 3 red and five blue cups. She drops two of them. How many cups has she?"
+THINGS = "Ann has 4 cups and Bob has 9 plates. How many things do they have together now?"  # 17 words
 
 
-def test_exact_whatever_the_layout() -> None:
-    assert reason(ITEM.upper().replace(" ", "\n") + "!!") == "exact"
-
-
-def test_a_copied_run_of_thirteen_words() -> None:
-    run = " ".join(words_of(ITEM)[-13:])
-    assert reason("Before all that, something quite different happened to somebody: " + run) == "ngram"
-    assert reason("Before all that, something quite different happened to somebody: " + run.split(" ", 1)[1]) is None
-
-
-def test_the_same_problem_with_other_numbers() -> None:
-    text = "Ann has 3 red and five blue cups. She drops two of them. How many cups has she?"
-    assert reason(text.replace("3", "17").replace("five", "12").replace("two", "one"), text) == "other_numbers"
+@pytest.mark.parametrize(
+    ("text", "item", "expected"),
+    [
+        (ITEM.upper().replace(" ", "\n") + "!!", ITEM, "exact"),  # whatever the layout
+        (f"Before all that, something quite different happened to somebody: {RUN}", ITEM, "ngram"),
+        (f"Before all that, something quite different happened to somebody: {RUN.split(' ', 1)[1]}", ITEM, None),
+        (CUPS.replace("3", "17").replace("five", "12").replace("two", "one"), CUPS, "other_numbers"),
+        # a short item counts where it is most of the text
+        ("Please, factor the polynomial x cubed minus one.", "Factor the polynomial x cubed minus one.", "ngram"),
+        # below twenty words near takes more: 15 of 17 words stay, 0.88; 14 of them, 0.82
+        (THINGS.replace("Ann", "Eve").replace("plates", "forks"), THINGS, "near"),
+        (THINGS.replace("Ann", "Eve").replace("plates", "forks").replace("things", "pieces"), THINGS, None),
+    ],
+)
+def test_each_rule_by_hand(text: str, item: str, expected: str | None) -> None:
+    assert reason(text, item) == expected
 
 
 def test_other_numbers_inside_a_longer_text() -> None:
@@ -95,24 +99,12 @@ def test_short_texts_are_not_contaminated_by_chance(text: str, item: str) -> Non
     assert contaminated([item], [item]) == [True]
 
 
-def test_below_twenty_words_near_takes_more() -> None:
-    item = "Ann has 4 cups and Bob has 9 plates. How many things do they have together now?"  # 17 words
-    two = item.replace("Ann", "Eve").replace("plates", "forks")  # 15 of 17 words stay: 0.88
-    three = two.replace("things", "pieces")  # 14 of 17: 0.82
-    assert [reason(two, item), reason(three, item)] == ["near", None]
-    # a short item that is close, but not close enough, does not hide a longer one that is
-    longer = item.replace("now?", "now in their big old kitchen at home?")
+def test_a_short_item_that_is_nearly_close_hides_no_longer_one_that_is() -> None:
+    longer = THINGS.replace("now?", "now in their big old kitchen at home?")
     text = longer.replace("Ann", "Eve").replace("Bob", "Jim").replace("plates", "forks").replace("things", "pieces")
-    found = find_contamination([text], [item, longer])[0]
+    found = find_contamination([text], [THINGS, longer])[0]
     assert found is not None
     assert found.item == 1
-
-
-def test_a_short_item_counts_where_it_is_most_of_the_text() -> None:
-    assert (
-        reason("Please, factor the polynomial x cubed minus one.", "Factor the polynomial x cubed minus one.")
-        == "ngram"
-    )
 
 
 def test_texts_without_words() -> None:

@@ -178,19 +178,6 @@ def test_half_a_line_is_cut_off_before_the_next_is_appended(tmp_path: Path) -> N
         assert file.read_bytes() == before + json.dumps({"step": str(file), "loss": 0.5}).encode() + b"\n"
 
 
-def test_damage_in_the_middle_and_other_settings_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "rates.jsonl"
-    pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 1.0}, progress=False)
-    with pytest.raises(ValueError, match="temperature"):
-        pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 0.7}, progress=False)
-    with pytest.raises(ValueError, match="'n': 10"):
-        pass_rates(PROBLEMS, Scripted(), exact, n=8, path=file, settings={"temperature": 1.0}, progress=False)
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[4:]]))
-    with pytest.raises(ValueError, match="line 4"):
-        pass_rates(PROBLEMS, Scripted(), exact, path=file, settings={"temperature": 1.0}, progress=False)
-
-
 def test_equal_problems_are_sampled_once_and_hostile_text_survives_the_file(tmp_path: Path) -> None:
     odd = 'line\nbreak \u2028 \ud800 \x00 "quote" 答え'
     problems = [{"prompt": odd, "solution": odd, "domain": "x"}] * 3
@@ -288,16 +275,11 @@ def test_guessing_asks_for_the_answer_only(tmp_path: Path) -> None:
         answer_only([{"role": "system", "content": "s"}])
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.5, 0.5), (1, 0)])
-def test_an_empty_band(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="band"):
-        keep_band([0.5], low, high)
-
-
 def test_a_band_excludes_its_ends() -> None:
     assert keep_band([0.0, 0.1, 0.2, 0.5, 0.7, 1.0, None], 0.1, 0.7) == [False, False, True, True, False, False, False]
-    with pytest.raises(ValueError, match=r"1\.5"):
-        keep_band([1.5])
+    for wrong in (([1.5],), ([0.5], 0.5, 0.5), ([0.5], 1, 0)):
+        with pytest.raises(ValueError, match=r"1\.5|band"):
+            keep_band(*wrong)
 
 
 def test_the_rendered_prompt_is_part_of_the_key(tmp_path: Path) -> None:
@@ -337,6 +319,8 @@ def test_a_refusal_names_only_what_differs(tmp_path: Path) -> None:
         pass_rates(PROBLEMS[:1], Scripted(), exact, path=file, settings=other, progress=False)
     assert "config.json" not in str(caught.value)
     assert "seed" not in str(caught.value)
+    with pytest.raises(ValueError, match="'n': 10"):
+        pass_rates(PROBLEMS[:1], Scripted(), exact, n=8, path=file, settings=settings, progress=False)
 
 
 @pytest.mark.parametrize(

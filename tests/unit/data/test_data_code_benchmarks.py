@@ -99,29 +99,19 @@ def test_a_function_that_is_named_as_one_of_pythons_is_the_programs(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("load", "row", "words"),
     [
-        ({**HUMANEVAL, "prompt": "def back(n:\n"}, "line 1: column 'prompt' is no Python"),
-        ({**HUMANEVAL, "entry_point": "forth"}, "does not define its entry_point 'forth'"),
-        ({name: HUMANEVAL[name] for name in ("prompt", "test", "entry_point")}, "missing column: one of canonical"),
+        (load_humaneval, {**HUMANEVAL, "prompt": "def back(n:\n"}, "line 1: column 'prompt' is no Python"),
+        (load_humaneval, {**HUMANEVAL, "entry_point": "forth"}, "does not define its entry_point 'forth'"),
+        (load_humaneval, {"prompt": "p", "test": "t", "entry_point": "back"}, "missing column: one of canonical"),
+        (load_mbpp, {**MBPP, "test_list": []}, "column 'test_list' is"),
+        (load_mbpp, {**MBPP, "test_list": [3]}, "a list of lines is needed"),
+        (load_mbpp, {**MBPP, "text": " "}, "column 'text' is ' '"),
     ],
 )
-def test_bad_rows_of_humaneval(tmp_path: Path, row: dict[str, Any], words: str) -> None:
+def test_bad_rows(tmp_path: Path, load: Any, row: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        load_humaneval(write(tmp_path / "any.jsonl", row))
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({**MBPP, "test_list": []}, "column 'test_list' is"),
-        ({**MBPP, "test_list": [3]}, "a list of lines is needed"),
-        ({**MBPP, "text": " "}, "column 'text' is ' '"),
-    ],
-)
-def test_bad_rows_of_mbpp(tmp_path: Path, row: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        load_mbpp(write(tmp_path / "any.jsonl", row))
+        load(write(tmp_path / "any.jsonl", row))
 
 
 def test_an_mbpp_question_names_its_function(tmp_path: Path) -> None:

@@ -25,35 +25,35 @@ def test_prompts_that_are_there_stay(tmp_path: Path) -> None:
     assert (rows[0]["solution"], rows[0]["pass_rate"], rows[0]["template"]) == ("2", 0.5, "chat")
 
 
+GOOD = {"prompt": "1+1?", "solution": "2"}
+ASKED = {"question": "1+1?", "solution": "2"}
+MESSAGES = [{"role": "user", "content": "1+1?"}]
+
+
 @pytest.mark.parametrize(
-    ("second", "words"),
+    ("rows", "words"),
     [
-        ({"solution": "4"}, ["line 2", "`prompt`", "None"]),
-        ({"prompt": "", "solution": "4"}, ["line 2", "`prompt`", "''"]),
-        ({"prompt": [], "solution": "4"}, ["line 2", "`prompt`", "[]"]),
-        ({"prompt": 7, "solution": "4"}, ["line 2", "`prompt`", "7"]),
-        (
-            {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
-            ["line 2", "`prompt`", "messages"],
-        ),
+        ([GOOD, {"solution": "4"}], ["line 2", "`prompt`", "None"]),
+        ([GOOD, {"prompt": "", "solution": "4"}], ["line 2", "`prompt`", "''"]),
+        ([GOOD, {"prompt": [], "solution": "4"}], ["line 2", "`prompt`", "[]"]),
+        ([GOOD, {"prompt": 7, "solution": "4"}], ["line 2", "`prompt`", "7"]),
+        ([GOOD, {"prompt": MESSAGES, "solution": "4"}], ["line 2", "`prompt`", "messages"]),
+        ([{"prompt": "  ", "solution": "4"}], ["line 1", "`prompt`"]),
+        ([{"prompt": [{"role": "user", "content": " "}], "solution": "4"}], ["line 1", "`prompt`"]),
+        ([{"prompt": [{"content": "1+1?"}], "solution": "4"}], ["line 1", "`prompt`"]),
+        ([ASKED, {**ASKED, "prompt": "2+2?"}], ["line 1", "`prompt`"]),  # made prompts are not mixed with written ones
+        ([ASKED, {**ASKED, "question": None}], ["line 2", "'question'"]),
+        ([ASKED, {**ASKED, "question": ""}], ["line 2", "'question'"]),
+        ([ASKED, {**ASKED, "question": "  "}], ["line 2", "'question'"]),
     ],
 )
 def test_a_row_without_a_prompt_like_the_others_is_named(
-    second: dict[str, Any], words: list[str], tmp_path: Path
+    rows: list[dict[str, Any]], words: list[str], tmp_path: Path
 ) -> None:
-    file = written(tmp_path, {"prompt": "1+1?", "solution": "2"}, second)
     with pytest.raises(ValueError) as caught:
-        load_file(file, template="none")
+        load_file(written(tmp_path, *rows), template="none")
     for word in [*words, "rows.jsonl"]:
         assert word in str(caught.value)
-
-
-def test_prompts_in_some_rows_only_are_not_mixed_with_made_ones(tmp_path: Path) -> None:
-    file = written(
-        tmp_path, {"question": "1+1?", "solution": "2"}, {"question": "x", "prompt": "2+2?", "solution": "4"}
-    )
-    with pytest.raises(ValueError, match=r"line 1.*`prompt`"):
-        load_file(file)
 
 
 def test_columns_of_two_types_become_text_as_in_the_other_loaders(tmp_path: Path) -> None:
@@ -61,30 +61,13 @@ def test_columns_of_two_types_become_text_as_in_the_other_loaders(tmp_path: Path
     assert load_file(file, template="none")["solution"] == ["2", "\\frac{10}{2}"]
 
 
-def test_bytes_that_are_no_utf8_name_the_file(tmp_path: Path) -> None:
+def test_bytes_that_are_no_utf8_name_the_file_and_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"prompt": "1+1?", "solution": "2"}\n{"prompt": "caf\xe9", "solution": "3"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl.*UTF-8"):
         load_file(file)
-
-
-def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "solution": "2"}\n')
     assert load_file(file, template="none")["prompt"] == ["1+1?"]
-
-
-@pytest.mark.parametrize("question", [None, "", "  "])
-def test_a_row_without_a_question_is_named(question: str | None, tmp_path: Path) -> None:
-    file = written(tmp_path, {"question": "1+1?", "solution": "2"}, {"question": question, "solution": "4"})
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*line 2.*'question'"):
-        load_file(file)
-
-
-@pytest.mark.parametrize("prompt", ["  ", [{"role": "user", "content": " "}], [{"content": "1+1?"}]])
-def test_a_prompt_that_says_nothing_is_named(prompt: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rows\.jsonl.*line 1.*`prompt`"):
-        load_file(written(tmp_path, {"prompt": prompt, "solution": "4"}), template="none")
 
 
 @pytest.mark.parametrize("loader", [load_file, load_gsm8k, load_math])
@@ -99,16 +82,10 @@ def test_a_lone_surrogate_is_named(loader: Any, tmp_path: Path) -> None:
 def test_a_column_prompt_does_not_replace_the_template_asked_for(loader: Any, tmp_path: Path) -> None:
     row = {"question": "1+1?", "gold_answer": "2", "prompt": "theirs", "template": "theirs, too"}
     made = loader(written(tmp_path, row), template="r1")[0]
-    assert made["prompt"] == apply_template("1+1?", "r1")
-    assert made["template"] == "r1"
-    assert (made["source_prompt"], made["source_template"]) == ("theirs", "theirs, too")
-
-
-def test_a_column_template_does_not_name_prompts_that_another_made(tmp_path: Path) -> None:
-    made = load_file(written(tmp_path, {"question": "1+1?", "solution": "2", "template": "qwen_math"}), template="r1")[
-        0
-    ]
     assert (made["prompt"], made["template"]) == (apply_template("1+1?", "r1"), "r1")
+    assert (made["source_prompt"], made["source_template"]) == ("theirs", "theirs, too")
+    (named,) = load_file(written(tmp_path, {**ASKED, "template": "qwen_math"}), template="r1")
+    assert (named["prompt"], named["template"]) == (apply_template("1+1?", "r1"), "r1")
 
 
 @pytest.mark.parametrize(

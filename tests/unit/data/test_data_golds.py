@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -28,13 +27,6 @@ def solutions(folder: Path, *written: str, column: str = "solution") -> list[Any
     file = folder / "rows.jsonl"
     file.write_text("".join(Q % (column, one) for one in written))
     return list(load_file(file)[column])
-
-
-@pytest.fixture(scope="module")
-def reward() -> Iterator[AccuracyReward]:
-    shared = AccuracyReward(workers=1)
-    yield shared
-    shared.close()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +144,7 @@ def test_numbers_of_every_library_are_golds(value: Any, text: str | None) -> Non
     assert gold_answer(value) == text
 
 
-def test_right_answers_to_such_golds_are_paid(reward: AccuracyReward) -> None:
+def test_right_answers_to_such_golds_are_paid(strict: AccuracyReward) -> None:
     paid = {
         "0.0015": ["1.5e-3", "1.5E-3", r"1.5\times 10^{-3}", "1.5 x 10^-3", "1.5×10⁻³"],
         "1000000": ["1e6", "1.0e6", "1E+6", "10⁶"],
@@ -174,11 +166,11 @@ def test_right_answers_to_such_golds_are_paid(reward: AccuracyReward) -> None:
     for table, expected in ((paid, 1.0), (unpaid, 0.0)):
         pairs = [(gold, answer) for gold, answers in table.items() for answer in answers]
         boxes = [rf"\boxed{{{answer}}}" for _, answer in pairs]
-        found = reward(completions=boxes, solution=[gold for gold, _ in pairs])
+        found = strict(completions=boxes, solution=[gold for gold, _ in pairs])
         assert [pair for pair, one in zip(pairs, found, strict=True) if one != expected] == []
     said = ["The answer is 1.5e-3 metres.", "The answer is 1.5 × 10^{-3} metres."]
-    assert reward(completions=said, solution=["0.0015", "0.0015"]) == [1.0, 1.0]
-    assert reward(completions=said, solution=["1.5", "15"]) == [0.0, 0.0]
+    assert strict(completions=said, solution=["0.0015", "0.0015"]) == [1.0, 1.0]
+    assert strict(completions=said, solution=["1.5", "15"]) == [0.0, 0.0]
 
 
 def test_made_columns_hold_what_arrow_holds() -> None:

@@ -67,10 +67,6 @@ def test_the_shape_is_that_of_trl(which: int, shape: dict[str, int]) -> None:
         assert [order[i] for i in plain] == list(all_samplers(**shape)[1])
 
 
-def test_arguments_are_accepted_by_position_as_in_trl() -> None:
-    assert rounds(PrioritizedSampler(range(11), 2, 3, 4))
-
-
 # --- distribution ----------------------------------------------------------------------------------------------------
 
 

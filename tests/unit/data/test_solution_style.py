@@ -20,11 +20,8 @@ def test_hand_values() -> None:
     assert SolutionStyle(repeats=1.0).write(PLAIN, rng, hurry) == twice
     assert SolutionStyle(mixed=1.0).write(PLAIN, rng, hurry) == "现在有4*6=24个。\n现在有24-5=19个。\n#### 19"
     assert SolutionStyle(blurted=1.0, think=True, repeats=1.0).write(PLAIN, rng, hurry) == "#### 19"
-
-
-def test_thinking_stands_between_tags() -> None:
-    text = SolutionStyle(think=True).write(PLAIN, random.Random(0), random.Random(1))
-    assert text == "<think>\nAnn has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n</think>\n#### 19"
+    thought = "<think>\nAnn has 4*6=24 stamps.\nAnn has 24-5=19 stamps.\n</think>\n#### 19"
+    assert SolutionStyle(think=True).write(PLAIN, rng, hurry) == thought
 
 
 def test_problems_and_answers_stay() -> None:

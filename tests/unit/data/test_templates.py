@@ -7,24 +7,17 @@ from hypothesis import strategies as st
 from grpo_lab.data import TEMPLATES, ChatTemplate, TextTemplate, apply_template, find_template
 
 
-def test_r1_is_the_papers_conversation() -> None:
+def test_the_published_wording() -> None:
     prompt = apply_template("How many?", "r1")
     assert isinstance(prompt, str)
     assert prompt.startswith("A conversation between User and Assistant. The user asks a question")
-    assert (
-        "<think> reasoning process here </think> <answer> answer here </answer>. User: How many? Assistant:" in prompt
-    )
-    assert prompt.endswith("Assistant:")  # the model opens <think> itself, so that the format reward can see it
-
-
-def test_qwen_math_is_chatml_with_boxed() -> None:
+    # the model opens <think> itself, so that the format reward can see it
+    end = "<think> reasoning process here </think> <answer> answer here </answer>. User: How many? Assistant:"
+    assert prompt.endswith(end)
     assert apply_template("How many?", "qwen_math") == (
         "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
         "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def test_none_is_the_question_alone() -> None:
     assert apply_template("How many?", "none") == "How many?"
 
 
@@ -53,15 +46,10 @@ def test_a_template_of_ones_own_passes_through() -> None:
     assert find_template("chat", "S") == ChatTemplate("chat", "S")
 
 
-def test_unknown_template_names_what_is_allowed() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"`template` is 'r2'\. Allowed: \['r1', 'qwen_math', 'none', 'chat', 'oat_r1'",
-    ):
+def test_what_is_refused() -> None:
+    allowed = r"`template` is 'r2'\. Allowed: \['r1', 'qwen_math', 'none', 'chat', 'oat_r1'"
+    with pytest.raises(ValueError, match=allowed):
         apply_template("How many?", "r2")
-
-
-def test_a_system_prompt_without_effect_is_refused() -> None:
     with pytest.raises(ValueError, match=r"system_prompt has no effect with template 'r1'"):
         apply_template("How many?", "r1", system_prompt="Be brief.")
 

@@ -198,21 +198,16 @@ def test_sampling_is_the_softmax_at_the_temperature(model_and_tokenizer):
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 
-def test_message_prompts_go_through_the_chat_template(model_and_tokenizer):
+def test_message_prompts_go_through_the_chat_template_as_in_training(model_and_tokenizer):
     _, tokenizer = model_and_tokenizer
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
-    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    rendered = render_prompt(messages, tokenizer)
-    assert rendered.ids == expected["input_ids"]
-    assert rendered.text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-def test_an_assistants_message_at_the_end_is_closed_as_in_training(model_and_tokenizer):
-    _, tokenizer = model_and_tokenizer
-    messages = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "It is"}]
-    trls = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    assert render_prompt(messages, tokenizer).ids == trls["input_ids"]
-    assert render_prompt(messages, tokenizer, continues=True).text.endswith("It is")
+    question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
+    opened = [*question, {"role": "assistant", "content": "It is"}]  # closed unless it is to be gone on with
+    for messages in (question, opened):
+        trls = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        rendered = render_prompt(messages, tokenizer)
+        assert rendered.ids == trls["input_ids"]
+        assert rendered.text == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert render_prompt(opened, tokenizer, continues=True).text.endswith("It is")
 
 
 def test_rewards_get_messages_for_messages_and_every_column(model_and_tokenizer):
@@ -312,23 +307,14 @@ def test_numbers_by_hand():
     assert result.numbers["mean_length_incorrect"] == pytest.approx((7 + 10) / 2)
     assert result.mean_length == pytest.approx((5 + 7 + 10 + 1) / 4)
     assert result.sampled_accuracy.value == pytest.approx((3 / 5 + 1 / 5 + 1 / 5) / 3)
+    assert result.pass_at[1].to_dict() == pytest.approx(result.sampled_accuracy.to_dict())
     # pass@2 = 1 − C(n−c,2)/C(5,2): c=3 -> 1 − 1/10; c=1 -> 1 − 6/10, twice
     assert result.pass_at[2].value == pytest.approx((0.9 + 0.4 + 0.4) / 3)
     assert result.pass_at[5].value == 1.0
     # maj@5: 18 wins 3:2 -> right; five single votes -> 1/5; 4 wins -> wrong
     assert result.majority_at[5].value == pytest.approx((1 + 0.2 + 0) / 3)
     assert sorted(result.pass_at) == [1, 2, 4, 5]
-
-
-def test_pass_at_1_is_the_sampled_accuracy():
-    result = scripted_result()
-    assert list(result.pass_at[1].to_dict().values()) == pytest.approx(list(result.sampled_accuracy.to_dict().values()))
-
-
-def test_without_a_reader_of_answers_there_is_no_vote():
-    result = scripted_result()
-    assert result.majority_at == {}
-    assert result.summary()["sampled"]["majority_at"] == {}
+    assert scripted_result().majority_at == {}  # without a reader of answers there is no vote
 
 
 def test_accuracy_rewards_own_reader_votes(model_and_tokenizer):
@@ -512,7 +498,7 @@ def hostile_result():
     return EvaluationResult(tuple(outcomes), {"max_new_tokens": 9}, 1.5)
 
 
-def test_written_results_read_back_and_both_files_agree(tmp_path):
+def test_written_results_read_back_and_all_files_agree(tmp_path):
     result = hostile_result()
     folder = result.write(tmp_path / "evaluation" / "after")
     again = EvaluationResult.read(folder)
@@ -524,11 +510,7 @@ def test_written_results_read_back_and_both_files_agree(tmp_path):
     assert table == [json.loads(line) for line in lines]
     assert [row["correct"] for row in table] == [True, None]
     assert sorted(path.name for path in folder.iterdir()) == ["outcomes.jsonl", "outcomes.parquet", "summary.json"]
-
-
-def test_summary_json_holds_what_the_result_says(tmp_path):
-    result = hostile_result()
-    summary = json.loads((result.write(tmp_path) / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["greedy"]["accuracy"] == result.accuracy.to_dict()
     assert summary["greedy"]["unscorable_share"] == 0.5
     assert summary["sampled"] is None

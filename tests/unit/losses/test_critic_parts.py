@@ -41,7 +41,7 @@ def test_value_loss_by_hand() -> None:
     assert plain.tolist() == [[pytest.approx(x, abs=1e-15) for x in (0.405, 0.125, 1.125)]]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_whitening_is_a_loops_however_the_rows_lie_on_ranks(seed: int) -> None:
     rng = random.Random(seed)
     rows = [[rng.gauss(1e3 if seed % 2 else 0.3, 0.5) for _ in range(7)] for _ in range(6)]

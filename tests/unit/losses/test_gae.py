@@ -38,9 +38,9 @@ def test_hand_values() -> None:
     assert returns.tolist() == [[pytest.approx(1.9, abs=1e-15), 0.0, 2.0, 0.0]]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_against_loops(seed: int) -> None:
-    """500 rows and more: padding behind, holes within, rows without a token; NaN where nobody may look."""
+    """150 rows and more: padding behind, holes within, rows without a token; NaN where nobody may look."""
     rng = random.Random(seed)
     width, rows = rng.choice([1, 2, 3, 8, 17, 40]), rng.randrange(5, 9)
     gamma, lam = rng.choice([1.0, 0.99, 0.5, 0.0]), rng.choice([1.0, 0.95, 0.3, 0.0])

@@ -17,28 +17,15 @@ LOG2 = math.log(2)
 
 
 def test_hand_values() -> None:
-    # x = log 2 and −log 2: k1 = −x; k2 = x²/2; k3 = 2 − log 2 − 1 and ½ + log 2 − 1
-    assert k1(POLICY, REFERENCE)[:, 0].tolist() == pytest.approx([-LOG2, LOG2], rel=1e-14)
-    assert k2(POLICY, REFERENCE)[:, 0].tolist() == pytest.approx([LOG2**2 / 2] * 2, rel=1e-14)
-    assert k3(POLICY, REFERENCE)[:, 0].tolist() == pytest.approx([1 - LOG2, LOG2 - 0.5], rel=1e-14)
-
-
-def test_all_are_zero_where_the_policies_agree() -> None:
-    for estimator in (k1, k2, k3):
-        assert estimator(POLICY, POLICY).abs().sum().item() == 0.0
-
-
-def test_k2_and_k3_are_never_negative_and_k1_can_be() -> None:
-    policy, reference = torch.randn(2, 1000, dtype=torch.float64)
-    assert (k2(policy, reference) >= 0).all()
-    assert (k3(policy, reference) >= 0).all()
-    assert (k1(policy, reference) < 0).any()
-
-
-@pytest.mark.parametrize("estimator", [k1, k2, k3])
-def test_gradcheck(estimator: object) -> None:
-    policy = POLICY.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda p: estimator(p, REFERENCE), policy)  # type: ignore[operator]
+    """x = log 2 and −log 2: k1 = −x; k2 = x²/2; k3 = 2 − log 2 − 1 and ½ + log 2 − 1. 0 where the policies agree."""
+    for estimator, expected in (
+        (k1, [-LOG2, LOG2]),
+        (k2, [LOG2**2 / 2] * 2),
+        (k3, [1 - LOG2, LOG2 - 0.5]),
+    ):
+        found = estimator(POLICY, REFERENCE)
+        assert found[:, 0].tolist() == pytest.approx(expected, rel=1e-14)
+        assert found[:, 1].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "first", "second"), [("k1", -LOG2, LOG2), ("k2", LOG2**2 / 2, LOG2**2 / 2)])
@@ -63,18 +50,6 @@ def test_masked_positions_may_hold_anything(name: str, weighted: bool, bad: floa
         assert torch.equal(*found)
         assert (found[1][~dirty.mask] == 0).all()
         assert term.in_reward(dirty.logps, dirty.ref_logps, dirty.mask).isfinite().all()  # type: ignore[arg-type]
-
-
-def test_ratio_weighting_multiplies_by_the_ratio_and_does_not_detach_it() -> None:
-    batch = random_batch(seed=3)
-    assert batch.ref_logps is not None
-    plain, weighted = KLTerm(1.0, "k3").in_loss(batch), KLTerm(1.0, "k3", ratio_weighted=True).in_loss(batch)
-    chosen = batch.mask
-    assert torch.allclose(weighted[chosen], (plain * batch.ratio)[chosen], rtol=1e-15)
-    (gradient,) = torch.autograd.grad(weighted[chosen].sum(), batch.logps)
-    # d(ρ·k3)/d log π = ρ·k3 + ρ·(1 − eˣ) = −ρ·x: k2's gradient times the ratio
-    x = (batch.ref_logps - batch.logps).detach()
-    assert torch.allclose(gradient[chosen], (-batch.ratio.detach() * x)[chosen], rtol=1e-12)
 
 
 @pytest.mark.parametrize("ratio", ["token", "product"])

@@ -61,14 +61,11 @@ def within(seen: list[float], target: float, after: int) -> bool:
     return all(abs(kl / target - 1) <= 0.3 for kl in seen[after:])
 
 
-def test_a_closed_loop_holds_its_target() -> None:
+def test_a_closed_loop_holds_its_target_and_a_wrong_sign_does_not() -> None:
     seen = kl_of_a_closed_loop(AdaptiveKL(0.5), sign=1.0)
     assert not within(seen[:1], 0.5, 0)  # it starts at the reference
     assert within(seen, 0.5, after=400)
     assert seen[-1] == pytest.approx(0.5, rel=0.02)
-
-
-def test_the_test_sees_a_wrong_sign() -> None:
     assert not within(kl_of_a_closed_loop(AdaptiveKL(0.5), sign=-1.0), 0.5, after=400)
 
 

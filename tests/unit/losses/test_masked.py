@@ -41,13 +41,6 @@ def test_masked_positions_have_no_value_and_exactly_no_gradient(bad: float) -> N
     assert values.grad.tolist() == [[2.0, 0.0], [0.0, 2.0]]
 
 
-@pytest.mark.parametrize("bad", HOSTILE)
-def test_multiplying_by_the_mask_would_fail(bad: float) -> None:
-    """Why the rule stands: the same sum with a product is NaN."""
-    values = torch.tensor([[1.0, bad]])
-    assert (values * torch.tensor([[1.0, 0.0]])).sum().isnan()
-
-
 def test_safe_before_exp_keeps_the_gradient_finite() -> None:
     """exp(1e4) = inf and inf · 0 = NaN in the backward: the input must be replaced *before* exp."""
     values = torch.tensor([[0.0, 1e4]], requires_grad=True)
@@ -55,10 +48,7 @@ def test_safe_before_exp_keeps_the_gradient_finite() -> None:
     masked_sum(safe(values, mask).exp(), mask).backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[1.0, 0.0]]
-
-
-def test_fill_is_what_is_left_at_masked_positions() -> None:
-    assert safe(torch.tensor([[7.0, math.nan]]), torch.tensor([[True, False]]), fill=-1.0).tolist() == [[7.0, -1.0]]
+    assert safe(torch.tensor([[7.0, math.nan]]), mask, fill=-1.0).tolist() == [[7.0, -1.0]]
 
 
 def test_all_masked_gives_a_differentiable_zero() -> None:
@@ -69,13 +59,6 @@ def test_all_masked_gives_a_differentiable_zero() -> None:
     assert total.item() == 0.0
     assert values.grad is not None
     assert (values.grad == 0).all()
-
-
-def test_gradcheck() -> None:
-    mask = torch.tensor([[True, False, True], [False, False, False]])
-    values = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda v: masked_sum(v.square(), mask), values)
-    assert torch.autograd.gradcheck(lambda v: masked_row_mean(v.square(), mask), values)
 
 
 @settings(max_examples=50, deadline=None)

@@ -31,16 +31,11 @@ def two_tokens(advantage: float = 2.0, weight: float | None = None) -> TokenBatc
     )
 
 
-def test_surrogate_alone() -> None:
-    # −Â·log π = 2·1 and 2·3
-    found = Objective("x", Reinforce(), token_mean).token_loss(two_tokens())
-    assert found.tolist() == [[2.0, 6.0]]
-
-
 def test_the_sampler_weight_multiplies_the_surrogate_and_not_the_kl() -> None:
+    plain = Objective("x", Reinforce(), token_mean)
+    assert plain.token_loss(two_tokens()).tolist() == [[2.0, 6.0]]  # −Â·log π = 2·1 and 2·3
     # w·surrogate + β·k1 = ½·2 + 0.1·(−log 2) and ½·6 + 0
-    objective = Objective("x", Reinforce(), token_mean, kl=KLTerm(0.1, "k1"))
-    found = objective.token_loss(two_tokens(weight=0.5))
+    found = replace(plain, kl=KLTerm(0.1, "k1")).token_loss(two_tokens(weight=0.5))
     assert found.flatten().tolist() == pytest.approx([1 - 0.1 * math.log(2), 3.0], rel=1e-14)
 
 
@@ -60,12 +55,8 @@ def test_a_kl_in_the_reward_or_with_coefficient_zero_adds_nothing_to_the_loss() 
         assert objective.kl_in_loss is None
         assert torch.equal(objective.token_loss(batch), plain.token_loss(batch))
     assert replace(plain, kl=KLTerm(0.1, "k1", "reward")).kl_in_reward is not None
-
-
-def test_a_missing_reference_is_named() -> None:
-    objective = Objective("x", Reinforce(), token_mean, kl=KLTerm(0.1))
     with pytest.raises(ValueError, match="needs reference log-probs"):
-        objective.token_loss(replace(two_tokens(), ref_logps=None))
+        replace(plain, kl=KLTerm(0.1)).token_loss(batch)
 
 
 def test_a_surrogate_may_give_one_number_a_row() -> None:

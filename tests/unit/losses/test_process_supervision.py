@@ -90,10 +90,6 @@ def test_a_rank_spreads_its_own_rows_only() -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_no_step_anywhere() -> None:
-    assert ours([[], []], 2, 3).abs().sum() == 0
-
-
 @pytest.mark.parametrize(
     ("steps", "words"),
     [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab import LabConfig, register_advantage, register_aggregation, register_objective
+from grpo_lab.advantages import GroupZScore
 from grpo_lab.batch import Denominators, TokenBatch, masked_sum
 from grpo_lab.objectives import AGGREGATIONS, SURROGATES, Clipped, DetachedWeight, LiteralRow, Unclipped, is_ours
 from grpo_lab.settings import UnknownSettingError
@@ -168,6 +169,8 @@ def test_a_misspelt_knob_is_answered_with_what_this_part_takes() -> None:
         algorithm(objective={"name": "thing", "my_knop": 1.0})
     assert "tau" not in str(told.value)
     assert "epsilon_high" not in str(told.value)
+    with pytest.raises(UnknownSettingError):
+        config(objective={"name": "mirror_descent", "taw": 0.1})
 
 
 def test_two_rules_are_one_too_many() -> None:
@@ -260,8 +263,6 @@ def test_whose_default_is_in_force() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"objective": {"name": "thing", "my_nob": 1}}, r"`objective` has no setting 'my_nob'; did you mean "
-            r"'my_knob'\?"),
         ({"objective": {"name": "grpo", "my_knob": 1}}, r"`objective.my_knob`=1 has no effect on the surrogate "
             r"'Clipped', which reads \['epsilon', 'epsilon_high', 'delta'\]"),
         ({"objective": {"name": "thing", "delta": 1.5}}, "`objective.delta`=1.5 has no effect on the surrogate "
@@ -286,8 +287,6 @@ def test_whose_default_is_in_force() -> None:
             "it must be a number"),
         ({"objective": {"name": "thing", "my_knob": math.inf}}, "`objective.my_knob` is inf; it must be a finite "
             "number"),
-        ({"objective": {"name": "thing", "my_knob": -math.inf}}, "`objective.my_knob` is -inf; it must be a finite "
-            "number"),
         ({"objective": {"name": "thing", "my_knob": math.nan}}, "`objective.my_knob` is nan; it must be a"),
         ({"advantage": {"name": "group_zscore", "epsilon": math.inf}}, "`advantage.epsilon` is inf; it must be a "
             "finite number"),
@@ -300,20 +299,10 @@ def test_a_knob_that_would_do_nothing_is_refused(changes: dict[str, Any], said: 
         config(**changes)
 
 
-def test_a_misspelt_knob_is_an_unknown_setting() -> None:
-    with pytest.raises(UnknownSettingError):
-        config(objective={"name": "mirror_descent", "taw": 0.1})
-
-
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_the_standard_deviation_by_setting(std: str) -> None:
     found = algorithm(objective={"name": "grpo", "advantage": {"name": "group_zscore", "std": std}})
-    # rewards 1, 0: mean ½, Σ² = ½; std √½ (n − 1 = 1) or √¼ (n = 2)
-    expected = 0.5 / ({"sample": 0.5**0.5, "population": 0.5}[std] + 1e-4)
-    assert found.advantage is not None
-    assert found.advantage(torch.tensor([1.0, 0.0], dtype=torch.float64), 2).tolist() == pytest.approx(
-        [expected, -expected]
-    )
+    assert found.advantage == GroupZScore(std=std)
     assert found.names["advantage"] == "group_zscore" + ("" if std == "sample" else "(std=population)")
 
 

@@ -11,11 +11,8 @@ NOT_ZERO = SamplerCorrection("token_mask", None, None)
 
 
 def test_quartiles_by_hand() -> None:
-    # cuts of 1..8 at 2.75, 4.5, 6.25
+    # cuts of 1..8 at 2.75, 4.5, 6.25; equal lengths share a quartile
     assert length_quartiles(torch.tensor([8, 1, 2, 3, 7, 6, 5, 4])).tolist() == [3, 0, 0, 1, 3, 2, 2, 1]
-
-
-def test_equal_lengths_share_a_quartile() -> None:
     assert length_quartiles(torch.tensor([5, 5, 5, 5])).tolist() == [0, 0, 0, 0]
     assert length_quartiles(torch.tensor([9])).tolist() == [0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 
 import pytest
 from hypothesis import given
@@ -45,25 +44,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("completion", GOOD)
-def test_good(completion: str) -> None:
-    assert ThinkFormatReward()(completions=[completion]) == [1.0]
-
-
-@pytest.mark.parametrize("completion", BAD)
-def test_bad(completion: str) -> None:
-    assert ThinkFormatReward()(completions=[completion]) == [0.0]
+@pytest.mark.parametrize(("completion", "reward"), [*((text, 1.0) for text in GOOD), *((text, 0.0) for text in BAD)])
+def test_by_hand(completion: str, reward: float) -> None:
+    assert ThinkFormatReward()(completions=[completion]) == [reward]
 
 
 def test_of_all_orders_of_the_four_tags_one_is_right() -> None:
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    right = [
-        order
-        for count in range(6)
-        for order in itertools.product(tags, repeat=count)
-        if ThinkFormatReward()(completions=["x".join(["", *order, ""])[1:-1]]) == [1.0]
-    ]
-    assert right == []  # with an x between </think> and <answer> none is
     right = [
         order
         for count in range(6)
@@ -112,13 +99,6 @@ def test_think_only_form(completion: str, reward: float) -> None:
 def test_who_opens_the_thinking(opened: str, prompt: object, completion: str, reward: float) -> None:
     prompts = None if prompt is None else [prompt]
     assert ThinkFormatReward(think_opened=opened)(prompts, [completion]) == [reward]  # type: ignore[arg-type]
-
-
-def test_message_lists_other_columns_and_pickling() -> None:
-    reward = pickle.loads(pickle.dumps(ThinkFormatReward()))
-    messages = [[{"role": "assistant", "content": text}] for text in (GOOD[0], BAD[0])]
-    assert reward(prompts=["q", "q"], completions=messages, solution=["1", "2"], trainer_state=None) == [1.0, 0.0]
-    assert reward.__name__ == "think_format_reward"
 
 
 def test_bad_settings_and_shapes_are_named() -> None:

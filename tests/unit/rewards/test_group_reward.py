@@ -236,33 +236,18 @@ def test_async_def_is_refused_where_it_is_declared(decorate: Any) -> None:
         decorate(waits)
 
 
-def test_an_async_method_is_refused_with_its_class() -> None:
+def test_an_async_method_or_source_is_refused_with_its_name() -> None:
     with pytest.raises(ValueError, match=r"LateReward\.score_group is an `async def`"):
-
-        class LateReward(GroupReward):
-            async def score_group(self, group: Group) -> list[float]:  # type: ignore[override]
-                return [0.0] * len(group)
-
-
-def test_an_async_source_is_refused() -> None:
-    async def accuracy_reward(completions: list[str], **_: Any) -> list[float]:
-        return [1.0] * len(completions)
-
+        type("LateReward", (GroupReward,), {"score_group": Waiting.__call__})
     with pytest.raises(ValueError, match=r"`sources\['accuracy_reward'\]`.*`async def`"):
-        MeanLength(1.0, sources={"accuracy_reward": accuracy_reward})
+        MeanLength(1.0, sources={"accuracy_reward": waits})
 
 
-@pytest.mark.parametrize("what", ["accuracy_reward", ("accuracy_reward", 3)])
-def test_requires_holds_names(what: Any) -> None:
-    with pytest.raises(ValueError, match=r"`requires` is .*'accuracy_reward'.*a tuple of reward names"):
-        group_reward(requires=what)
-
-
-def test_requires_of_a_class_holds_names() -> None:
+def test_what_is_decorated_and_required() -> None:
+    for what in ("accuracy_reward", ("accuracy_reward", 3)):
+        with pytest.raises(ValueError, match=r"`requires` is .*'accuracy_reward'.*a tuple of reward names"):
+            group_reward(requires=what)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`requires` is 'accuracy_reward'"):
         type("Letters", (MeanLength,), {"requires": "accuracy_reward"})
-
-
-def test_what_is_decorated_can_be_called() -> None:
     with pytest.raises(ValueError, match=r"@group_reward decorates a function of one group, got 'accuracy_reward'"):
         group_reward("accuracy_reward")  # type: ignore[call-overload]

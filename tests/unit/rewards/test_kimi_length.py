@@ -62,27 +62,13 @@ def test_properties_of_the_formula(samples: list[tuple[int, bool]]) -> None:
                 assert a >= b  # nor right worse than wrong
 
 
-@given(st.permutations(range(5)))
-def test_order_of_samples_does_not_matter(order: list[int]) -> None:
-    lengths, correct = [10, 25, 40, 40, 90], [True, False, True, None, False]
-    plain = kimi_length_reward(lengths, correct)
-    shuffled = kimi_length_reward([lengths[i] for i in order], [correct[i] for i in order])
-    assert shuffled == [plain[i] for i in order]
-
-
 def test_over_a_whole_batch_it_is_another_reward() -> None:
-    """The trap of public code: min and max over all prompts of the local list, or over half a group."""
+    """The trap of public code: min and max over all prompts of the local list."""
     easy, hard, correct = [10, 20], [100, 200], [True, True]
-    by_group = kimi_length_reward(easy, correct) + kimi_length_reward(hard, correct)
-    local_list = kimi_length_reward(easy + hard, correct + correct)
-    assert by_group == [0.5, -0.5, 0.5, -0.5]
+    assert kimi_length_reward(easy, correct) + kimi_length_reward(hard, correct) == [0.5, -0.5, 0.5, -0.5]
     # 0.5 − 10/190 and 0.5 − 90/190: the hard problem's *shortest* answer is nearly at zero there
+    local_list = kimi_length_reward(easy + hard, correct + correct)
     assert local_list == pytest.approx([0.5, 0.5 - 10 / 190, 0.5 - 90 / 190, -0.5])
-
-    group, right = [10, 20, 30, 40], [True] * 4
-    halves = kimi_length_reward(group[:2], right[:2]) + kimi_length_reward(group[2:], right[2:])
-    assert halves == [0.5, -0.5, 0.5, -0.5]
-    assert kimi_length_reward(group, right) == pytest.approx([0.5, 1 / 6, -1 / 6, -0.5])
 
 
 @pytest.mark.parametrize(
@@ -110,29 +96,19 @@ def test_unscorable_samples_stay_unscorable_and_out_of_the_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truncated", "expected"),
+    ("truncated", "last_cut", "first_cut"),
     [
-        ("as_is", [0.5, 0.0, -0.5]),
-        # the cut-off "correct" sample at λ = −0.5 keeps its penalty; nothing it could gain
-        ("wrong", [0.5, 0.0, -0.5]),
-        # range 10 … 20 without it: 0.5, −0.5, and 0 for the excluded one
-        ("exclude", [0.5, -0.5, 0.0]),
+        ("as_is", [0.5, 0.0, -0.5], [0.5, 0.0, -0.5]),
+        # the cut-off "correct" sample at λ = −0.5 keeps its penalty; the one at 0.5 gains nothing
+        ("wrong", [0.5, 0.0, -0.5], [0.0, 0.0, -0.5]),
+        # range 10 … 20 without the last: 0.5, −0.5, and 0 for the excluded one; 20 … 30 without the first
+        ("exclude", [0.5, -0.5, 0.0], [0.0, 0.5, -0.5]),
     ],
 )
-def test_truncated_samples_are_a_stated_choice(truncated: Any, expected: list[float]) -> None:
-    group = group_of([10, 20, 30], [1.0, 1.0, 1.0], truncated=[False, False, True])
-    assert KimiLengthReward(truncated=truncated).score_group(group) == expected
-
-
-def test_a_truncated_sample_that_is_wrong_gains_nothing() -> None:
-    group = group_of([10, 30], [1.0, 1.0], truncated=[True, False])
-    assert KimiLengthReward(truncated="as_is").score_group(group) == [0.5, -0.5]
-    assert KimiLengthReward(truncated="wrong").score_group(group) == [0.0, -0.5]
-
-
-def test_truncation_must_be_known_to_be_used() -> None:
-    with pytest.raises(ValueError, match=r"stock TRL tells no reward.*LabTrainer"):
-        KimiLengthReward(truncated="wrong").score_group(group_of([1, 2], [1.0, 1.0]))
+def test_truncated_samples_are_a_stated_choice(truncated: Any, last_cut: list[float], first_cut: list[float]) -> None:
+    reward = KimiLengthReward(truncated=truncated)
+    for cut, expected in (([False, False, True], last_cut), ([True, False, False], first_cut)):
+        assert reward.score_group(group_of([10, 20, 30], [1.0, 1.0, 1.0], truncated=cut)) == expected
 
 
 def test_warm_up_is_off_then_constant_and_exact_over_a_resume() -> None:
@@ -186,22 +162,14 @@ def test_in_stock_trl_it_brings_its_own_correctness_and_counts_tokens() -> None:
         reward(**call)
 
 
-def test_in_stock_trl_a_name_alone_is_not_enough() -> None:
+def test_what_stock_trl_does_not_tell_is_named() -> None:
+    call = {"prompts": ["a", "a"], "completions": ["2", "2"]}
     with pytest.raises(ValueError, match=r"needs the values of reward 'accuracy_reward'.*hand the callable"):
-        KimiLengthReward()(prompts=["a", "a"], completions=["x", "y"], completion_ids=[[1], [2, 3]])
-
-
-def test_without_completion_ids_there_are_no_tokens_to_count() -> None:
+        KimiLengthReward()(**call, completion_ids=[[1], [2, 3]])
     with pytest.raises(ValueError, match="counts tokens"):
-        KimiLengthReward(correctness=answers_two)(prompts=["a", "a"], completions=["2", "2"])
-
-
-def test_picklable_with_its_correctness() -> None:
-    reward = KimiLengthReward(weight=0.3, warmup_steps=5, correctness=answers_two, truncated="exclude")
-    copy = pickle.loads(pickle.dumps(reward))
-    assert copy.schedule == reward.schedule
-    assert copy.sources == {"answers_two": answers_two}
-    assert copy.truncated == "exclude"
+        KimiLengthReward(correctness=answers_two)(**call)
+    with pytest.raises(ValueError, match=r"stock TRL tells no reward.*LabTrainer"):
+        KimiLengthReward(truncated="wrong").score_group(group_of([1, 2], [1.0, 1.0]))
 
 
 def test_a_partial_has_the_name_of_its_function() -> None:

@@ -50,17 +50,6 @@ def test_survives_pickle_and_its_own_mapping(spec: object) -> None:
     assert schedule_from(schedule) is schedule
 
 
-@given(steps=st.lists(st.integers(0, 500), min_size=1, max_size=20))
-def test_depends_on_the_step_alone(steps: list[int]) -> None:
-    """Resume asks for step t from a fresh object: it must get what the uninterrupted run got, in any order of
-    asking."""
-    for spec in SPECS:
-        running = schedule_from(spec)  # type: ignore[arg-type]
-        seen = {step: running(step) for step in steps}
-        for step in reversed(steps):
-            assert schedule_from(spec)(step) == seen[step]  # type: ignore[arg-type]
-
-
 @given(step=st.integers(0, 300))
 def test_ramps_stay_between_their_ends_and_rise(step: int) -> None:
     for ramp in (Linear(50, 200, 1.0, 0.2), Cosine(50, 200, 1.0, 0.2)):

@@ -210,25 +210,25 @@ def test_equations(text: str, verdicts: list[bool]) -> None:
     assert [equation.holds for equation in judged(text)] == verdicts
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_reader_against_python(seed: int) -> None:
-    """Random expressions; Python's own arithmetic on fractions is the reference."""
-    rng = random.Random(seed)
+def grown(rng: random.Random, depth: int) -> tuple[str, Fraction]:
+    """A random expression and its value by Python's own arithmetic on fractions."""
+    if depth == 0 or rng.random() < 0.25:
+        number = rng.randrange(0, 20)
+        return str(number), Fraction(number)
+    (a, x), (b, y) = grown(rng, depth - 1), grown(rng, depth - 1)
+    sign = rng.choice("+-*/")
+    if sign == "/" and y == 0:
+        sign = "+"
+    value = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else x}[sign]
+    return f"({a}) {sign} [{b}]", value
 
-    def grown(depth: int) -> tuple[str, Fraction]:
-        if depth == 0 or rng.random() < 0.25:
-            number = rng.randrange(0, 20)
-            return str(number), Fraction(number)
-        (a, x), (b, y) = grown(depth - 1), grown(depth - 1)
-        sign = rng.choice("+-*/")
-        if sign == "/" and y == 0:
-            sign = "+"
-        value = {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else x}[sign]
-        return f"({a}) {sign} [{b}]", value
 
-    text, value = grown(4)
-    assert value_of(text) == value
-    assert value_of(f"-{rng.randrange(9)}^2") <= 0
+def test_the_reader_against_python() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        text, value = grown(rng, 4)
+        assert value_of(text) == value
+        assert value_of(f"-{rng.randrange(9)}^2") <= 0
 
 
 @pytest.mark.parametrize(

@@ -487,11 +487,10 @@ def test_shares_count_what_can_fail(share: CodeReward) -> None:
 
 
 @pytest.mark.not_fast
-def test_message_lists_order_and_repeats(reward: CodeReward) -> None:
+def test_order_repeats_and_what_is_logged(reward: CodeReward) -> None:
     texts = [ADD, "def add(a, b): return a - b", ADD, ADD]
-    said = [[{"role": "assistant", "content": text}] for text in texts]
     tests = ["assert add(2, 1) == 3"] * 3 + ["assert add(2, 1) == 4"]
-    assert reward(completions=texts, tests=tests) == reward(completions=said, tests=tests) == [1.0, 0.0, 1.0, 0.0]
+    assert reward(completions=texts, tests=tests) == [1.0, 0.0, 1.0, 0.0]
     logged: dict[str, float] = {}
     reward(completions=texts, tests=[*tests[:3], None], log_metric=logged.__setitem__)
     assert logged == {

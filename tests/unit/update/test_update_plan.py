@@ -91,11 +91,6 @@ def test_permuting_the_rows_permutes_the_plan(rows: list[Row], num_ranks: int, b
     assert contents(first, rows) == contents(other, shuffled)
 
 
-def test_equal_rows_are_told_apart_by_their_index() -> None:
-    # four equal rows, two ranks, one round of two bins of two rows: the table's first rows go to the first rank
-    assert plan_update(all_live([5, 5, 5, 5]), 2, 100).bins == [[[0, 1]], [[2, 3]]]
-
-
 def test_lists_tensors_and_arrays_give_the_same_plan() -> None:
     prompt, completion, live = [3, 9, 4, 7, 7], [5, 1, 8, 20, 2], [True, True, False, True, True]
     kinds = (
@@ -109,31 +104,35 @@ def test_lists_tensors_and_arrays_give_the_same_plan() -> None:
 # --- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_by_hand() -> None:
-    # Totals 10, 9, 4, 4, 3 (live 30), budget 20, one bin costs 2 tokens.
-    #   {10, 9}: 2 × 10 = 20, + 2 = 22   against {10} {9}: 10 + 9 + 4 = 23
-    #   {4, 4, 3}: 3 × 4 = 12, + 2 = 14  against {4, 4} {3}: 8 + 3 + 4 = 15
-    # {10, 9, 4} would be 3 × 10 = 30 > 20. So two bins, 32 tokens computed, 2 of them padding.
-    plan = plan_update(all_live([4, 10, 3, 4, 9]), 1, 20, overhead_tokens=2)
-    assert plan.bins == [[[1, 4], [0, 3, 2]]]
-    assert (plan.tokens_live, plan.tokens_computed, plan.step_tokens) == (30, 32, 32)
-    assert plan.padding_share == pytest.approx(2 / 32)
-
-
-def test_one_rank_without_overhead_has_no_padding() -> None:
-    # with free bins, rows of different length never share one: 10 + 9 + 2 × 4 + 3 = 30, and the equal ones may
-    plan = plan_update(all_live([4, 10, 3, 4, 9]), 1, 20, overhead_tokens=0)
-    assert plan.bins == [[[1], [4], [0, 3], [2]]]
-    assert plan.padding_share == 0
-
-
-def test_two_ranks_by_hand() -> None:
-    # Totals 6, 6, 3, 3, 3, 3 = 24: rank 0 gets 2 × 6 = 12, rank 1 gets 4 × 3 = 12. Three rows each would cost
-    # {6, 6, 3} = 18 against {3, 3, 3} = 9, and dealing the rows out in turn {6, 3, 3} = 18 on both.
-    plan = plan_update(all_live([6, 3, 3, 6, 3, 3]), 2, 100)
-    assert plan.bins == [[[0, 3]], [[1, 2, 4, 5]]]
-    assert plan.step_tokens == 12
-    assert over_mean(plan.live_per_rank) == over_mean(plan.computed_per_rank) == 1
+@pytest.mark.parametrize(
+    ("totals", "ranks", "budget", "overhead", "bins", "step_tokens"),
+    [
+        # Totals 10, 9, 4, 4, 3 (live 30), budget 20, one bin costs 2 tokens.
+        #   {10, 9}: 2 × 10 = 20, + 2 = 22   against {10} {9}: 10 + 9 + 4 = 23
+        #   {4, 4, 3}: 3 × 4 = 12, + 2 = 14  against {4, 4} {3}: 8 + 3 + 4 = 15
+        # {10, 9, 4} would be 3 × 10 = 30 > 20. So two bins, 32 tokens computed, 2 of them padding.
+        ([4, 10, 3, 4, 9], 1, 20, 2, [[[1, 4], [0, 3, 2]]], 32),
+        # free bins: rows of different length never share one, 10 + 9 + 2 × 4 + 3 = 30; equal ones may
+        ([4, 10, 3, 4, 9], 1, 20, 0, [[[1], [4], [0, 3], [2]]], 30),
+        # Rank 0 gets 2 × 6 = 12, rank 1 gets 4 × 3 = 12. Three rows each would cost {6, 6, 3} = 18 against
+        # {3, 3, 3} = 9, and dealing the rows out in turn {6, 3, 3} = 18 on both.
+        ([6, 3, 3, 6, 3, 3], 2, 100, None, [[[0, 3]], [[1, 2, 4, 5]]], 12),
+        # equal rows: the table's first go to the first rank
+        ([5, 5, 5, 5], 2, 100, None, [[[0, 1]], [[2, 3]]], 10),
+        # a row longer than the budget has a bin by itself
+        ([50, 4, 4, 4], 1, 12, None, [[[0], [1, 2, 3]]], 62),
+        ([50, 4, 4, 4], 2, 12, None, [[[0]], [[1, 2, 3]]], 50),
+    ],
+)
+def test_by_hand(
+    totals: list[int], ranks: int, budget: int, overhead: int | None, bins: list[list[list[int]]], step_tokens: int
+) -> None:
+    plan = plan_update(all_live(totals), ranks, budget, **({} if overhead is None else {"overhead_tokens": overhead}))
+    assert plan.bins == bins
+    assert (plan.tokens_live, plan.step_tokens) == (sum(totals), step_tokens)
+    computed = sum(len(one) * max(totals[row] for row in one) for ones in bins for one in ones)
+    assert plan.tokens_computed == computed
+    assert plan.padding_share == pytest.approx(1 - sum(totals) / computed)
 
 
 def test_swaps_even_out_live_tokens_by_hand() -> None:
@@ -161,13 +160,6 @@ def test_like_bins_run_together() -> None:
     assert len(plan.bins[0]) == 2
     assert plan.step_tokens == 24
     assert plan.live_per_rank == (24, 24)
-
-
-def test_a_row_longer_than_the_budget_has_a_bin_by_itself() -> None:
-    plan = plan_update(all_live([50, 4, 4, 4]), 1, 12)
-    assert plan.bins == [[[0], [1, 2, 3]]]
-    plan = plan_update(all_live([50, 4, 4, 4]), 2, 12)
-    assert plan.bins == [[[0]], [[1, 2, 3]]]
 
 
 @pytest.mark.parametrize("rows", [[], [(5, 5, False)], [(5, 5, False)] * 40])

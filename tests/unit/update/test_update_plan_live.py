@@ -56,24 +56,15 @@ def test_nothing_stands_in_the_way() -> None:
     assert why_stock_batches(EXACT) is None
 
 
+@pytest.mark.parametrize("same_draws", [True, False])
 @pytest.mark.parametrize(("name", "value", "word", "grouping"), BREAKS)
 def test_each_condition_alone_keeps_all_rows_and_is_named(
-    name: str, value: float | bool | str, word: str, grouping: bool
+    name: str, value: float | bool | str, word: str, grouping: bool, same_draws: bool
 ) -> None:
-    conditions = dataclasses.replace(EXACT, **{name: value})
+    """Where the distribution is enough, dropout is no condition and all others are."""
+    conditions = dataclasses.replace(EXACT, **{name: value}, same_draws=same_draws)
     reason = why_all_rows(conditions)
-    assert reason is not None
-    assert word in reason
-    assert why_stock_batches(conditions) == (reason if grouping else None)
-
-
-@pytest.mark.parametrize(("name", "value", "word", "grouping"), BREAKS)
-def test_where_the_distribution_is_enough_dropout_is_no_condition_and_all_others_are(
-    name: str, value: float | bool | str, word: str, grouping: bool
-) -> None:
-    conditions = dataclasses.replace(EXACT, **{name: value}, same_draws=False)
-    reason = why_all_rows(conditions)
-    assert reason is None if name == "dropout" else word in str(reason)
+    assert reason is None if name == "dropout" and not same_draws else word in str(reason)
     assert why_stock_batches(conditions) == (reason if grouping else None)
 
 
@@ -106,15 +97,10 @@ def test_live_rows_by_hand() -> None:
     advantages = torch.tensor([0.0, 0.5, 0.5, -1e-30, math.nan, -0.0])
     assert live_rows(advantages, mask).tolist() == [False, True, False, True, True, False]
     assert live_rows(advantages.unsqueeze(1), mask.bool()).tolist() == [False, True, False, True, True, False]
-
-
-def test_advantages_per_token_count_only_where_the_mask_looks() -> None:
+    # advantages per token count only where the mask looks
     mask = torch.tensor([[1.0, 1.0, 0.0]] * 4)
     advantages = torch.tensor([[0.0, 0.0, 2.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, math.nan]])
     assert live_rows(advantages, mask).tolist() == [False, True, False, False]
-
-
-def test_no_rows_and_no_tokens() -> None:
     assert live_rows(torch.zeros(0), torch.zeros(0, 3)).shape == (0,)
     assert live_rows(torch.ones(2), torch.zeros(2, 0)).tolist() == [False, False]
 

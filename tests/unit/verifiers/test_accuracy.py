@@ -15,20 +15,6 @@ from grpo_lab.rewards.math.extraction import extract_answer
 from grpo_lab.verifiers import JobOutcome, MathVerdict, Verdict
 
 
-@pytest.fixture(scope="module")
-def strict():
-    reward = AccuracyReward(mode="strict", workers=1)
-    yield reward
-    reward.close()
-
-
-@pytest.fixture(scope="module")
-def lenient():
-    reward = AccuracyReward(mode="lenient", workers=1)
-    yield reward
-    reward.close()
-
-
 @pytest.mark.not_fast(cases="\\\\boxed{17, 18}-18-0.0")
 @pytest.mark.parametrize(
     ("completion", "solution", "expected"),
@@ -58,20 +44,6 @@ def lenient():
 )
 def test_strict(strict: AccuracyReward, completion: str, solution: str | None, expected: float | None) -> None:
     assert strict(completions=[completion], solution=[solution]) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("completion", "solution", "expected"),
-    [
-        ("So 18.", "18", 1.0),
-        ("So 16 - 7 = 9 and 9 * 2 = 18 dollars", "18", 1.0),
-        ("So 18, not 17.", "18", 0.0),
-        ("The answer is 17. 18", "18", 0.0),  # a marked answer is not passed over
-        ("18 eggs", "???", None),
-    ],
-)
-def test_lenient(lenient: AccuracyReward, completion: str, solution: str, expected: float | None) -> None:
-    assert lenient(completions=[completion], solution=[solution]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -180,30 +152,19 @@ def test_picklable_named_and_usable_from_a_thread(strict: AccuracyReward) -> Non
     copy.close()
 
 
-@pytest.mark.not_fast
-def test_warm_up_starts_imports_only_for_golds_that_may_need_them() -> None:
-    reward = AccuracyReward(workers=1)
-    reward.warm_up(["18", "#### 1,000", "$\\frac{1}{2}$", "\\text{Evelyn}", None, ""])
-    assert reward._verifier.pool.fork_server_pid is None
-    reward.warm_up(["18", "$x^2+1$"])
-    assert reward._verifier.pool.fork_server_pid is not None
-    assert reward(completions=["\\boxed{1+x^2}"], solution=["$x^2+1$"]) == [1.0]
-    reward.close()
-
-
 def test_a_trainer_warms_its_accuracy_reward_up_before_it_loads_a_model() -> None:
+    """Imports start only for golds that may need them."""
     from datasets import Dataset
 
     from grpo_lab.trainer.arguments import warm_up
 
     reward, numbers = AccuracyReward(workers=1), AccuracyReward(workers=1)
     warm_up([reward, len], Dataset.from_dict({"solution": ["18", "$x^2+1$"]}))
-    warm_up(numbers, Dataset.from_dict({"solution": ["18", "19"]}))
+    golds = ["18", "#### 1,000", "$\\frac{1}{2}$", "\\text{Evelyn}", None, ""]
+    warm_up(numbers, Dataset.from_dict({"solution": golds}))
     warm_up(numbers, None)
-    assert (reward._verifier.pool.fork_server_pid is None, numbers._verifier.pool.fork_server_pid is None) == (
-        False,
-        True,
-    )
+    assert reward._verifier.pool.fork_server_pid is not None
+    assert numbers._verifier.pool.fork_server_pid is None
     reward.close()
 
 

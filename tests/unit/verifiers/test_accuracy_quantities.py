@@ -7,7 +7,6 @@ Every row of `number_cases.jsonl` is judged in both modes; 1 is right, 0 is wron
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,9 @@ STRICT_ONLY = [  # lenient falls back to the last number
 ]
 
 
-@pytest.fixture(scope="module")
-def rewards() -> Iterator[dict[str, AccuracyReward]]:
-    made = {mode: AccuracyReward(mode, workers=1) for mode in ("strict", "lenient")}
-    yield made
-    for reward in made.values():
-        reward.close()
+@pytest.fixture
+def rewards(strict: AccuracyReward, lenient: AccuracyReward) -> dict[str, AccuracyReward]:
+    return {"strict": strict, "lenient": lenient}
 
 
 @pytest.mark.not_fast(cases="percent-*")
@@ -91,6 +87,8 @@ def test_what_a_prompt_counts_in_is_read_from_messages_too(rewards: dict[str, Ac
         ("He got 8 out of 10.", "10", 0),
         ("It is 17 or 18.", "18", 0),
         ("It is between 5 and 7", "7", 0),
+        ("So 18, not 17.", "18", 0),
+        ("So 16 - 7 = 9 and 9 * 2 = 18 dollars", "18", 1),
     ],
 )
 def test_lenient_reads_the_last_number_with_all_that_belongs_to_it(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from grpo_lab.rewards import AccuracyReward
@@ -63,23 +61,16 @@ UNPAID = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def reward() -> Iterator[AccuracyReward]:
-    shared = AccuracyReward(workers=1)
-    yield shared
-    shared.close()
-
-
 @pytest.mark.parametrize(("table", "paid"), [(PAID, 1.0), (UNPAID, 0.0)], ids=["paid", "unpaid"])
-def test_in_a_box_and_in_a_sentence(reward: AccuracyReward, table: dict[str, list[str]], paid: float) -> None:
+def test_in_a_box_and_in_a_sentence(strict: AccuracyReward, table: dict[str, list[str]], paid: float) -> None:
     pairs = [(gold, answer) for gold, answers in table.items() for answer in answers]
     golds = [gold for gold, _ in pairs]
-    found = reward(completions=[rf"\boxed{{{answer}}}" for _, answer in pairs], solution=golds)
+    found = strict(completions=[rf"\boxed{{{answer}}}" for _, answer in pairs], solution=golds)
     assert [pair for pair, one in zip(pairs, found, strict=True) if one != paid] == []
     if paid == 0.0:  # a sentence ends at its full stop: what is behind `A. B.` is another one's
         pairs = [(gold, answer) for gold, answer in pairs if ". " not in answer]
         golds = [gold for gold, _ in pairs]
-        said = reward(completions=[f"The answer is {answer}." for _, answer in pairs], solution=golds)
+        said = strict(completions=[f"The answer is {answer}." for _, answer in pairs], solution=golds)
         assert [pair for pair, one in zip(pairs, said, strict=True) if one != paid] == []
 
 
@@ -87,8 +78,8 @@ def test_in_a_box_and_in_a_sentence(reward: AccuracyReward, table: dict[str, lis
     "said",
     ["The answer is (A) 5 apples.", "The answer is **(A)** 5 apples", "#### (A) 5", "<answer>(A) 5 apples</answer>"],
 )
-def test_a_choice_in_other_words(reward: AccuracyReward, said: str) -> None:
-    assert reward(completions=[said] * 4, solution=["A", "5", "B", "6"]) == [1.0, 1.0, 0.0, 0.0]
+def test_a_choice_in_other_words(strict: AccuracyReward, said: str) -> None:
+    assert strict(completions=[said] * 4, solution=["A", "5", "B", "6"]) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_gold_keeps_its_letter() -> None:

@@ -1,15 +1,14 @@
-"""What is dropped behind a number as its unit, and what is a symbol that stands upright."""
+"""Tables of golds with answers that are equal to them and answers that are not: what is dropped behind a number as its
+unit, what is a symbol that stands upright, and tiny values, which are equal to nothing else that is tiny."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
 from grpo_lab.verifiers import MathVerifier
 from grpo_lab.verifiers.canonical import canonical
 
-SAME = {
+SAME_UNITS = {
     r"3+4\mathrm{i}": ["3+4i", r"3+4\text{i}", r"3+4\,\mathrm{i}", r"4\mathrm i+3", "3+4 i", r"3+4{\rm i}"],
     "3+4i": [r"3+4\mathrm{i}"],
     r"2\mathrm{i}": ["2i", r"2\operatorname{i}"],
@@ -31,7 +30,7 @@ SAME = {
     r"10\sqrt{3}": [r"10\sqrt{3} m", r"10\sqrt{3} square units", r"10\sqrt{3}\,\mathrm{m}"],
     r"12\text{ ways}": ["12"],
 }
-OTHER = {
+OTHER_UNITS = {
     r"3+4\mathrm{i}": ["7", "3", r"3-4\mathrm{i}", "4+3i", "3+4"],
     r"2\mathrm{i}": ["2", "-2i", r"-2\mathrm{i}"],
     r"2\pi\mathrm{i}": [r"2\pi"],
@@ -56,17 +55,48 @@ OTHER = {
     r"5\text{ m} + 3t": ["5"],
     "5": ["5x", r"5\mathrm{i}", r"5\mathrm{x}", "5t"],
 }
+SAME_TINY = {
+    r"10^{-9}": [r"\frac{1}{10^9}", "0.000000001", r"0.1\cdot 10^{-8}"],
+    r"\frac{1}{2^{99}}": ["2^{-99}", r"\frac{2}{2^{100}}"],
+    r"1.6\times10^{-19}": [r"16\times10^{-20}", r"\frac{1.6}{10^{19}}", r"1.60000001\times10^{-19}"],
+    r"6.72\times10^{-5}": ["0.0000672"],
+    r"(10^{-9}, 2)": [r"(\frac{1}{10^9}, 2)"],
+    r"10^{-20}x+1": [r"1+\frac{x}{10^{20}}"],
+    r"e^{-50}": [r"\frac{1}{e^{50}}"],
+    r"\frac{1}{30!}": [r"\frac{31}{31!}"],
+    r"\sqrt{5+2\sqrt{6}}": [r"\sqrt{2}+\sqrt{3}"],
+    r"\sqrt{2}x": ["1.4142135623730950488x"],
+    r"10^{-9}+10^{-9}i": [r"10^{-9}(1+i)"],
+}
+OTHER_TINY = {
+    r"10^{-9}": ["0.0", "-0.0000001", "0.0000000011", "0", r"2\cdot10^{-9}", "10^{-10}", "-10^{-9}"],
+    r"\frac{1}{2^{99}}": ["2^{-98}", "2^{-100}", "-2^{-99}", "0.0"],
+    r"1.6\times10^{-19}": [r"\frac{3.2}{10^{19}}", r"1.602\times10^{-19}", r"1.6\times10^{-18}", r"\frac{1}{10^{19}}"],
+    r"6.72\times10^{-5}": ["0.0000673", "0.000067"],
+    r"(0.0000672, 5)": ["(0.0000673, 5)"],
+    r"(1.6\times10^{-19}, 2)": [r"(3.2\times10^{-19}, 2)"],
+    r"\{2^{-99}\}": [r"\{2^{-98}\}"],
+    r"x=2^{-99}": ["x=2^{-98}"],
+    r"[2^{-99}, 1]": ["[2^{-98}, 1]"],
+    r"\begin{pmatrix}2^{-99}\\1\end{pmatrix}": [r"\begin{pmatrix}2^{-98}\\1\end{pmatrix}"],
+    r"10^{-20}x+1": ["1", r"2\cdot10^{-20}x+1"],
+    r"x^2+10^{-20}": ["x^2", r"x^2+2\cdot10^{-20}"],
+    r"1.6\times10^{-19}x+1": [r"3.2\times10^{-19}x+1"],
+    r"e^{-50}": ["e^{-51}", "-e^{-50}"],
+    r"\frac{1}{30!}": [r"\frac{1}{29!}", r"\frac{1}{31!}"],
+    r"10^{-20}+10^{-20}i": ["10^{-20}", r"10^{-20}-10^{-20}i"],
+    "0": ["10^{-20}", "0.0000001", r"1.6\times10^{-19}"],
+}
 
 
-@pytest.fixture(scope="module")
-def verifier() -> Iterator[MathVerifier]:
-    shared = MathVerifier(workers=1)
-    yield shared
-    shared.close()
-
-
-@pytest.mark.parametrize(("table", "equal"), [(SAME, True), (OTHER, False)], ids=["same", "other"])
-def test_units_go_and_symbols_stay(verifier: MathVerifier, table: dict[str, list[str]], equal: bool) -> None:
+@pytest.mark.parametrize(
+    ("table", "equal"),
+    [(SAME_UNITS, True), (OTHER_UNITS, False), (SAME_TINY, True), (OTHER_TINY, False)],
+    ids=["same units", "other units", "same tiny", "other tiny"],
+)
+def test_units_go_symbols_stay_and_a_tiny_value_is_told_from_every_other_one(
+    verifier: MathVerifier, table: dict[str, list[str]], equal: bool
+) -> None:
     pairs = [(gold, answer) for gold, answers in table.items() for answer in answers]
     found = verifier.compare(pairs)
     assert [pair for pair, verdict in zip(pairs, found, strict=True) if verdict.equal is not equal] == []

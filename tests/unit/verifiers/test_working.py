@@ -22,14 +22,11 @@ CALCULATES = [
 BLURTS = ["#### 24", "x = 24", "-5 = -5", "the answer is 3", r"\boxed{1/2}", "in 2020-2021", "x=3\ny-2", "", "1+"]
 
 
-@pytest.mark.parametrize("text", CALCULATES)
-def test_calculations_are_seen(text: str) -> None:
-    assert works_out(text)
-
-
-@pytest.mark.parametrize("text", BLURTS)
-def test_blurted_answers_are_none(text: str) -> None:
-    assert not works_out(text)
+@pytest.mark.parametrize(
+    ("text", "seen"), [*((text, True) for text in CALCULATES), *((text, False) for text in BLURTS)]
+)
+def test_calculations_are_seen_and_blurted_answers_are_none(text: str, seen: bool) -> None:
+    assert works_out(text) is seen
 
 
 def test_as_a_reward() -> None:
