@@ -71,18 +71,32 @@ def command_line() -> str:
         f"`--traceback` may stand after every command, too; `--verbose` after {', '.join(loud)}.",
         "",
     ]
-    told: dict[str, list[tuple[str, str]]] = {}
+    told = {name: rows_of(command, {"help", "traceback", "verbose"}) for name, command in commands.choices.items()}
+    common = common_rows(told)
+    lines += ["Of several commands:", "", *table(HEAD, common)]
     for name, command in commands.choices.items():
-        told[name] = rows_of(command, {"help", "traceback", "verbose"})
         lines += [f"## {name}", sentence(said[name] % {}), ""]
         same = with_the_same_options(told, name)
-        lines += [f"The options of [{same}](#{same}).", ""] if same else [*table(HEAD, told[name]), *loaders(command)]
+        if same:
+            lines += [f"The options of [{same}](#{same}).", ""]
+            continue
+        own = [row for row in told[name] if row not in common]
+        also = [row[0] for row in told[name] if row in common]
+        lines += [*(table(HEAD, own) if own else []), *([f"Also {', '.join(also)}.", ""] if also else [])]
+        lines += loaders(command)
     return "\n".join(lines)
+
+
+def common_rows(told: dict[str, list[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """Options that several commands have, with the same meaning; not those of a command that is as another."""
+    rows = [row for name, some in told.items() if with_the_same_options(told, name) is None for row in some]
+    return list(dict.fromkeys(row for row in rows if rows.count(row) > 1))
 
 
 def with_the_same_options(told: dict[str, list[tuple[str, str]]], name: str) -> str | None:
     """An earlier command that has the same options, where these are many."""
-    return next((other for other in told if other != name and told[other] == told[name] and len(told[name]) > 9), None)
+    earlier = list(told)[: list(told).index(name)]
+    return next((other for other in earlier if told[other] == told[name] and len(told[name]) > 9), None)
 
 
 HEAD = ("option", "what")
