@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 
-from arm_runs import Point
-
 from grpo_lab.labs.experiment import Found, Record
 from grpo_lab.labs.tables import markdown
+
+Point = dict[str, float]
+"""Optimizer steps, held-out accuracy, and seconds of training until then."""
 
 TUNED, SERVED = ("stock", "ours"), ("synchronous", "overlapped")
 SHARE = 0.9

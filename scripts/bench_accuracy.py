@@ -35,8 +35,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accuracy_tables import SERVED, SHARE, TUNED, chosen, final, in_all, main_table, overlap_table, told
-from arm_runs import Point, held_out
+from accuracy_tables import SERVED, SHARE, TUNED, Point, chosen, final, in_all, main_table, overlap_table, told
 from bench_overlap import serve
 from bench_step import RECIPE, built, started, training_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -44,6 +43,7 @@ from transformers.utils import logging as hf_logging
 from trl import GRPOTrainer
 
 from grpo_lab import LabTrainer
+from grpo_lab.evaluation import evaluate
 from grpo_lab.io import write_whole_text
 from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser, records
 from grpo_lab.labs.tables import draw, markdown
@@ -140,6 +140,16 @@ def asked(options: Options) -> dict[str, Any]:
     """What all runs of a folder share."""
     shared = {name: getattr(options, name) for name in ("every", "dense", "problems", "tiny")}
     return {**shared, "set": changes_asked(options)}
+
+
+def held_out(model: Any, tokenizer: Any, rows: Any, reward: Any, max_new_tokens: int) -> float:
+    """Share of ``rows`` that a greedy answer gets right."""
+    model.eval()
+    result = evaluate(
+        model, tokenizer, rows, reward=reward, max_new_tokens=max_new_tokens, batch_size=256, progress=False
+    )
+    assert result.accuracy is not None
+    return float(result.accuracy.value)
 
 
 def evaluated(clock: Clock, start: Path, problems: int) -> list[Point]:

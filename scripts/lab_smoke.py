@@ -6,7 +6,7 @@ does it move the weights?
 
 Presets are read from the table of objectives, trainers from what the package offers, so a new one joins by itself. The
 cold start is made once and kept. This shows that everything runs; which of them is better is another question
-(scripts/compare_methods.py, grpo-lab lab).
+(grpo-lab lab).
 """
 
 from __future__ import annotations

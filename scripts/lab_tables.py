@@ -1,10 +1,8 @@
-"""Measured tables into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
-``<!-- lab NAME: end -->``: the labs' into docs/labs/, those of the methods beside each other into
-docs/algorithms/compared.md. Their figures go into docs/images, a line of each into docs/measured.md, and what each run
-of a lab ended with into docs/labs_records.json.
+"""Measured tables of labs into the pages that show them, between the marks ``<!-- lab NAME: begin -->`` and
+``<!-- lab NAME: end -->`` in docs/labs/ and docs/algorithms/compared.md. Their figures go into docs/images, a line of
+each into docs/measured.md, and what each run of a lab ended with into docs/labs_records.json.
 
-python scripts/lab_tables.py [RUNS]     RUNS: runs/labs, or runs/compare. Of every NAME with RUNS/NAME/table.md
-                                        (RUNS/NAME.md for one comparison of several); other blocks stay
+python scripts/lab_tables.py [RUNS]     RUNS: runs/labs. Of every NAME with RUNS/NAME/table.md; other blocks stay
 """
 
 from __future__ import annotations
@@ -31,17 +29,11 @@ def pages() -> dict[str, str]:
     return {page: (ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES}
 
 
-def made(runs: Path, name: str, file: str, ending: str) -> Path:
-    """A lab has a folder of its own, a comparison shares one with others."""
-    own = runs / name / f"{file}{ending}"
-    return own if own.is_file() else runs / f"{name}{ending}"
-
-
 def page_with(text: str, runs: Path) -> str:
     """``text`` with each table that there is below ``runs`` in its block."""
 
     def block(found: re.Match[str]) -> str:
-        table = made(runs, found[2], "table", ".md")
+        table = runs / found[2] / "table.md"
         return f"{found[1]}{table.read_text(encoding='utf-8')}" if table.is_file() else found[0]
 
     return BLOCK.sub(block, text)
@@ -81,7 +73,7 @@ def main(runs: Path) -> None:
     for page, text in pages().items():
         (ROOT / "docs" / page).write_text(page_with(text, runs), encoding="utf-8")
         for _, name, _ in BLOCK.findall(text):
-            if (figure := made(runs, name, "curves", ".png")).is_file():
+            if (figure := runs / name / "curves.png").is_file():
                 shutil.copy(figure, ROOT / "docs" / "images" / f"lab_{name.replace('/', '_')}.png")
     shown = {name for text in pages().values() for _, name, _ in BLOCK.findall(text)}
     records = records_with(json.loads(RECORDS.read_text(encoding="utf-8")), runs, shown)

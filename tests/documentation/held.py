@@ -28,13 +28,12 @@ HELD: dict[str, str | tuple[str, str]] = {
     "make docs": "tests/documentation/test_site.py::test_the_site_is_built_without_a_warning",
     "make docs-serve": ("minutes", "serves until it is stopped"),
     "make gpu-check*": ("gpu", "its tiny form has a test of its own"),
-    "python scripts/compare_distillation.py*": f"{COMPARING}test_three_arms_of_distillation_at_the_same_tokens",
     "make bench": ("minutes", "every benchmark in short: 13 minutes of both cores"),
     "make bench-*": ("minutes", "a benchmark: 20 minutes of both cores"),
     "python scripts/bench_checkouts.py *": ("minutes", "a benchmark of two checkouts: 10 minutes of a core"),
     "python scripts/bench_shared_prompts.py*": (
         "minutes",
-        "a benchmark; two small cells: tests/unit/labs/test_arm_runs.py",
+        "a benchmark: 10 minutes",
     ),
     "pip install *": ("network", "installs; the extras are looked up in pyproject.toml"),
     # grpo-lab
@@ -108,14 +107,11 @@ HELD: dict[str, str | tuple[str, str]] = {
     ),
     "make docs-index": "tests/documentation/test_generated.py::test_it_is_what_its_generator_makes",
     "make lab-smoke": f"{COMPARING}test_smoke_of_two_presets",
-    "python scripts/compare_methods.py *": f"{COMPARING}test_two_arms_from_one_start_and_a_lost_record",
     "python recipes/lab/sorting/sources.py*": (
-        "tests/unit/labs/test_arm_runs.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
+        "tests/unit/labs/test_sorting_sources.py::test_the_sources_sorting_run_begins_at_chance_and_learns"
     ),
     "grpo-lab train --config recipes/lab/sorting/*": (
         "minutes",
         "an experiment; its recipe is dry-run by tests/recipes/test_recipes.py",
     ),
-    "python scripts/long2short_table.py *": ("minutes", "an experiment: 8 minutes, from a model of the misreading lab"),
-    "python scripts/thinking_budget_table.py": ("minutes", "an experiment: a model is trained first"),
 }

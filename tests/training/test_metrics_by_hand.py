@@ -75,7 +75,7 @@ ELSEWHERE = {
     "rollout/waited_s": "rollouts/test_overlap.py",
     "rollout/sync_bytes": "rollouts/test_adapter_vllm.py",
     "rollout/sync_gap": "rollouts/test_lab_trainer_vllm.py",
-    "rollout/generated": "unit/labs/test_arm_runs.py",
+    "rollout/generated": "training/test_comparing_scripts.py",
     "sampling/ratio_mean/len_q1": "unit/reports/test_metrics.py",
     "sampling/kept_share/len_q1": "unit/reports/test_metrics.py",
     "sampling/sampling_logp_difference/mean": "unit/reports/test_metrics.py",

@@ -89,8 +89,8 @@ def test_a_cell_is_started_as_its_experiment_was(monkeypatch: pytest.MonkeyPatch
     assert program() == [sys.executable, "/somewhere/bin/grpo-lab"]
     main.__spec__ = ModuleSpec("grpo_lab.__main__", None)
     assert program() == [sys.executable, "-m", "grpo_lab"]
-    main.__spec__ = ModuleSpec("scripts.compare_methods", None)
-    assert program() == [sys.executable, "-m", "scripts.compare_methods"]
+    main.__spec__ = ModuleSpec("scripts.lab_smoke", None)
+    assert program() == [sys.executable, "-m", "scripts.lab_smoke"]
 
 
 def test_an_error_that_nobody_caught_is_printed_visibly(capsys: pytest.CaptureFixture[str]) -> None:
