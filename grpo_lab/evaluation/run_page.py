@@ -69,13 +69,18 @@ def write_report(place: str | Path, stages: StagesOf = as_left) -> Path:
 
 
 def report_page(folder: Path, stages: StagesOf = as_left) -> Page:
-    """The page about what ``folder`` holds. Of several things the run's, and a notice names the others."""
+    """Make the page about what ``folder`` holds."""
     record = read_run(folder)
     record.stages = list(stages(folder)) or record.stages
+    return page_of(record)
+
+
+def page_of(record: RunRecord) -> Page:
+    """Make the page about what was read of a folder. Of several things the run's, and a notice names the others."""
     if not record.kind:
-        raise ValueError(f"{_without_a_page(folder)}; nothing was changed")
+        raise ValueError(f"{_without_a_page(record.folder)}; nothing was changed")
     if record.kind == CURATION:
-        page = read_curation(folder)
+        page = read_curation(record.folder)
     else:
         page = {ROUNDS: rounds_page, PIPELINE: pipeline_page}.get(record.kind, run_page)(record)
     others = " and ".join(record.kinds[1:])

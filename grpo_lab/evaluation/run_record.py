@@ -111,13 +111,14 @@ class RunRecord:
         return next((self.metrics[name] for name in names if name in self.metrics), [])
 
 
-def read_run(folder: str | Path) -> RunRecord:
-    """All that can be read from ``folder``. ValueError: no such folder, or a damaged evaluation is all of it."""
+def read_run(folder: str | Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
+    """Read all that can be read from ``folder``; ``summary``: what is known of its ``run.json`` already. ValueError: no
+    such folder, or a damaged evaluation is all of it."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; the output folder of a run is needed")
     record = RunRecord(folder)
-    record.summary = _read_summary(folder / "run.json", record.notices)
+    record.summary = _read_summary(folder / "run.json", record.notices) if summary is None else dict(summary)
     for step, row in _read_numbers(folder / "metrics.jsonl", "step", record.notices):
         for name, value in row.items():
             record.metrics.setdefault(name, []).append((step, value))
@@ -334,19 +335,17 @@ def _read_evaluation(folder: Path, notices: list[str], name: str = "") -> Evalua
         return None
 
 
-def last_verdict(folder: str | Path) -> Diagnosis | None:
-    """Return what the last window of the run in ``folder`` says; None where no training was logged."""
-    record = read_run(folder)
+def last_verdict(record: RunRecord) -> Diagnosis | None:
+    """Return what the last window of a run says; None where no training was logged."""
     found = windows(record)
     if found:
         return diagnose(found, facts_of(record))
     return None
 
 
-def left_out(folder: str | Path) -> str | None:
-    """Say how many optimizer steps of the run in ``folder`` the guard left out, and why; None where it left out
-    none."""
-    metrics = {name: series for name, series in read_run(folder).metrics.items() if not name.startswith("eval_")}
+def left_out(record: RunRecord) -> str | None:
+    """Say how many optimizer steps of a run the guard left out, and why; None where it left out none."""
+    metrics = {name: series for name, series in record.metrics.items() if not name.startswith("eval_")}
     ends = sorted({step for series in metrics.values() for step, _ in series})
     length = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
     counts = {  # ``guard/*`` are shares of a logging window's steps

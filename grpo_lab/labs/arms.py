@@ -24,7 +24,7 @@ from grpo_lab.labs.cells import record_file
 from grpo_lab.labs.experiment import GENERATED, Experiment, Found, Options, Record, changes_asked
 from grpo_lab.labs.shown_checks import OF_LOG, check_shown, not_logged
 from grpo_lab.labs.tables import at_equal_tokens, draw, over_tokens, spread, table
-from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
+from grpo_lab.pipelines.same_run import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.reading import read_json_lines, read_record
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import ModelSection, Recipe, read_recipe, template_kwargs_of

@@ -12,9 +12,7 @@ from grpo_lab import LabConfig
 from grpo_lab.io import saving
 from grpo_lab.objectives import PRESETS
 from grpo_lab.pipelines.estimate import Estimates
-from grpo_lab.pipelines.run_folder import is_begun
-from grpo_lab.pipelines.standing import again_in_words
-from grpo_lab.pipelines.train import resolve
+from grpo_lab.pipelines.run_folder import RunFolder
 from grpo_lab.recipe.ahead import made_from, outlook
 from grpo_lab.recipe.build import scoring_nothing
 from grpo_lab.recipe.data import asking_the_hub_once
@@ -42,8 +40,9 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
     would refuse, as far as it can be known here."""
     recipe = numbers_read(recipe)
     config = lab_config(recipe, **_of_this_machine(recipe))
-    resume = is_begun(recipe, overwrite, resume)
-    job = resolve(recipe, config, overwrite, resume, here_only=True)
+    folder = RunFolder.open(recipe, overwrite, resume)
+    folder.newest_checkpoint(config.max_steps, read=False)
+    job = Job.resolve(recipe, config, here_only=True, cold_start=not folder.start_is_whole)
     config = with_class_parts(job.trainer, recipe.model.name, job.config)
     algorithm = config.algorithm.with_hooks(job.trainer)
     per_step = config.per_device_train_batch_size * config.world_size * config.gradient_accumulation_steps
@@ -84,7 +83,7 @@ def plan_of_training(recipe: Recipe, overwrite: bool = False, resume: bool = Fal
         "tools": ", ".join(section.name for section in recipe.tools),
         "environment": recipe.environment_factory and recipe.environment_factory.name,
         "public numbers": recipe.model.expected,
-        **again_in_words(recipe.output_dir, overwrite),
+        "to make again": ", ".join(folder.gone),
         "first prompt": None if job.rows is None else first_prompt(recipe, job.rows, job.arguments["tools"]),
         "context": job.room,
     }

@@ -28,7 +28,7 @@ from grpo_lab.pipelines.dry_run import plan_of_training
 from grpo_lab.pipelines.long2short import Shortened, long2short, long2short_recipe_from, plan_of_long2short
 from grpo_lab.pipelines.rounds import plan_of_rounds, run_rounds
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import CANNOT_CHANGE_THE_PAST, LENGTH
+from grpo_lab.pipelines.same_run import CANNOT_CHANGE_THE_PAST, LENGTH
 from grpo_lab.pipelines.train import TrainingOutcome, train
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.registry import load_named

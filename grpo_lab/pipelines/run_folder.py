@@ -1,93 +1,207 @@
 """The folder of `grpo-lab train`: whose it is, what may differ when it is gone on with, and from which checkpoint.
 
+    RunFolder.open(recipe)    new, gone on with or finished: asked once, by the main process, before anything is loaded
+    claimed(folder, job)      locked and marked as this run's for a block (``pipelines.open_run``)
+
 ``run.json`` (what was run), ``recipe.yaml`` (the settings), ``metrics.jsonl``, ``evaluation/before`` and ``/after``,
 ``cold_start/`` (the model RL started from), ``report.html``; the final model in the folder itself."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
-import logging
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from rich.console import Console
 
-from grpo_lab.diagnostics.token_weights import FILE as TOKEN_WEIGHTS
-from grpo_lab.evaluation.run_record import gone_from, in_few_words
-from grpo_lab.io import write_whole_text
-from grpo_lab.reading import read_text
+from grpo_lab.evaluation import EvaluationResult
+from grpo_lab.evaluation.run_record import gone_from
+from grpo_lab.pipelines.same_run import LENGTH, changed_since, fingerprint
+from grpo_lab.recipe.job import Job
 from grpo_lab.recipe.sections import Recipe
-from grpo_lab.recipe.yaml import parsed, written
-from grpo_lab.runs.differences import (
-    Difference,
-    differing,
-    other_releases,
-    plain_settings,
-    refuse_other_rows,
-    refuse_other_settings,
-)
-from grpo_lab.runs.folder import RUN, check_writable, read_marker, record_of, write_run
-from grpo_lab.runs.metrics import cut_metrics
+from grpo_lab.runs.differences import Difference, plain_settings, refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.folder import RUN, check_writable, record_of
 from grpo_lab.trainer.resume.going_on import newest_read
-from grpo_lab.trainer.resume.state import read_state
-from grpo_lab.trainer.resume.whole import SAVING, newest_whole, step_of
-from grpo_lab.trainer.scoring.preference_training import FOLDER
+from grpo_lab.trainer.resume.whole import broken_weights, step_of
 
-log = logging.getLogger(__name__)
-
-ADDRESS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
-"""Where a rollout server is."""
-LENGTH = ("max_steps", "num_train_epochs")
-"""How far the run goes."""
+Answer = TypeVar("Answer")
 MEASURED = "evaluation/"
 """How the names of files begin that belong to evaluations."""
 
-CANNOT_CHANGE_THE_PAST = frozenset(
-    (
-        *ADDRESS, *LENGTH, "name", "output_dir", "logging_steps", "logging_strategy", "logging_first_step",
-        "log_completions", "num_completions_to_print", "log_unique_prompts", "log_level", "log_level_replica",
-        "log_on_each_node", "report_to", "run_name", "project", "trackio_space_id", "disable_tqdm", "save_strategy",
-        "save_steps", "save_total_limit", "enable_jit_checkpoint", "save_on_each_node", "save_checksums", "max_hours",
-        "stop_file", "profile", "token_weights_every", "load_best_model_at_end", "metric_for_best_model",
-        "greater_is_better", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo",
-        "hub_always_push", "hub_revision", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start",
-        "per_device_eval_batch_size", "num_generations_eval", "ddp_timeout", "dataloader_num_workers",
-        "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
-        "torch_empty_cache_steps", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
-    )
-)  # fmt: skip
-"""Settings that cannot change what a run has done so far: how far it goes, what is written, saved and measured on the
-way, where its server is, how memory is used."""
+
+class State(Enum):
+    """How an output folder was found."""
+
+    NEW = "new"
+    GOES_ON = "goes on"
+    FINISHED = "finished"
 
 
-def fingerprint(recipe: Recipe) -> str:
-    """Short hash of everything the recipe says about the run; equal recipes are the same run."""
-    said = asdict(recipe)
-    said["arguments"] = {name: value for name, value in said["arguments"].items() if name not in ADDRESS}
-    text = json.dumps(said, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+@dataclass(frozen=True)
+class RunFolder:
+    """What the output folder of a recipe holds, and what is asked for now.
+
+    Attributes:
+        settings: the recipe as plain values; ``fingerprint``: its hash.
+        starts_from: folders of the models that the recipe begins with.
+        written: `when_written` at the look.
+        record: what ``run.json`` said of the run that is gone on with, or is finished; empty for a new one.
+        has_begun: whether that run has made something that its settings decided.
+        changed: settings that are not as they were; none of them can change the run's past.
+        gone: files that the run had left when it was done, and that are not there any more.
+        start_is_whole: whether the model that RL starts from was saved to its end.
+        is_measured: whether that model's evaluation is whole.
+    """
+
+    place: Path
+    settings: Mapping[str, Any]
+    fingerprint: str
+    starts_from: Sequence[Path] = ()
+    written: tuple[int, ...] | None = None
+    overwrite: bool = False
+    record: Mapping[str, Any] = field(default_factory=dict)
+    has_begun: bool = False
+    changed: Sequence[Difference] = ()
+    gone: Sequence[str] = ()
+    start_is_whole: bool = False
+    is_measured: bool = False
+
+    @classmethod
+    def open(cls, recipe: Recipe, overwrite: bool = False, resume: bool = False) -> RunFolder:
+        """Look at the output folder of ``recipe``, its numbers read: the same command goes on with a run that has
+        begun, with ``resume`` or without. The main process looks, every process has its answer; nothing is written.
+        ValueError: the folder holds something else, a run of another recipe, or cannot be written."""
+        if overwrite and resume:
+            raise ValueError("--overwrite and --resume contradict each other; give one of them")
+        return told_by_main(lambda: _look_at(recipe, overwrite))
+
+    @property
+    def state(self) -> State:
+        """How the folder was found."""
+        if not self.record:
+            return State.NEW
+        if self.record.get("finished") and not self.is_opened_again:
+            return State.FINISHED
+        return State.GOES_ON
+
+    @property
+    def trained(self) -> int | None:
+        """Steps of the training where it is over; None where there is something left to train."""
+        without_model = any(not one.startswith(MEASURED) for one in self.gone)
+        if self.is_longer or without_model:
+            return None
+        return self.record.get("trained")
+
+    @property
+    def is_longer(self) -> bool:
+        """Return whether the run is to go further, or less far, than it was."""
+        return any(one.of(*LENGTH) for one in self.changed)
+
+    @property
+    def is_measured_anew(self) -> bool:
+        """Return whether another evaluation is asked for."""
+        return any(one.of("evaluation") for one in self.changed)
+
+    @property
+    def is_opened_again(self) -> bool:
+        """Return whether there is something left to do in a finished run."""
+        return bool(self.is_longer or self.is_measured_anew or self.gone)
+
+    def newest_checkpoint(self, max_steps: int, read: bool = True) -> tuple[Path | None, list[str]]:
+        """Find the newest checkpoint that is whole on every node, and say why newer ones are not. ``read``: by content,
+        too, where there are steps left. ValueError: it is beyond ``max_steps`` (≤ 0: epochs say it), or there is none,
+        and what is asked for cannot be made without."""
+        if self.state is State.NEW:
+            return None, []
+        reads = read and self.trained is None
+        newest, passed = newest_read(self.place, PartialState().is_local_main_process, reads)
+        check_length(self.place, newest, max_steps)
+        if self.record.get("finished") and not self.is_measured_anew:
+            refuse_lost(self.place, self.gone, newest)
+        if self.is_longer and self.record.get("trained") is not None and newest is None:
+            raise ValueError(
+                f"`output_dir` {str(self.place)!r} holds a trained run without a checkpoint (`save_strategy`): it "
+                "cannot be trained further"
+            )
+        return newest, passed
+
+    def rows_to_train(self, job: Job, processes: int) -> dict[str, Any] | None:
+        """Return the fingerprint of the rows; None where nothing is left to train. ValueError where a run with steps
+        still to train would go on with other rows, or another number of processes."""
+        if self.trained is not None:
+            return None
+        rows = rows_fingerprint(job.rows)
+        if not self.has_begun or 0 < job.config.max_steps <= (self.record.get("trained") or 0):
+            return rows
+        refuse_other_rows(self.place, self.record.get("rows"), rows)
+        before = self.record.get("processes")
+        if before is not None and before != processes:
+            raise ValueError(
+                f"the run in {str(self.place)!r} was trained by {before} process(es), and this is {processes}: its "
+                f"batches and random numbers would be others. Start {before} (`accelerate launch --num_processes "
+                f"{before}`), or choose another `--output_dir`; trainer.train(resume_from_checkpoint=…) goes on with "
+                "other batches, as TRL does"
+            )
+        return rows
 
 
-def is_begun(recipe: Recipe, overwrite: bool, resume: bool) -> bool:
-    """Return whether the output folder holds a run to go on with: the same command does, with ``resume`` or without.
-    Every process asks here, and has the main one's answer."""
-    if overwrite and resume:
-        raise ValueError("--overwrite and --resume contradict each other; give one of them")
-    here = not overwrite and is_to_go_on_with(recipe)
-    return bool(gather_object([here])[0])  # the main process's answer
+def told_by_main(ask: Callable[[], Answer]) -> Answer:
+    """Ask on the main process alone; every process has its answer, or raises its ValueError."""
+    answer: Answer | None = None
+    refused: ValueError | None = None
+    if PartialState().is_main_process:
+        try:
+            answer = ask()
+        except ValueError as error:
+            refused = error
+    found: tuple[Any, str | None] = gather_object([(answer, None if refused is None else str(refused))])[0]
+    if refused is not None:
+        raise refused
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]  # type: ignore[no-any-return]
 
 
-def has_begun(folder: Path) -> bool:
+def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
+    """Look at the folder, on the main process."""
+    place = recipe.output_dir
+    when = when_written(place)
+    settings = plain_settings(recipe)
+    new = RunFolder(place, settings, fingerprint(settings), _starts_from(recipe), when, overwrite)
+    if overwrite:
+        check_writable(place)
+        return new
+    record = record_of(place, None)
+    if not record:
+        return new
+    begun = has_begun(place, record)
+    try:
+        changed = changed_since(place, record, settings, new.fingerprint)
+    except ValueError:
+        if begun:
+            raise
+        return new  # one that failed before its first step leaves the folder to any recipe
+    gone = gone_from(place, record)
+    found = replace(new, record=record, has_begun=begun, changed=changed, gone=gone)
+    stays = not found.is_measured_anew and not any(one.startswith(f"{MEASURED}before") for one in gone)
+    return replace(found, start_is_whole=start_is_whole(place), is_measured=stays and is_measured(place))
+
+
+def when_written(folder: Path) -> tuple[int, ...] | None:
+    """Return what tells one ``run.json`` in ``folder`` from the next; None: there is none."""
+    try:
+        found = (folder / RUN).stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def has_begun(folder: Path, record: Mapping[str, Any]) -> bool:
     """Return whether the run in ``folder`` has made something that its settings decided: a checkpoint, whole or not, a
-    step in its metrics, a model. One that failed before has not, and leaves the folder to any recipe."""
-    record = read_marker(folder / RUN)
+    step in its metrics, a model."""
     metrics = folder / "metrics.jsonl"
     return bool(
         record.get("trained")
@@ -98,39 +212,18 @@ def has_begun(folder: Path) -> bool:
     )
 
 
-def is_to_go_on_with(recipe: Recipe) -> bool:
-    """Return whether the output folder holds a run that has begun, or one of this recipe that failed before it had:
-    what that has made, such as its cold start, stays."""
-    folder = recipe.output_dir
-    return (folder / RUN).is_file() and (has_begun(folder) or _is_of(folder, recipe))
+def start_is_whole(folder: Path) -> bool:
+    """Return whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
+    start = folder / "cold_start"
+    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
 
 
-def _is_of(folder: Path, recipe: Recipe) -> bool:
-    """Return whether the run in ``folder`` is of ``recipe``, but for what cannot change its past."""
-    then = _recipe_of(folder)
-    if then is None:
-        return bool(read_marker(folder / RUN).get("fingerprint") == fingerprint(recipe))
-    return all(map(may_differ, differing(then, plain_settings(recipe))))
-
-
-def _recipe_of(folder: Path) -> dict[str, Any] | None:
-    """Read what the run in ``folder`` was asked for; None where that cannot be read."""
+def is_measured(folder: Path) -> bool:
+    """Return whether the evaluation of the start model is whole (Ctrl-C leaves a part)."""
     try:
-        then = parsed(read_text(folder / "recipe.yaml"), "recipe.yaml")
-    except (OSError, ValueError):
-        return None
-    if isinstance(then, dict):
-        return then
-    return None
-
-
-def _put_aside(recipe: Recipe) -> None:
-    """Put aside, as `<name>.before-<n>`, what a run of another recipe that failed before its first step has made."""
-    folder = recipe.output_dir
-    for place in (folder / "cold_start", folder / "evaluation"):
-        if place.is_dir() and not any(one.is_relative_to(place.resolve()) for one in _starts_from(recipe)):
-            beside = (place.with_name(f"{place.name}.before-{number}") for number in itertools.count(1))
-            place.rename(next(one for one in beside if not one.exists()))
+        return EvaluationResult.read(folder / "evaluation" / "before").stopped is None
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _starts_from(recipe: Recipe) -> list[Path]:
@@ -138,80 +231,6 @@ def _starts_from(recipe: Recipe) -> list[Path]:
     value = recipe.arguments.get("value")
     critic = value.get("model") if isinstance(value, Mapping) else value
     return [Path(one).resolve() for one in (recipe.model.path, critic) if isinstance(one, str | Path)]
-
-
-def claim(recipe: Recipe, overwrite: bool) -> Path:
-    """The output folder, made and marked as this run's; what differs from an earlier run of it is logged."""
-    folder = recipe.output_dir
-    begun = not overwrite and is_to_go_on_with(recipe)
-    changed = refuse_folder(recipe, overwrite)
-    measured, longer = (any(one.of(*names) for one in changed) for names in (("evaluation",), LENGTH))
-    found = {}
-    if begun:
-        found = read_marker(folder / RUN)
-    gone = gone_from(folder, found)
-    folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:  # what a resumed run, or a report of it, would take for its own; what this one starts from stays
-        needed = _starts_from(recipe)
-        earlier = [*folder.glob("checkpoint-*"), *folder.glob("broken-checkpoint-*"), folder / SAVING]
-        for stale in (*earlier, folder / "cold_start", folder / "evaluation", folder / "critic", folder / FOLDER):
-            if not any(one.is_relative_to(stale.resolve()) for one in needed):
-                shutil.rmtree(stale, ignore_errors=True)
-    if not begun:
-        if not overwrite:
-            _put_aside(recipe)
-        for name in ("metrics.jsonl", TOKEN_WEIGHTS):
-            (folder / name).unlink(missing_ok=True)
-        write_run(folder, {"name": recipe.name, "fingerprint": fingerprint(recipe), "finished": False})
-    elif measured or longer or gone:  # there is something left to do in a finished run
-        without_model = any(not one.startswith(MEASURED) for one in gone)
-        trained = None
-        if longer or without_model:
-            trained = found.pop("trained", None)
-        if longer and trained is not None and newest_whole(folder)[0] is None:
-            raise ValueError(
-                f"`output_dir` {str(folder)!r} holds a trained run without a checkpoint (`save_strategy`): it cannot "
-                "be trained further"
-            )
-        write_run(folder, {**found, "left": [], "finished": False})
-    if measured:
-        shutil.rmtree(folder / "evaluation", ignore_errors=True)
-    for name in {"/".join(one.split("/")[:2]) for one in gone if one.startswith(MEASURED)}:
-        shutil.rmtree(folder / name, ignore_errors=True)  # half an evaluation is none
-    write_whole_text(folder / "recipe.yaml", written(plain_settings(recipe)))
-    for one in changed:
-        log.warning("resumed with another setting: %s", one)
-    if gone:
-        log.warning("%s: %s gone since the run was finished, and made again", folder, in_few_words(gone))
-    return folder
-
-
-def refuse_folder(recipe: Recipe, overwrite: bool) -> list[Difference]:
-    """Return what differs from the run in the output folder, where none of it can change its past; nothing is written.
-    ValueError: the folder holds something else, a run of another recipe, or one that is beyond ``max_steps``."""
-    folder = recipe.output_dir
-    if overwrite:
-        check_writable(folder)
-        return []
-    found = record_of(folder, None)
-    if not found:
-        return []
-    if not is_to_go_on_with(recipe):  # it failed before its first step
-        return []
-    then = _recipe_of(folder)
-    if then is None and found.get("fingerprint") != fingerprint(recipe):
-        raise ValueError(
-            f"`output_dir` {str(folder)!r} holds another run ({found.get('name')!r}, whose recipe.yaml cannot be "
-            "read); choose another `--output_dir`, or give --overwrite"
-        )
-    changed = []
-    if then is not None:
-        changed = refuse_other_settings(folder, then, plain_settings(recipe), may_differ)
-    newest = newest_whole(folder)[0]
-    check_length(folder, newest, int(recipe.arguments.get("max_steps") or -1))
-    if found.get("finished") and not any(one.of("evaluation") for one in changed):
-        refuse_lost(folder, gone_from(folder, found), newest)
-    return changed
 
 
 def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
@@ -228,61 +247,6 @@ def refuse_lost(folder: Path, gone: Sequence[str], newest: Path | None) -> None:
             f"{one} is gone from the finished run in `output_dir` {str(folder)!r}, and {why}; put a copy back, choose "
             "another `--output_dir`, or give --overwrite"
         )
-
-
-def may_differ(found: Difference) -> bool:
-    """Return whether the setting cannot change what the run has done so far, or is measured beside it."""
-    beside = found.of("evaluation", "eval_dataset", "model.expected")
-    return beside or found.name.partition(".")[0] in CANNOT_CHANGE_THE_PAST
-
-
-def refuse_another_run(folder: Path, rows: Any, processes: int, max_steps: int) -> None:
-    """ValueError where a run with steps still to train would go on with other rows, or another number of processes."""
-    record = read_marker(folder / RUN)
-    if not has_begun(folder) or 0 < max_steps <= (record.get("trained") or 0):
-        return  # nothing was trained, or only the evaluation is left
-    refuse_other_rows(folder, record.get("rows"), rows)
-    before = record.get("processes")
-    if before is not None and before != processes:
-        raise ValueError(
-            f"the run in {str(folder)!r} was trained by {before} process(es), and this is {processes}: its batches "
-            f"and random numbers would be others. Start {before} (`accelerate launch --num_processes {before}`), or "
-            "choose another `--output_dir`; trainer.train(resume_from_checkpoint=…) goes on with other batches, as "
-            "TRL does"
-        )
-
-
-def set_aside(folder: Path, newest: Path | None) -> None:
-    """Checkpoints newer than ``newest`` are no longer found as such: their steps will be done, and saved, again."""
-    for checkpoint in folder.glob("checkpoint-*"):
-        if step_of(checkpoint) > (-1 if newest is None else step_of(newest)):
-            names = (f"broken-{checkpoint.name}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
-            checkpoint.rename(next(folder / name for name in names if not (folder / name).exists()))
-
-
-def going_on(folder: Path, max_steps: int, record: Mapping[str, Any], console: Console) -> Path | None:
-    """The checkpoint that every process goes on from, None for the first step; the main one tidies up what is after it.
-    ``record``: what ``run.json`` says. ValueError: the run is beyond ``max_steps`` (≤ 0: epochs say it) already."""
-    state = PartialState()
-    newest, passed = newest_read(folder, state.is_local_main_process)
-    state.wait_for_everyone()  # all have looked before one tidies up
-    check_length(folder, newest, max_steps)
-    if state.is_main_process:
-        for why in passed:
-            console.print(f"passed over {why}; set aside as broken-…", soft_wrap=True)
-        set_aside(folder, newest)
-        shutil.rmtree(folder / SAVING, ignore_errors=True)
-        if newest is not None:
-            console.print(f"going on from {newest.name}")
-            if other := other_releases(record):
-                said = "resumed with other releases, so numbers need not be those of a whole run to the bit: %s"
-                log.warning(said, "; ".join(other))
-        elif "parameters" in record:  # written when the training began
-            console.print(f"{folder} has no whole checkpoint: training starts again at its first step", soft_wrap=True)
-        due = newest is not None and "evaluation_due" in read_state(newest).entries
-        for name in ("metrics.jsonl", TOKEN_WEIGHTS):
-            cut_metrics(folder / name, -1 if newest is None else step_of(newest), due)
-    return newest
 
 
 def check_length(folder: Path, newest: Path | None, max_steps: int) -> None:

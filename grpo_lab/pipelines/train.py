@@ -4,10 +4,9 @@ report."""
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
+from grpo_lab.evaluation import EvaluationResult, terminal_summary
 from grpo_lab.evaluation.measure import Blocks
+from grpo_lab.evaluation.run_page import page_of
 from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_run
 from grpo_lab.io import saving
-from grpo_lab.pipelines.run_folder import claim, fingerprint, going_on, is_begun, refuse_another_run, refuse_folder
+from grpo_lab.pipelines.open_run import OpenRun, claimed
+from grpo_lab.pipelines.run_folder import RunFolder, State
 from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.pipelines.standing import left_in
 from grpo_lab.recipe.data import load_rows
@@ -28,18 +29,16 @@ from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelSection, Recipe, RewardSection
 from grpo_lab.rewards.schedules import Schedule
-from grpo_lab.runs.differences import rows_fingerprint, versions
-from grpo_lab.runs.folder import RUN, one_writer, read_marker, write_run
+from grpo_lab.runs.differences import versions
 from grpo_lab.runs.metrics import MetricsFile
-from grpo_lab.runs.stage import Stage, Workspace, carry_out, console, plain_facts
-from grpo_lab.runs.stop_requests import SIGNALS, Interrupted, StopRequests, ended_by_signals, heed_stop_file
+from grpo_lab.runs.stage import Report, Stage, Workspace, carry_out, console, plain_facts
+from grpo_lab.runs.stop_requests import SIGNALS, Interrupted, StopRequests, ended_by_signals
 from grpo_lab.stages.held_out import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import LoadedGenerator
 from grpo_lab.trainer.generation.in_step import PolicyGenerator
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import named_place
-from grpo_lab.trainer.resume.whole import broken_weights
 from grpo_lab.trainer.scoring.preference_training import FOLDER as PREFERENCE
 
 REINFORCEMENT = "reinforcement"
@@ -62,102 +61,84 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
     this run's; Interrupted: asked to stop; the run can be resumed."""
     recipe = numbers_read(recipe)
     config = lab_config(recipe)
-    resume = is_begun(recipe, overwrite, resume)
-    with ended_by_signals(recipe.output_dir, config), ExitStack() as writer:
-        job = resolve(recipe, config, overwrite, resume)  # a mistake in it leaves the folder as it was
-        state = PartialState()
-        if state.is_main_process:
-            if resume:
-                refuse_another_run(job.folder, job.rows, state.num_processes, config.max_steps)
-            writer.enter_context(one_writer(job.folder))
-            claim(recipe, overwrite)
-        state.wait_for_everyone()
-        job.facts["fingerprint"] = fingerprint(recipe)
-        return _carry_out(job, resume)
+    with ended_by_signals(recipe.output_dir, config):
+        folder = RunFolder.open(recipe, overwrite, resume)
+        job = Job.resolve(recipe, config, cold_start=not folder.start_is_whole)  # a mistake leaves the folder as it was
+        with claimed(folder, job) as run:
+            if folder.state is State.FINISHED:
+                return _left_alone(run)
+            carry_out(_stages(job, run), Workspace(job.folder, StopRequests(job.folder)), _reporter(job, run))
+            return _report(job, run)
 
 
-def resolve(recipe: Recipe, config: Any, overwrite: bool, resume: bool, here_only: bool = False) -> Job:
-    """Load what ``recipe``, its numbers read, names; nothing is written. A dry run (``here_only``) asks it, too.
-    ValueError: what cannot be loaded, built or trained, or an output folder that is not this run's."""
-    if int(os.environ.get("RANK", "0")) == 0:  # the others may find what it has written
-        refuse_folder(recipe, overwrite)
-    return Job.resolve(recipe, config, here_only, cold_start=not (resume and start_is_whole(recipe.output_dir)))
+def _stages(job: Job, run: OpenRun) -> list[Stage]:
+    """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run. They leave no
+    marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
+    place = job.folder / "cold_start"
+    cold = job.cold_start is not None
+    made = cold or job.model.path is None or job.model.tokenizer is not None
+    start = str(place if made else job.model.path)
+    here: Any = {"remembered": False, "whole": True}
+    left = []
+    if made and not run.folder.start_is_whole:
+        left.append(Stage("cold_start" if cold else "start", lambda workspace: _make_start(job, place), **here))
+    if job.evaluation is not None and job.evaluation.before:
+        if run.folder.is_measured:
+            console.print("evaluation before reinforcement: as it was made")
+        else:
+            left.append(Stage("evaluation_before", lambda workspace: _evaluate(job, start, "before"), **here))
+    if run.folder.trained is not None:
+        console.print(f"{job.folder} is trained: only the evaluation is left", soft_wrap=True)
+    else:
+        left.append(Stage(REINFORCEMENT, lambda workspace: _reinforce(job, start, run), **here))
+    if job.evaluation is not None:
+        left.append(Stage("evaluation_after", lambda workspace: _evaluate(job, str(job.folder), "after"), **here))
+    return left
 
 
-def start_is_whole(folder: Path) -> bool:
-    """Return whether the model that RL starts from was saved to its end: the tokenizer is written after the weights."""
-    start = folder / "cold_start"
-    return (start / "tokenizer_config.json").is_file() and broken_weights(start) is None
+def _reporter(job: Job, run: OpenRun) -> Report:
+    """Make what draws a rule before each stage, and keeps its seconds."""
 
-
-def _carry_out(job: Job, resume: bool) -> TrainingOutcome:
-    """The stages that are left, on every process; the main one evaluates and writes."""
-    main = PartialState().is_main_process
-    folder = job.folder
-    record = {}
-    if resume:
-        record = read_marker(folder / RUN)
-    if record.get("finished"):  # left alone: no step more, no evaluation again
-        console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
-        found = read_run(folder)
-        page = folder / "report.html"
-        return TrainingOutcome(folder, page if page.is_file() else write_report(folder), found.before, found.after)
-    if resume:
-        heed_stop_file(job.config, folder)
-    seconds: dict[str, float] = dict(record.get("seconds") or {})
-
-    def report(workspace: Workspace, stage: str, took: float | None) -> None:
+    def report(_workspace: Any, stage: str, took: float | None) -> None:
         if took is None:
             of = ""
             if stage == REINFORCEMENT:
                 of = f": {job.trainer.__name__}"
             console.rule(f"{stage.replace('_', ' ')}{of}")
         elif stage != REINFORCEMENT:  # which counts its own, over all resumes
-            seconds[stage] = round(took, 1)
-            if main:
-                write_run(folder, {**read_marker(folder / RUN), "seconds": seconds})
+            run.seconds[stage] = round(took, 1)
+            run.write()
 
-    carry_out(_stages(job, record, seconds, resume), Workspace(folder, StopRequests(folder)), report)
-    if not main:
+    return report
+
+
+def _report(job: Job, run: OpenRun) -> TrainingOutcome:
+    """Say in ``run.json`` that the run is finished, write its page and show what it has come to, on the main
+    process."""
+    folder = job.folder
+    if not PartialState().is_main_process:
         return TrainingOutcome(folder, None, None, None)
-    left = left_in(folder, ["critic", PREFERENCE, "evaluation"])
-    write_run(folder, {**read_marker(folder / RUN), "seconds": seconds, "left": left, "finished": True})
-    found = read_run(folder)
-    page = write_report(folder)
+    run.write(left=left_in(folder, ["critic", PREFERENCE, "evaluation"]), finished=True)
+    found = read_run(folder, plain_facts(run.record))
+    page = page_of(found).write(folder / "report.html")
     if found.after is None:
         console.print(f"model: {folder}\nreport: {page}", soft_wrap=True)
     else:
         _show_samples(found.before, found.after)
-        about: Any = {"health": last_verdict(folder), "left_out": left_out(folder), "seconds": sum(seconds.values())}
+        about: Any = {"health": last_verdict(found), "left_out": left_out(found), "seconds": sum(run.seconds.values())}
         terminal_summary(found.before, found.after, report=page, model_path=folder, **about)
     return TrainingOutcome(folder, page, found.before, found.after)
 
 
-def _stages(job: Job, record: Mapping[str, Any], seconds: dict[str, float], resume: bool) -> list[Stage]:
-    """start? → evaluation before? → reinforcement → evaluation after?: those that are left of the run that ``record``
-    is of. They leave no marker: whether a model, a checkpoint or an evaluation is whole is read off its own files."""
-    folder = job.folder
-    cold = job.cold_start is not None
-    trained = record.get("trained")
-    place = folder / "cold_start"
-    checkpoint = None
-    if resume and not trained:
-        checkpoint = going_on(folder, job.config.max_steps, record, console)
-    made = cold or job.model.path is None or job.model.tokenizer is not None
-    start = str(place if made else job.model.path)
-    here: Any = {"remembered": False, "whole": True}
-    left = []
-    if made and not (resume and start_is_whole(folder)):
-        left.append(Stage("cold_start" if cold else "start", lambda workspace: _make_start(job, place), **here))
-    if job.evaluation is not None and job.evaluation.before and not gather_object([_is_measured(job, resume)])[0]:
-        left.append(Stage("evaluation_before", lambda workspace: _evaluate(job, start, "before"), **here))
-    if trained:
-        console.print(f"{folder} is trained: only the evaluation is left", soft_wrap=True)
-    else:
-        left.append(Stage(REINFORCEMENT, lambda workspace: _reinforce(job, start, checkpoint, seconds), **here))
-    if job.evaluation is not None:
-        left.append(Stage("evaluation_after", lambda workspace: _evaluate(job, str(folder), "after"), **here))
-    return left
+def _left_alone(run: OpenRun) -> TrainingOutcome:
+    """Return what a finished run has come to: no step more, no evaluation again."""
+    folder = run.folder.place
+    console.print(f"{folder} is finished: nothing to do. A larger `max_steps` goes on with it", soft_wrap=True)
+    found = read_run(folder, run.record)
+    page = folder / "report.html"
+    if not page.is_file():
+        page_of(found).write(page)
+    return TrainingOutcome(folder, page, found.before, found.after)
 
 
 def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], object]) -> None:
@@ -222,7 +203,7 @@ def _make_start(job: Job, start: Path) -> None:
     PartialState().wait_for_everyone()  # the others read what the main process has written
 
 
-def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str, float]) -> None:
+def _reinforce(job: Job, start: str, run: OpenRun) -> None:
     """Train, save the model, and say so in ``run.json``."""
     from grpo_lab.trainer.resume.going_on import VerifiedCheckpoint
     from grpo_lab.trainer.trl_bridge import policy_parameters
@@ -245,83 +226,69 @@ def _reinforce(job: Job, start: str, checkpoint: Path | None, seconds: dict[str,
         trainer.add_callback(EvaluationOnTheWay(trainer, job.evaluation, folder))
     with named_place("start: all processes begin together"):
         trainer.accelerator.wait_for_everyone()
-    record = {
+    run.record = {
         **job.facts,
+        "fingerprint": run.folder.fingerprint,
         "parameters": sum(p.numel() for p in policy_parameters(trainer.accelerator.unwrap_model(trainer.model))),
         "data": f"{job.facts['data']} ({len(job.rows)} rows)",
         "objective": trainer.algorithm.with_hooks(trainer).names,
         "rewards": [asdict(reward) for reward in rewards_in_force(job.reward_sections, trainer)],
-        "rows": rows_fingerprint(job.rows),
+        "rows": run.rows,
         "processes": trainer.accelerator.num_processes,
         "seed": trainer.args.seed,
         "exact_update": trainer.exact_update.described(),
         **({"own_loss": True} if has_own_loss(trainer) else {}),
         "versions": versions(),
-        "seconds": seconds,
+        "seconds": run.seconds,
         "finished": False,
     }
-    main = trainer.accelerator.is_main_process
-    if main:
-        write_run(folder, record)
+    run.write()
     # it answers both, and comes back here
     trainer.stop_request.signals = list(SIGNALS)
     trainer.stop_request.returns = True
     with tracked(trainer, folder):
-        with _ended_as_asked(trainer, folder, record):
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else VerifiedCheckpoint(checkpoint))
-        seconds[REINFORCEMENT] = round(seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
-        _end_if_asked(trainer, trainer.stop_request.reason, folder, record)
+        with _ended_as_asked(trainer, run):
+            trainer.train(resume_from_checkpoint=None if run.checkpoint is None else VerifiedCheckpoint(run.checkpoint))
+        run.seconds[REINFORCEMENT] = round(run.seconds.get(REINFORCEMENT, 0.0) + time.perf_counter() - began, 1)
+        _end_if_asked(trainer, trainer.stop_request.reason, run)
         trainer.save_final(folder)
         trainer.create_model_card(model_name=job.name)
-    record["trained"], record["tokens"] = trainer.state.global_step, trainer.generated_tokens
-    record["exact_update"] |= trainer.exact_update.budget.described()
-    record["left"] = left_in(folder, ["critic", PREFERENCE])
-    if main:
-        write_run(folder, record)
+    run.record["exact_update"] |= trainer.exact_update.budget.described()
+    run.write(
+        trained=trainer.state.global_step,
+        tokens=trainer.generated_tokens,
+        left=left_in(folder, ["critic", PREFERENCE]),
+    )
     late = next(filter(None, gather_object([trainer.stop_request.late])), None)
     if late is not None:  # the training is done and kept; what is left is the evaluation
         raise Interrupted(late, None, folder)
 
 
 @contextmanager
-def _ended_as_asked(trainer: Any, folder: Path, record: dict[str, Any]) -> Iterator[None]:
+def _ended_as_asked(trainer: Any, run: OpenRun) -> Iterator[None]:
     """Context around ``train()``: raises ``Interrupted`` where it was broken off, or lost its server, after it was
     asked to stop."""
     try:
         yield
     except KeyboardInterrupt:
-        _end_if_asked(trainer, trainer.stop_request.broke_off_a_wait, folder, record)
+        _end_if_asked(trainer, trainer.stop_request.broke_off_a_wait, run)
         raise
     except ConnectionError as lost:  # with a checkpoint, which says the reason
         if trainer.stop_request.reason is not None:
             logging.getLogger("grpo_lab").warning("%s", lost)
-        _end_if_asked(trainer, trainer.stop_request.reason, folder, record)
+        _end_if_asked(trainer, trainer.stop_request.reason, run)
         raise
 
 
-def _end_if_asked(trainer: Any, asked: str | None, folder: Path, record: dict[str, Any]) -> None:
+def _end_if_asked(trainer: Any, asked: str | None, run: OpenRun) -> None:
     """``Interrupted`` on every process if one was asked to stop; the checkpoint is written. Ctrl-C says so itself."""
     if asked is None or asked == "SIGINT":
         return
     step = trainer.state.global_step or None
     trainer.accelerator.wait_for_everyone()
-    record["exact_update"] |= trainer.exact_update.budget.described()
-    if trainer.accelerator.is_main_process:
-        write_run(folder, {**record, "interrupted": {"signal": asked, "step": step}})
-    raise Interrupted(asked, step, folder)
-
-
-def _is_measured(job: Job, resume: bool) -> bool:
-    """Return whether a resumed run has its evaluation of the start model, which is the same, whole (Ctrl-C leaves a
-    part)."""
-    there = resume and (job.folder / "evaluation" / "before" / "summary.json").is_file()
-    found = None
-    if there:
-        found = read_run(job.folder).before
-    if found is None or found.stopped is not None:
-        return False
-    console.print("evaluation before reinforcement: as it was made")
-    return True
+    run.record["exact_update"] |= trainer.exact_update.budget.described()
+    run.write(interrupted={"signal": asked, "step": step})
+    raise Interrupted(asked, step, run.folder.place)
 
 
 def _evaluate(job: Job, model: str, which: str) -> None:

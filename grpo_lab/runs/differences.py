@@ -139,9 +139,8 @@ def _plain(value: Any) -> str:
     return f"<{type(value).__name__}> {value if has_text else ''}"
 
 
-def refuse_other_rows(folder: Path, then: Any, rows: Any) -> None:
+def refuse_other_rows(folder: Path, then: Any, now: Mapping[str, Any]) -> None:
     """ValueError where the rows are not those that the run began with (``rows_fingerprint``; None: it does not say)."""
-    now = rows_fingerprint(rows)
     if then is not None and then != now:
         raise ValueError(
             f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "

@@ -75,11 +75,12 @@ def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
         )
 
 
-def newest_read(folder: Path, reads: bool) -> tuple[Path | None, list[str]]:
-    """``newest_whole`` by its content: one process of a node ``reads``, and the oldest answer holds on every rank."""
+def newest_read(folder: Path, reads: bool, content: bool = True) -> tuple[Path | None, list[str]]:
+    """``newest_whole``, by its ``content``, too: one process of a node ``reads``, and the oldest answer holds on every
+    rank."""
     own = None
     if reads:
-        own = newest_whole(folder, read=True)
+        own = newest_whole(folder, read=content)
     answers = [one for one in gather_object([own]) if one is not None]
     passed = list(dict.fromkeys(why for _, words in answers for why in words))
     found = min((place for place, _ in answers if place is not None), key=step_of, default=None)
