@@ -23,8 +23,8 @@ from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.pipelines.dry_run import first_prompt, plan_of_training
 from grpo_lab.pipelines.rounds import Round, RoundStages
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start, resolve
-from grpo_lab.recipe.job import lab_config, numbers_read, questions
+from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start
+from grpo_lab.recipe.job import Job, lab_config, numbers_read, questions
 from grpo_lab.recipe.models import load_tokenizer
 from grpo_lab.recipe.sections import ModelSection, recipe_from
 from grpo_lab.runs.stage import Workspace
@@ -85,7 +85,7 @@ class World:
 
     def job(self) -> Any:
         recipe = numbers_read(recipe_from({**self.recipe, "output_dir": str(self.folder / "job")}))
-        return resolve(recipe, lab_config(recipe), overwrite=False, resume=False)
+        return Job.resolve(recipe, lab_config(recipe))
 
     def at(self, name: str) -> Workspace:
         (self.folder / name).mkdir(exist_ok=True)

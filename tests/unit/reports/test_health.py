@@ -14,7 +14,7 @@ import pytest
 from grpo_lab.diagnostics import RULES, Facts, changes, diagnose
 from grpo_lab.diagnostics.rules import rise_in_errors
 from grpo_lab.evaluation.panels import panel_figures
-from grpo_lab.evaluation.run_record import RunRecord, facts_of, last_verdict, left_out, windows
+from grpo_lab.evaluation.run_record import RunRecord, facts_of, last_verdict, left_out, read_run, windows
 
 HEALTHY = {
     "loss": -0.03, "grad_norm": 0.04, "learning_rate": 1e-6, "reward": 0.5, "groups/dead_share": 0.3, "entropy": 0.4,
@@ -304,7 +304,7 @@ def test_from_a_run_on_disk(tmp_path: Path) -> None:
     assert [row["step"] for row in windows(record)] == [1, 2, 3, 4, 5, 6]
     assert [v.names for v in changes(windows(record), facts_of(record))] == [(), ("all groups dead",)]
     assert windows(RunRecord(tmp_path)) == []
-    assert last_verdict(tmp_path) is None
+    assert last_verdict(read_run(tmp_path)) is None
 
 
 def test_steps_that_the_guard_left_out_are_counted_over_the_run(tmp_path: Path) -> None:
@@ -315,10 +315,10 @@ def test_steps_that_the_guard_left_out_are_counted_over_the_run(tmp_path: Path) 
         {"step": 5, "loss": 0.1, "guard/left_out": 0.0, "guard/reward": 0.0, "guard/loss": 0.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = left_out(tmp_path)
+    said = left_out(read_run(tmp_path))
     assert said == "3 of 5 optimizer steps were left out, not finite: reward 2, loss 2 (bad_steps/)"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": 0.1}) + "\n")
-    assert left_out(tmp_path) is None
+    assert left_out(read_run(tmp_path)) is None
 
 
 @pytest.mark.parametrize(

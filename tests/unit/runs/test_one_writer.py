@@ -21,7 +21,7 @@ from grpo_lab.pipelines.curate import curation_recipe_from
 from grpo_lab.pipelines.evaluate import claim_output
 from grpo_lab.pipelines.long2short import long2short_recipe_from
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
-from grpo_lab.pipelines.run_folder import refuse_folder
+from grpo_lab.pipelines.run_folder import RunFolder
 from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.runs.folder import LOCK, FolderGone, is_empty, one_writer, write_run
 from grpo_lab.runs.metrics import MetricsFile
@@ -189,7 +189,7 @@ def test_every_pipeline_asks(
 @pytest.mark.parametrize(
     ("check", "recipe", "first"),
     [
-        (refuse_folder, training, "run.json"),
+        (RunFolder.open, training, "run.json"),
         (curate.resolve, curation, "curation.json"),
         (long2short.check_folder, shortening, "run.json"),
         (rounds.check_folder, by_rounds, "run.json"),

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from datasets import Dataset
-from rich.console import Console
 from safetensors.torch import save_file
 
+from folders import ROWS, claim, job_in
 from grpo_lab.evaluation import EvaluationResult
-from grpo_lab.pipelines.run_folder import claim, going_on, is_begun, refuse_another_run, set_aside
-from grpo_lab.pipelines.train import _evaluate, _is_measured, train
+from grpo_lab.pipelines.open_run import _clear_after, set_aside
+from grpo_lab.pipelines.run_folder import RunFolder, is_measured
+from grpo_lab.pipelines.train import _evaluate, train
 from grpo_lab.recipe.sections import Recipe, recipe_from
-from grpo_lab.runs.differences import rows_fingerprint, versions
+from grpo_lab.runs.differences import Difference, rows_fingerprint, versions
 from grpo_lab.runs.folder import read_marker, write_run
 from grpo_lab.runs.metrics import cut_metrics
 from grpo_lab.runs.stop_requests import Interrupted, heed_stop_file
@@ -65,6 +67,11 @@ def save(folder: Path, step: int) -> Path:
     return place
 
 
+def found(folder: Path, *changed: Difference, **record: Any) -> RunFolder:
+    """The folder of a run that has made a step, of which ``run.json`` says ``record``."""
+    return RunFolder(folder, {}, "", record=record, has_begun=True, changed=changed)
+
+
 def test_a_flipped_bit_in_random_numbers_or_schedule_is_seen(tmp_path: Path) -> None:
     """torch reads them without looking at their checksums, or ends with an error that names no file."""
     place = save(tmp_path, 2)
@@ -78,12 +85,12 @@ def test_a_flipped_bit_in_random_numbers_or_schedule_is_seen(tmp_path: Path) -> 
 
 
 def test_other_releases_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tmp_path, 2)
+    newest = save(tmp_path, 2)
     now = versions()
-    going_on(tmp_path, 9, {"versions": now}, Console(quiet=True))
+    _clear_after(found(tmp_path, versions=now), newest, [])
     assert not caplog.records
     then = {name: value for name, value in now.items() if name != "trl"} | {"torch": "2.9.0"}
-    going_on(tmp_path, 9, {"versions": then}, Console(quiet=True))
+    _clear_after(found(tmp_path, versions=then), newest, [])
     assert f"torch 2.9.0 → {now['torch']}; trl not installed → {now['trl']}" in caplog.text
 
 
@@ -115,7 +122,7 @@ def test_half_an_evaluation_before_the_training_is_made_again(tmp_path: Path, mo
     job: Any = SimpleNamespace(folder=tmp_path, evaluation=evaluation, config=SimpleNamespace(use_cpu=True, seed=0))
     EvaluationResult((), {"stopped": "after 2 of 4 greedy answers"}).write(target)
     for _ in range(2):
-        if not _is_measured(job, resume=True):
+        if not is_measured(tmp_path):
             _evaluate(job, "start", "before")
         assert made == ["start"]
 
@@ -180,7 +187,7 @@ def test_a_finished_run_is_opened_again_by_a_longer_one_only(tmp_path: Path) -> 
 
 def test_overwrite_and_resume_contradict(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contradict"):
-        is_begun(given(tmp_path / "o"), overwrite=True, resume=True)
+        RunFolder.open(given(tmp_path / "o"), overwrite=True, resume=True)
 
 
 def test_another_evaluation_is_made_anew(tmp_path: Path) -> None:
@@ -374,29 +381,26 @@ def test_a_listed_file_that_is_missing_or_cut_is_seen(tmp_path: Path) -> None:
 
 
 def test_other_rows_or_another_number_of_processes_are_another_run(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "finished": False})
     again = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "2"]})
-    refuse_another_run(tmp_path, again, 2, 4)
-    before = (tmp_path / "run.json").read_bytes()
     changed = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "3"]})
+    then: dict[str, Any] = {"rows": rows_fingerprint(ROWS), "processes": 2, "finished": False}
+
+    def asked(folder: RunFolder, rows: Any, processes: int, max_steps: int = 4) -> Any:
+        return folder.rows_to_train(job_in(tmp_path, max_steps, rows), processes)
+
+    run = found(tmp_path, **then)
+    assert asked(run, again, 2) == then["rows"]
     with pytest.raises(ValueError, match=r"has changed since: 2 rows \(.*→ 2 rows"):
-        refuse_another_run(tmp_path, changed, 2, 4)
+        asked(run, changed, 2)
     with pytest.raises(ValueError, match=r"has changed since"):
-        refuse_another_run(tmp_path, again.select([1, 0]), 2, 4)
+        asked(run, again.select([1, 0]), 2)
     with pytest.raises(ValueError, match=r"by 2 process\(es\), and this is 4"):
-        refuse_another_run(tmp_path, again, 4, 4)
-    assert (tmp_path / "run.json").read_bytes() == before
-    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "trained": 4, "finished": False})
-    refuse_another_run(tmp_path, changed, 1, 4)  # only the evaluation is left
+        asked(run, again, 4)
+    assert asked(found(tmp_path, **then, trained=4), changed, 1) is None  # only the evaluation is left
     with pytest.raises(ValueError, match="has changed since"):
-        refuse_another_run(tmp_path, changed, 2, 8)
-    write_run(tmp_path, {"finished": False})
-    refuse_another_run(tmp_path, changed, 1, 4)  # of an earlier version, which wrote neither
-    (tmp_path / "metrics.jsonl").unlink()
-    write_run(tmp_path, {"rows": rows_fingerprint(rows), "processes": 2, "finished": False})
-    refuse_another_run(tmp_path, changed, 4, 4)  # it failed before its first step
+        asked(found(tmp_path, Difference("max_steps", 4, 8), **then, trained=4), changed, 2, 8)
+    asked(found(tmp_path, finished=False), changed, 1)  # of an earlier version, which wrote neither
+    asked(replace(run, has_begun=False), changed, 4)  # it failed before its first step
 
 
 def read_only(**_: Any) -> None:
@@ -459,7 +463,7 @@ def test_an_evaluation_that_is_made_again_is_not_there_twice(tmp_path: Path) -> 
         if due:
             write_state(place, {"evaluation_due": {"step": 2}})
         file.write_text("".join(lines))
-        going_on(tmp_path, 9, {}, Console(quiet=True))
+        _clear_after(found(tmp_path), place, [])
         assert file.read_text() == "".join(lines[:left])
 
 
@@ -481,7 +485,9 @@ def test_a_mistake_leaves_the_run_in_the_folder_as_it_was(
     """It was claimed first: the finished run was open again, its evaluations, with `--overwrite` its checkpoints, were
     gone."""
     rows = {"loader": "word_problems", "n": 4}
-    written = {"data": rows, "evaluation": {"data": rows}, "bf16": False, "use_cpu": True}
+    model = {"tiny": {"hidden_size": 16, "num_layers": 1}}
+    written = {"model": model, "data": rows, "evaluation": {"data": rows}, "bf16": False, "use_cpu": True}
+    written["max_completion_length"] = 8
     folder = claim(given(tmp_path / "o", **written), overwrite=False)
     write_run(folder, {**read_marker(folder / "run.json"), "finished": True, "trained": 4})
     save(folder, 4)

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from grpo_lab.pipelines.run_folder import claim, fingerprint, is_begun
+from folders import claim, job_in
+from grpo_lab.pipelines.open_run import claimed
+from grpo_lab.pipelines.run_folder import RunFolder, State
+from grpo_lab.pipelines.same_run import fingerprint
 from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
-from grpo_lab.runs.differences import earlier_run
+from grpo_lab.runs.differences import earlier_run, plain_settings
 from grpo_lab.runs.folder import read_marker, write_run
 
 
@@ -25,12 +28,20 @@ def recipe(folder: Path, **arguments: Any) -> Recipe:
     )
 
 
+def hash_of(asked: Recipe) -> str:
+    return fingerprint(plain_settings(asked))
+
+
+def is_begun(asked: Recipe, overwrite: bool = False, resume: bool = False) -> bool:
+    return RunFolder.open(asked, overwrite, resume).state is not State.NEW
+
+
 def test_another_server_address_is_the_same_run(tmp_path: Path) -> None:
     one = recipe(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:8000")
     other = recipe(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://127.0.0.1:9000")
-    assert fingerprint(one) == fingerprint(other)
-    assert fingerprint(one) != fingerprint(replace(one, arguments={**one.arguments, "vllm_mode": "colocate"}))
-    assert fingerprint(one) != fingerprint(recipe(tmp_path, learning_rate=1e-3))
+    assert hash_of(one) == hash_of(other)
+    assert hash_of(one) != hash_of(replace(one, arguments={**one.arguments, "vllm_mode": "colocate"}))
+    assert hash_of(one) != hash_of(recipe(tmp_path, learning_rate=1e-3))
 
 
 def test_a_run_whose_start_failed_can_be_resumed(tmp_path: Path) -> None:
@@ -57,7 +68,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_to_a_mended_r
     mended = recipe(out, learning_rate=2e-3)
     assert not is_begun(mended, overwrite=False, resume=True)
     claim(mended, overwrite=False)
-    assert read_marker(folder / "run.json")["fingerprint"] == fingerprint(mended)
+    assert read_marker(folder / "run.json")["fingerprint"] == hash_of(mended)
     assert {one.name for one in folder.iterdir() if one.is_dir()} == {"cold_start.before-1", "evaluation.before-1"}
 
 
@@ -70,10 +81,18 @@ def test_a_run_that_has_made_a_step_keeps_its_folder(made: str, tmp_path: Path) 
         (folder / made).mkdir()
     else:
         (folder / made).write_text('{"step": 1}\n')
-    other = recipe(tmp_path / "out", learning_rate=2e-3)
-    assert is_begun(other, overwrite=False, resume=False)
     with pytest.raises(ValueError, match="other settings"):
-        claim(other, overwrite=False)
+        RunFolder.open(recipe(tmp_path / "out", learning_rate=2e-3))
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    """The folder is locked when the rows are loaded: it may not be what was looked at any more."""
+    folder = RunFolder.open(recipe(tmp_path / "out"))
+    claim(recipe(tmp_path / "out", learning_rate=1e-3))
+    there = {file: file.read_bytes() for file in folder.place.iterdir()}
+    with pytest.raises(ValueError, match="another process wrote into"), claimed(folder, job_in(folder.place)):
+        pass
+    assert {file: file.read_bytes() for file in folder.place.iterdir()} == there
 
 
 def test_commands_that_failed_before_they_wrote_anything_leave_their_folder_too(tmp_path: Path) -> None:

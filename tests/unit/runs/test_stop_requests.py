@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from grpo_lab.engines.vllm.talk import ServerGone
+from grpo_lab.pipelines.open_run import OpenRun
+from grpo_lab.pipelines.run_folder import RunFolder
 from grpo_lab.pipelines.train import _ended_as_asked
 from grpo_lab.runs import stop_requests
 from grpo_lab.runs.folder import RUN, read_marker
@@ -73,12 +75,13 @@ def test_a_server_that_goes_with_a_run_that_is_asked_to_stop(tmp_path: Path) -> 
         parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2),
         exact_update=SimpleNamespace(budget=SimpleNamespace(described=dict)),
     )  # fmt: skip
+    run = OpenRun(RunFolder(tmp_path, {}, ""), {"exact_update": {}}, None)
     with (
         pytest.raises(Interrupted, match="SIGTERM: stopped at step 2"),
-        _ended_as_asked(trainer, tmp_path, {"exact_update": {}}),
+        _ended_as_asked(trainer, run),
     ):
         raise ServerGone("it went. A checkpoint of step 2 was written")
     assert read_marker(tmp_path / RUN)["interrupted"] == {"signal": "SIGTERM", "step": 2}
     stop.reason = None
-    with pytest.raises(ServerGone, match="it went"), _ended_as_asked(trainer, tmp_path, {"exact_update": {}}):
+    with pytest.raises(ServerGone, match="it went"), _ended_as_asked(trainer, run):
         raise ServerGone("it went")
