@@ -72,7 +72,7 @@ def test_a_server_that_goes_with_a_run_that_is_asked_to_stop(tmp_path: Path) -> 
     stop = SimpleNamespace(reason="SIGTERM", broke_off_a_wait=None)
     accelerator = SimpleNamespace(wait_for_everyone=lambda: None, is_main_process=True)
     trainer = SimpleNamespace(
-        parts=SimpleNamespace(stop=stop), accelerator=accelerator, state=SimpleNamespace(global_step=2),
+        stop_request=stop, accelerator=accelerator, state=SimpleNamespace(global_step=2),
         exact_update=SimpleNamespace(budget=SimpleNamespace(described=dict)),
     )  # fmt: skip
     run = OpenRun(RunFolder(tmp_path, {}, ""), {"exact_update": {}}, None)
