@@ -239,7 +239,7 @@ class LabTrainer(ResumableTrainer):
         """Generate completions, and score them."""
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            if self.parts.partial.versions() is None:  # else they were counted as they were written
+            if self.parts.partial.cut is None:  # else they were counted as they were written
                 self.parts.generated.count += int(scored.rewarded.lengths.sum())
             self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
             self.parts.preference.learn(scored.rewarded.table)

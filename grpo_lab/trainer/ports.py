@@ -54,10 +54,6 @@ class Phase:
         """Micro-batches done when the current generation batch was made."""
         return self.done - self.done % self.every
 
-    def version(self, step: int) -> int:
-        """Optimizer steps that had been taken when the current generation batch was made; ``step``: those until now."""
-        return step - (self.done - self.start) // self.accumulation
-
     def here(self, window: int) -> list[int | None]:
         """Places in TRL's buffer of the last ``window`` micro-batches; None for one of an earlier generation batch."""
         numbers = range(self.done - window + 1, self.done + 1)

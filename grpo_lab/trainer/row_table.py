@@ -26,12 +26,6 @@ from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 Ints = NDArray[np.int64]
 OURS = "grpo_lab."
-#: names that checkpoints of earlier versions have for fields of ours
-EARLIER: dict[str, str] = {
-    "old_log_probs_as_generated": f"{OURS}as_generated",
-    "length_quartile": f"{OURS}length_quartile",
-    "position_offset": f"{OURS}position_offset",
-}
 #: the fields of ``Carried`` that rows are also picked by
 POSITION_OFFSET = f"{OURS}position_offset"
 POLICY_VERSION = f"{OURS}policy_version"
@@ -65,14 +59,14 @@ class Carried:
             of a row of several policies (``rollout.cut_after``) the first that wrote in it.
         behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
         proximal_logps: ``[B, T]`` of the policy before the first update with the batch, which ratios are taken against;
-            with ``as_generated`` it says where they come from (``step.log_probs.ProximalSource``).
+            ``step.log_probs.ProximalSource`` says where they come from, by this field and the next two of its kind.
         ref_logps: ``[B, T]`` of the reference model.
         sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
         as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins
-            at generation, for a batch that a team's method sees; by TRL, for a resampled one): where nobody changed
-            them they count as missing. Not where forwards are random.
-        unmoved: long ``[B]``, 1 where no update has happened since generation; only in a step where some row has
-            ``proximal_logps``.
+            at generation, for a batch that a team's method sees; by TRL, for a resampled one). Not where forwards are
+            random.
+        unmoved: long ``[B]``, 1 where the forward that trains on the row gives its proximal log-probs; only in the bins
+            of a step whose micro-batches differ in that.
         old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
         returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
         position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a

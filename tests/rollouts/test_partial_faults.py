@@ -18,6 +18,7 @@ from grpo_lab.engines.vllm.talk import ServerGone
 from grpo_lab.testing import tiny_model
 from grpo_lab.trainer.generation.partial import TURNS, PartialRollouts
 from grpo_lab.trainer.generation.trl_engine import SyncProof
+from grpo_lab.trainer.generation.waiting import Segment
 from grpo_lab.trainer.ranks import NumbersError
 from rollouts.overlap_runs import Rows, build
 from rollouts.stand_in import Engine, stand_in
@@ -149,7 +150,7 @@ def test_a_row_without_log_probs_is_asked_again_alone(
         calls.append(len(rows))
         if len(calls) == 1:
             ids, logprobs, ended = found[7]  # the last of prompt 1
-            found[7] = ids, [*logprobs[:1], None, *logprobs[2:]], ended
+            found[7] = Segment(ids, [*logprobs[:1], None, *logprobs[2:]], ended)
         return found
 
     monkeypatch.setattr(PartialRollouts, "_made", made)

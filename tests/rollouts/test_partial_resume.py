@@ -18,7 +18,15 @@ import forked
 from distributed.launch import RECIPES, accelerate_launch
 from grpo_lab import LabConfig
 from grpo_lab.testing import tiny_model
-from grpo_lab.trainer.generation.waiting import FILE, WaitingCompletion, WaitingGroup, begin, read_groups, write_groups
+from grpo_lab.trainer.generation.waiting import (
+    FILE,
+    Segment,
+    WaitingCompletion,
+    WaitingGroup,
+    begin,
+    read_groups,
+    write_groups,
+)
 from grpo_lab.trainer.resume.state import STATE
 from rollouts import overlap_runs
 from rollouts.overlap_runs import Rows, build
@@ -131,8 +139,11 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 
 
 def test_segments_of_one_policy_are_one() -> None:
-    one = WaitingCompletion([], [], [], whole=False).continued([1, 2], [-1.0, None], 4, whole=False)
-    one = one.continued([3], [-3.0], 4, whole=False).continued([9], [-4.0], 6, whole=True)
+    one = WaitingCompletion([], [], [], whole=False)
+    for segment, version in ((Segment([1, 2], [-1.0, None], False), 4), (Segment([3], [-3.0], False), 4)):
+        one = one.continued(segment, version, room=4)
+        assert not one.whole
+    one = one.continued(Segment([9], [-4.0], False), 6, room=4)  # and no more room
     assert (one.ids, one.segments, one.whole) == ([1, 2, 3, 9], [(4, 3), (6, 1)], True)
     assert math.isnan(one.logprobs[1])
     assert [one.logprobs[n] for n in (0, 2, 3)] == [-1.0, -3.0, -4.0]

@@ -3,8 +3,8 @@ with at the next generation batch, so that a few long ones do not hold up the re
 
 Generation batch k is to have P groups of G completions. In place of TRL's generation:
 
-    until P groups are whole, and at least once:
-        begin the loader's next unread generation batch, where fewer than P are whole; it may be up to ⌈T/c⌉ ahead of k
+    until P groups are whole, and at least once:                                                           (a *turn*)
+        where fewer than P are whole: begin the loader's next unread generation batch, at most ⌈T/c⌉ ahead of k
         go on with every completion that has no end, each by at most c tokens: one call of the engine
     train on the P oldest whole groups; all others wait
 
@@ -29,9 +29,11 @@ Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts aside what p
 
 from __future__ import annotations
 
+import enum
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,14 @@ from trl import GRPOTrainer
 
 from grpo_lab.trainer.generation.in_step import generate_in_step
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead, refuse_turns
-from grpo_lab.trainer.generation.waiting import WaitingCompletion, WaitingGroup, begin, read_groups, write_groups
+from grpo_lab.trainer.generation.waiting import (
+    Segment,
+    WaitingCompletion,
+    WaitingGroup,
+    begin,
+    read_groups,
+    write_groups,
+)
 from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
@@ -51,6 +60,43 @@ Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
 #: turns in a row, within a generation batch, of which the last takes rows without log-probs as they are
 TURNS = 3
+
+
+class Batch(enum.Enum):
+    """How far the generation batch at hand is; the moves are drawn in ``PartialState``."""
+
+    NONE = enum.auto()
+    CHOSEN = enum.auto()
+    TAKEN = enum.auto()
+    LOST = enum.auto()
+
+
+@dataclass(frozen=True)
+class PartialState:
+    """All groups that were begun and are not yet done with, the same on every rank, and how far the batch at hand is.
+
+    A group:
+
+        the loader ── begin ──▶ waiting ── whole, one of the P oldest ──▶ in_training ── the batch is used up ──▶ gone
+                                 │   ▲
+                                 └───┘  a turn: at most c tokens more
+
+    The generation batch whose groups are ``in_training``:
+
+        NONE    none yet; or one is being chosen, and calls of ``_generate_single_turn`` are for the engine
+        CHOSEN  its completions are ready for TRL's generation
+        TAKEN   TRL has them
+        LOST    a checkpoint inside of the batch was loaded, and its micro-batches could not be
+
+        a training begins ──▶ NONE ──┐
+                                     ├─ choose ──▶ CHOSEN ── take ──▶ TAKEN ── choose ──▶ CHOSEN …
+        a resume ──▶ NONE, TAKEN ────┤
+                └──▶ LOST ───────────┘  (the same groups once more)
+    """
+
+    waiting: Groups = ()
+    in_training: Groups = ()
+    batch: Batch = Batch.NONE
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
@@ -75,113 +121,120 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self.trainer: Any = trainer
         self._generated = generated
         self.cut = settings.cut_after
+        self.asked: list[list[int]] = []
         self._ahead = ahead
         self._batches_ahead = batches_ahead(settings, trainer.max_completion_length)
-        self.asked: list[list[int]] = []
-        self._begun: Any = None  # HF's state object of the training that memory was cleared for
-        self._forget()
+        self._now = PartialState()
+        self._after_step = PartialState()  # the last whole optimizer step: what a checkpoint holds
+        self._training: Any = None  # HF's state object of the training that these are of
         if self.cut is None:
             return
         turns = "whose completions are put together in turns of its own, and none of them can be put aside"
         images = "whose images would have to be kept with a completion that waits"
         refuse_turns(trainer, "rollout.cut_after", turns, images)
 
-    def _forget(self) -> None:
-        self._waiting: Groups = ()
-        self._open: Groups = ()  # those of the generation batch at hand
-        self._again = False  # a checkpoint was written inside of that batch, and its micro-batches are lost
-        self._kept: tuple[Groups, Groups] = (), ()  # after the last whole optimizer step
-        self._answer: tuple[list[list[int]], list[WaitingCompletion]] | None = None
-        self._versions: list[int] | None = None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._begun is not state:
-            self._forget()
-        self._begun = state
+        """Forget what an earlier training left; what ``load`` has taken up for this one stays."""
+        if self._training is not state:
+            self._begin_with(PartialState())
         self._ahead.forget()
 
+    def _begin_with(self, state: PartialState) -> None:
+        self._training = self.trainer.state
+        self._now = state
+        self._after_step = state
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._kept = self._waiting, () if self.trainer.phase.at_end else self._open
+        self._after_step = self._now
+        if self.trainer.phase.at_end:
+            self._after_step = replace(self._now, in_training=())
 
     def choose(self, inputs: Rows) -> Rows:
         """Choose this rank's rows of the generation batch, of ``len(inputs)`` as the loader gave them; in training the
         completions to them are then ready to be taken."""
         trainer = self.trainer
-        self._answer = self._versions = None
         if self.cut is None or not trainer.model.training:
             return inputs
-        if not self._again:
-            self._open, self._waiting = self._oldest_whole(inputs)
-        self._again = False
-        rows = [(group, one) for group in self._open for one in group.completions]
+        if self._now.batch is not Batch.LOST:
+            self._now = replace(self._now, batch=Batch.NONE)
+            self._now = self._with_oldest_whole(inputs)
+        self._now = replace(self._now, batch=Batch.CHOSEN)
+        rows = self._rows_of_all()
         step = int(trainer.state.global_step)
-        first = trainer.accelerator.process_index * len(inputs)
-        ages = float(sum(step - _oldest(one) for _, one in rows))
+        ages = float(sum(step - one.version for _, one in rows))
         segments = float(sum(len(one.segments) for _, one in rows))
         book = trainer.recorder.book("train")
         book.add_alike("rollout/staleness", torch.tensor([ages]), len(rows))
         book.add_alike("rollout/segments", torch.tensor([segments]), len(rows))
-        book.add_alike("rollout/waiting", torch.tensor([float(len(self._waiting))]), 1)
-        mine = rows[first : first + len(inputs)]
-        self._answer = [group.prompt for group, _ in mine], [one for _, one in mine]
-        self._versions = [_oldest(one) for _, one in mine]
-        return [dict(group.row) for group, _ in mine]
+        book.add_alike("rollout/waiting", torch.tensor([float(len(self._now.waiting))]), 1)
+        return [dict(group.row) for group, _ in self._rows_of_this_rank()]
 
     def take(self, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]] | None:
         """(ids, log-probs) of the completions that ``choose`` made ready; None where the engine is to be asked.
         RuntimeError: they are of other prompts, which can only come of code that makes another prompt of a row the
         second time."""
-        if self._answer is None:
+        if self._now.batch is not Batch.CHOSEN or not self.trainer.model.training:
             return None
-        (theirs, made), self._answer = self._answer, None
-        if theirs != [list(ids) for ids in prompts]:
+        self._now = replace(self._now, batch=Batch.TAKEN)
+        rows = self._rows_of_this_rank()
+        if [group.prompt for group, _ in rows] != [list(ids) for ids in prompts]:
             raise RuntimeError(
                 "the completions that were begun before (`rollout.cut_after`) are of other prompts than the rows that "
                 "are now trained on: a team's `_tokenize_prompts` or `_generate` makes another prompt of a row the "
                 "second time; leave `rollout.cut_after` out, or mend that"
             )
-        return [list(one.ids) for one in made], [list(one.logprobs) for one in made]
+        return [list(one.ids) for _, one in rows], [list(one.logprobs) for _, one in rows]
 
     def versions(self) -> list[int] | None:
         """Optimizer steps that the policy of each row's first segment had taken, for the generation batch at hand; None
         where all are of one policy, that of the step or of ``overlap``."""
-        if self.trainer.model.training:
-            return self._versions
-        return None
+        if self.cut is None or not self.trainer.model.training:
+            return None
+        return [one.version for _, one in self._rows_of_this_rank()]
 
-    def _oldest_whole(self, inputs: Rows) -> tuple[Groups, Groups]:
-        """(groups to train on, groups that wait)."""
+    def _rows_of_all(self) -> list[tuple[WaitingGroup, WaitingCompletion]]:
+        return [(group, one) for group in self._now.in_training for one in group.completions]
+
+    def _rows_of_this_rank(self) -> list[tuple[WaitingGroup, WaitingCompletion]]:
+        rows = self._rows_of_all()
+        accelerator = self.trainer.accelerator
+        share = len(rows) // accelerator.num_processes
+        return rows[accelerator.process_index * share :][:share]
+
+    def _with_oldest_whole(self, inputs: Rows) -> PartialState:
+        """Take turns until there are enough whole groups, and train on the oldest of them."""
         trainer = self.trainer
-        waiting = self._waiting
         number = trainer.phase.start // trainer.phase.every
         wanted = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
-        whole = sum(group.whole for group in waiting)
-        turns = bad = 0
-        while whole < wanted or turns == 0:
-            coming = number + len(waiting) // wanted  # what was begun waits, or was trained on in a batch before
-            rows = inputs if coming == number else self._rows(coming, number)
-            if whole < wanted and rows is not None:
-                waiting += self._begin(rows)
-            waiting, unscored = self._continue(waiting, bad + 1 >= TURNS)
-            turns += 1
-            bad = bad + 1 if unscored else 0
-            whole = sum(group.whole for group in waiting)
-        places = [place for place, group in enumerate(waiting) if group.whole][:wanted]
+        waiting = self._now.waiting
+        bad_turns = 0
+        while True:
+            if len(whole(waiting)) < wanted:
+                ahead = len(waiting) // wanted  # what was begun waits, or was trained on in a batch before
+                waiting += self._begin(self._rows(inputs, number, ahead))
+            waiting, unscored = self._continue(waiting, take_unscored=bad_turns + 1 >= TURNS)
+            bad_turns = bad_turns + 1 if unscored else 0
+            places = whole(waiting)[:wanted]
+            if len(places) == wanted:
+                break
         rest = tuple(group for place, group in enumerate(waiting) if place not in places)
-        return tuple(waiting[place] for place in places), rest
+        return PartialState(rest, tuple(waiting[place] for place in places))
 
-    def _rows(self, coming: int, number: int) -> Rows | None:
-        """Read this rank's rows of generation batch ``coming``, while ``number`` is made; None where it is too far
-        ahead, or there is none in this epoch and training."""
-        if coming - number > self._batches_ahead:
-            return None
-        rows: Rows | None = self._ahead.rows_to_train(self.trainer, coming * self.trainer.phase.every)
-        return rows
+    def _rows(self, inputs: Rows, number: int, ahead: int) -> Rows:
+        """This rank's rows of the generation batch that is ``ahead`` of batch ``number``, whose are ``inputs``; none
+        where it is too far ahead, or there is no such batch in this epoch and training."""
+        if ahead == 0:
+            return inputs
+        if ahead > self._batches_ahead:
+            return []
+        return self._ahead.rows_to_train(self.trainer, (number + ahead) * self.trainer.phase.every) or []
 
     def _begin(self, rows: Rows) -> Groups:
-        """The groups of this rank's ``rows`` and of all others', without a token."""
+        """The groups of this rank's ``rows`` and of all others', without a token; every rank has rows, or none has."""
+        if not rows:
+            return ()
         trainer = self.trainer
-        size = int(self.trainer.num_generations)
+        size = int(trainer.num_generations)
         prompts, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
         first = trainer.accelerator.process_index * len(rows)
         longest = int(trainer.max_completion_length)
@@ -198,45 +251,45 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         they were."""
         assert self.cut is not None
         trainer = self.trainer
-        unscored = False
         version = int(trainer.state.global_step)
-        found = [list(group.completions) for group in groups]
-        limits: dict[int, list[tuple[int, int]]] = {}
+        completions = [list(group.completions) for group in groups]
+        places_of_limit = defaultdict[int, list[tuple[int, int]]](list)
         for place, group in enumerate(groups):
             for number, one in enumerate(group.completions):
                 if not one.whole:
-                    limits.setdefault(min(self.cut, group.room - len(one.ids)), []).append((place, number))
-        for limit, places in sorted(limits.items(), reverse=True):
-            rows = [(groups[place].prompt, found[place][number].ids) for place, number in places]
-            for (place, number), (ids, logprobs, ended) in zip(places, self._made(rows, limit), strict=True):
-                one = found[place][number]
-                room = groups[place].room
-                self._generated.count += len(ids)
-                if not all(value is not None and math.isfinite(value) for value in logprobs):
+                    places_of_limit[min(self.cut, group.room - len(one.ids))].append((place, number))
+        unscored = False
+        for limit, places in sorted(places_of_limit.items(), reverse=True):
+            rows = [(groups[place].prompt, completions[place][number].ids) for place, number in places]
+            for (place, number), segment in zip(places, self._made(rows, limit), strict=True):
+                self._generated.count += len(segment.ids)
+                if not segment.is_scored:
                     unscored = True
                     if not take_unscored:
                         continue
-                whole = ended or len(one.ids) + len(ids) >= room
-                found[place][number] = one.continued(ids, logprobs, version, whole)
+                completions[place][number] = completions[place][number].continued(segment, version, groups[place].room)
         if unscored:
             trainer._last_loaded_step = -1  # the next turn sends the weights, and a faulty engine clears its cache then
-        made = zip(groups, found, strict=True)
-        return tuple(replace(group, completions=tuple(completions)) for group, completions in made), unscored
+        longer = [
+            replace(group, completions=tuple(of_group)) for group, of_group in zip(groups, completions, strict=True)
+        ]
+        return tuple(longer), unscored
 
-    def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[tuple[list[int], list[Any], bool]]:
-        """Generate what follows (prompt, completion so far) of each row of all ranks: (ids, log-probs, whether it
-        ended)."""
+    def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[Segment]:
+        """Generate what follows (prompt, completion so far) of each row of all ranks."""
         trainer = self.trainer
         accelerator = self.trainer.accelerator
         share = math.ceil(len(rows) / accelerator.num_processes)
         mine = rows[accelerator.process_index * share :][:share]
-        whole = [[*prompt, *ids] for prompt, ids in mine]
+        so_far = [[*prompt, *ids] for prompt, ids in mine]
+        filler = [[*rows[0][0], *rows[0][1]]]
         with replaced(self, "asked", [prompt for prompt, _ in mine or rows[:1]]):
-            made = generate_in_step(trainer, whole, [[*rows[0][0], *rows[0][1]]], 1, limit)
+            made = generate_in_step(trainer, so_far, filler, 1, limit)
         # an engine that stops short of the limit says that the completion is at its end
-        logprobs: list[Any] = [one.logprobs or [None] * len(one.ids) for one in made]
-        ended = [one.ended or len(one.ids) < limit for one in made]
-        return list(gather_object([(one.ids, *rest) for one, *rest in zip(made, logprobs, ended, strict=True)]))
+        segments = [
+            Segment(one.ids, one.logprobs or [None] * len(one.ids), one.ended or len(one.ids) < limit) for one in made
+        ]
+        return list(gather_object(segments))
 
     def _settings(self) -> dict[str, Any]:
         """Settings in which the groups of a checkpoint must agree with those of this run."""
@@ -256,7 +309,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         if self.cut is None or trainer.args.save_only_model or not trainer.is_in_train:
             return None
-        waiting, in_training = self._kept
+        waiting = self._after_step.waiting
+        in_training = self._after_step.in_training
         if trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             write_groups(folder, [*waiting, *in_training])
@@ -265,29 +319,25 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
     def load(self, saved: SavedState | None) -> None:
         """Take up what ``save`` wrote; called on every rank before a training begins, after the open generation batch
         is back. ValueError: it is damaged, or of a run with other settings, or this run has no place for it."""
-        self._forget()
-        self._begun = self.trainer.state
-        if saved is None:
-            return
+        found: PartialState | None = None
         problem: str | None = None
-        try:
-            found = saved.entry("waiting", lambda entry: self._read(entry, saved.checkpoint), _LOST)
-            self._waiting, self._open = found or ((), ())
-        except ValueError as error:
-            problem = str(error)
-        if problem := next(filter(None, gather_object([problem])), None):
-            raise ValueError(problem)
-        self._again = bool(self._open) and self.trainer._buffered_inputs is None
-        self._kept = self._waiting, self._open
+        if saved is not None:
+            try:
+                found = saved.entry("waiting", lambda entry: self._read(entry, saved.checkpoint), _LOST)
+            except ValueError as error:
+                problem = str(error)
+            if problem := next(filter(None, gather_object([problem])), None):
+                raise ValueError(problem)
+        self._begin_with(found or PartialState())
 
-    def _read(self, entry: Any, checkpoint: Path) -> tuple[Groups, Groups]:
+    def _read(self, entry: Any, checkpoint: Path) -> PartialState:
         number = int(entry["waiting"])
         then = entry["settings"]
         now = self._settings()
         if self.cut is None:
             if number:
                 raise ValueError(f"{number} groups wait there to be gone on with, and `rollout.cut_after` is not set")
-            return (), ()
+            return PartialState()
         changed = [f"{name} {then.get(name)} → {value}" for name, value in now.items() if then.get(name) != value]
         if changed:
             raise ValueError(f"the groups that wait there are of another run ({', '.join(changed)})")
@@ -301,14 +351,20 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
                 f"{context} tokens: give it the larger one again (`grpo-lab serve --max-model-len`, "
                 "`rollout.engine.max_model_len`)"
             )
-        return groups[:number], groups[number:]
+        waiting = groups[:number]
+        in_training = groups[number:]
+        if not in_training:
+            return PartialState(waiting)
+        has_micro_batches = self.trainer._buffered_inputs is not None
+        return PartialState(waiting, in_training, Batch.TAKEN if has_micro_batches else Batch.LOST)
 
 
 _LOST = "the groups that wait are then lost, and as many prompts of the epoch are trained on twice"
 
 
-def _oldest(one: WaitingCompletion) -> int:
-    return one.segments[0][0]
+def whole(groups: Groups) -> list[int]:
+    """Places of the groups that are whole, the oldest first."""
+    return [place for place, group in enumerate(groups) if group.whole]
 
 
 def _longest(group: WaitingGroup) -> int:

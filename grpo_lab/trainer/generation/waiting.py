@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,19 @@ from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.generation_buffer import flattened, rebuilt
 
 FILE = "grpo_lab_generation_waiting.safetensors"
+
+
+class Segment(NamedTuple):
+    """What one call of an engine added to a completion: tokens, the log-prob of each (None: the engine gave none),
+    whether the completion ends with it."""
+
+    ids: list[int]
+    logprobs: list[float | None]
+    ended: bool
+
+    @property
+    def is_scored(self) -> bool:
+        return all(value is not None and math.isfinite(value) for value in self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -35,16 +48,20 @@ class WaitingCompletion:
     segments: list[tuple[int, int]]
     whole: bool
 
-    def continued(
-        self, ids: list[int], logprobs: Sequence[float | None], version: int, whole: bool
-    ) -> WaitingCompletion:
-        """Return the completion with one more segment; two of one policy are one."""
+    @property
+    def version(self) -> int:
+        """Optimizer steps that the policy of its first segment had taken."""
+        return self.segments[0][0]
+
+    def continued(self, segment: Segment, version: int, room: int) -> WaitingCompletion:
+        """Return the completion with one more segment, of at most ``room`` tokens; two of one policy are one."""
         *before, last = self.segments or [(version, 0)]
-        segments = [*before, (version, last[1] + len(ids))]
+        segments = [*before, (version, last[1] + len(segment.ids))]
         if last[0] != version:
-            segments = [*before, last, (version, len(ids))]
-        values = [math.nan if value is None else float(value) for value in logprobs]
-        return WaitingCompletion([*self.ids, *ids], [*self.logprobs, *values], segments, whole)
+            segments = [*before, last, (version, len(segment.ids))]
+        ids = [*self.ids, *segment.ids]
+        values = [math.nan if value is None else float(value) for value in segment.logprobs]
+        return WaitingCompletion(ids, [*self.logprobs, *values], segments, segment.ended or len(ids) >= room)
 
 
 @dataclass(frozen=True)

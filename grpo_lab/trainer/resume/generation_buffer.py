@@ -36,7 +36,6 @@ from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
-from grpo_lab.trainer.row_table import EARLIER, Carried
 
 #: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")
@@ -272,7 +271,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         rows = rebuilt(description, tensors, accelerator.device)
         if not isinstance(rows, list) or len(rows) != self.trainer.args.steps_per_generation:
             raise ValueError(f"{file.name} holds no list of micro-batches")
-        return [{EARLIER.get(name, name): value for name, value in row.items()} for row in rows]
+        return rows
 
     def _shift(self, checkpoint: Path, why: str, inside: bool = False) -> str:
         """Say what follows where nothing can be loaded; "" where the checkpoint is at a batch's end and nothing is
@@ -294,10 +293,6 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         window = entry["window"]
         trainer._step = entry["step"]
         trainer._buffered_inputs = rows
-        written_by = trainer.phase.version(trainer.state.global_step)
-        for carried in map(Carried, rows or []):
-            if carried.policy_version is None:  # a checkpoint of an earlier version
-                carried.policy_version = torch.full((len(carried.fields["prompt_ids"]),), written_by)
         if entry["left_out"] is not None:
             trainer.recorder.say(
                 f"`resume_from_checkpoint`: {checkpoint} was written without its generation batch "

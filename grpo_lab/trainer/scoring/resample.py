@@ -26,9 +26,10 @@ from grpo_lab.advantages.group import is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
-from grpo_lab.trainer.row_table import POSITION_OFFSET, Carried, RowTable
+from grpo_lab.trainer.row_table import POSITION_OFFSET, RowTable
 from grpo_lab.trainer.scoring.advantages import checked_advantages
 from grpo_lab.trainer.scoring.carriers import Rewarded, Scored, local_rows, with_local_rows
+from grpo_lab.trainer.step.log_probs import keep_copy
 
 #: Of a group's reward: an advantage that small may be what rounding makes of equal rewards. Their mean in float32 is
 #: off by up to 6e-8 of them, and a rule may divide that by a standard deviation of 0 plus 1e-4.
@@ -152,10 +153,9 @@ class Resampler:
         fields = {name: value[mine] for name, value in merged.fields.items()}
         tokens = merged.loss_mask[index].sum()
         batch = {**first.batch, **fields, POSITION_OFFSET: merged.offset[mine], "num_items_in_batch": tokens}
-        carried = Carried(batch)
         ours = trainer.algorithm.objective is not None  # TRL's loss reads them as they are
-        if carried.proximal_logps is not None and carried.as_generated is None and ours and not first.forwards.draws:
-            carried.as_generated = carried.proximal_logps.clone()
+        if ours and not first.forwards.draws:
+            keep_copy(batch)
         rewarded = Rewarded.joined([scored.rewarded for scored in rounds]).picked(index)
         columns: dict[str, list[Any]] = {}  # of TRL's completions table; None where a round did not write one
         for name in dict.fromkeys(name for scored in rounds for name in scored.columns or {}):

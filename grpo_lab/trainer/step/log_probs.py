@@ -60,25 +60,31 @@ class ProximalSource(enum.Enum):
         GENERATION   ``proximal_logps`` beside ``as_generated``, a copy: a row that equals its copy reads the loss's own
                      forward, as with LOSS; one that a team's method has changed is read as it stands
         STORED       ``proximal_logps`` alone: read as they stand
+        ROW_BY_ROW   ``proximal_logps`` beside ``unmoved``: rows with 1 there as with LOSS, the others as with STORED
 
         generation ─┬─ put off: bins will give them ────────────────────▶ LOSS ───────┐
                     ├─ by bins, or resampled: a team may read them ─────▶ GENERATION ─┤  before an update, for the rows
                     └─ by TRL's forward, or with dropout ───────────────▶ STORED ◀────┘  that a later step trains on
 
-    The state is a fact of the micro-batch, in TRL's buffer and so in a checkpoint. It does not follow from
-    ``policy_version``: a row may be trained on by the policy that wrote it and still bring its own log-probs, and where
-    TRL wants none (an epoch's short last step splits a batch) LOSS stays after an update, too. An optimizer step whose
-    micro-batches differ says it row by row, in the field ``unmoved`` (``with_same_fields``).
+        the micro-batches of an optimizer step, where not all are LOSS ─ ``with_same_fields`` ─▶ ROW_BY_ROW, in its bins
+
+    The state is a fact of the micro-batch, in TRL's buffer and so in a checkpoint: a team's method that writes
+    log-probs there has them read. It does not follow from ``policy_version``: a row may be trained on by the policy
+    that wrote it and still bring its own log-probs, and where TRL wants none (an epoch's short last step splits a
+    batch) LOSS stays after an update, too.
     """
 
     LOSS = enum.auto()
     GENERATION = enum.auto()
     STORED = enum.auto()
+    ROW_BY_ROW = enum.auto()
 
     @staticmethod
     def of(batch: dict[str, Any]) -> ProximalSource:
-        """The state that the fields of a micro-batch say."""
+        """The state that the fields of a micro-batch, or of a bin, say: the only reader of what is not there."""
         carried = Carried(batch)
+        if carried.unmoved is not None:
+            return ProximalSource.ROW_BY_ROW
         if carried.proximal_logps is None:
             return ProximalSource.LOSS
         if carried.as_generated is None:
@@ -133,9 +139,8 @@ class GenerationForwards:
 
     def mark(self, output: dict[str, Any]) -> None:
         """A team's method may read old log-probs that bins made: beside a copy, so that what it changed is known."""
-        carried = Carried(output)
-        if self.in_bins and not self.put_off and not self.draws and carried.proximal_logps is not None:
-            carried.as_generated = carried.proximal_logps.clone()
+        if self.in_bins and not self.put_off and not self.draws:
+            keep_copy(output)
 
 
 @torch.no_grad()
@@ -198,11 +203,20 @@ def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> conte
     return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
 
 
+def keep_copy(batch: dict[str, Any]) -> None:
+    """Put a copy beside proximal log-probs, so that rows which nobody changes read the loss's own forward."""
+    if ProximalSource.of(batch) is ProximalSource.STORED:
+        carried = Carried(batch)
+        carried.as_generated = carried.proximal_logps.clone()
+
+
 def reads_own_forward(batch: dict[str, Any]) -> Tensor:
     """Mask ``[B]`` of the rows of a micro-batch whose proximal log-probs the forward that trains on them gives."""
     source = ProximalSource.of(batch)
+    carried = Carried(batch)
+    if source is ProximalSource.ROW_BY_ROW:
+        return carried.unmoved.bool()
     if source is ProximalSource.GENERATION:
-        carried = Carried(batch)
         return (carried.proximal_logps == carried.as_generated).all(dim=1) & ~has_hole(batch)
     rows = batch["completion_ids"]
     return torch.full((rows.size(0),), source is ProximalSource.LOSS, device=rows.device)
@@ -220,24 +234,20 @@ def with_same_fields(window: list[dict[str, Any]]) -> list[dict[str, Any]]:
     marked = [dict(batch) for batch in window]
     for batch in marked:
         carried = Carried(batch)
-        carried.unmoved = reads_own_forward(batch).long()
-        carried.as_generated = None
-        if carried.proximal_logps is None:
+        unmoved = reads_own_forward(batch).long()
+        if ProximalSource.of(batch) is ProximalSource.LOSS:
             carried.proximal_logps = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+        carried.as_generated = None
+        carried.unmoved = unmoved
     return marked
 
 
 def proximal_log_probs(logps: Tensor, fields: dict[str, Any]) -> Tensor:
     """``[B, T]`` in nats, without gradient: the batch's where an update has happened, else the forward's own."""
     own = logps.detach()
-    carried = Carried(fields)
-    if carried.proximal_logps is None:
+    if ProximalSource.of(fields) is ProximalSource.LOSS:
         return own
-    if carried.unmoved is None:
-        unmoved = reads_own_forward(fields)
-    else:
-        unmoved = carried.unmoved.bool()
-    return torch.where(unmoved.unsqueeze(1), own, carried.proximal_logps)
+    return torch.where(reads_own_forward(fields).unsqueeze(1), own, Carried(fields).proximal_logps)
 
 
 class OldPolicy:
@@ -308,10 +318,9 @@ class OldPolicy:
 def _fill(batch: dict[str, Any], logps: Tensor, made: Tensor | bool = True) -> None:
     """Old log-probs into a micro-batch. Rows that were left out (``made`` False) keep those of generation, if any."""
     carried = Carried(batch)
-    unmoved = reads_own_forward(batch).unsqueeze(1) & made
-    old = carried.proximal_logps
-    if old is None:
+    if ProximalSource.of(batch) is ProximalSource.LOSS:
         carried.proximal_logps = logps.clone()
     else:
-        carried.proximal_logps = torch.where(unmoved, logps, old)
+        unmoved = reads_own_forward(batch).unsqueeze(1) & made
+        carried.proximal_logps = torch.where(unmoved, logps, carried.proximal_logps)
     carried.as_generated = None

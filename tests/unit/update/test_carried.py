@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer, flattened, rows_file
-from grpo_lab.trainer.row_table import EARLIER, OURS, Carried, loss_mask
-from grpo_lab.trainer.step.log_probs import ProximalSource, needs_old_logprobs, reads_own_forward
+from grpo_lab.trainer.row_table import OURS, Carried, loss_mask
+from grpo_lab.trainer.step.log_probs import ProximalSource, needs_old_logprobs, reads_own_forward, with_same_fields
 
 TRAINER = Path(__file__).resolve().parents[3] / "grpo_lab" / "trainer"
 FIELDS = {name: field.key for name, field in vars(Carried).items() if hasattr(field, "key")}
@@ -47,6 +43,9 @@ def test_the_fields_say_where_proximal_log_probs_come_from() -> None:
     assert ProximalSource.of(batch) is ProximalSource.STORED
     assert reads_own_forward(batch).tolist() == [False, False]
     assert not needs_old_logprobs(batch)
+    (of_step, _) = with_same_fields([batch, dict.fromkeys(batch, mask)])
+    assert ProximalSource.of(of_step) is ProximalSource.ROW_BY_ROW
+    assert reads_own_forward(of_step).tolist() == [False, False]
 
 
 def test_what_is_ours_begins_with_our_name() -> None:
@@ -54,13 +53,12 @@ def test_what_is_ours_begins_with_our_name() -> None:
     of_us = {"as_generated", "unmoved", "policy_version", "length_quartile", "position_offset", "old_values", "returns"}
     of_us |= {"pass_rate"}
     assert ours == of_us
-    assert set(EARLIER.values()) <= {FIELDS[name] for name in ours}
 
 
 @pytest.mark.not_fast
 def test_no_other_file_writes_these_names_out() -> None:
     """One place: a literal key elsewhere would go past the carrier. ``trl_bridge`` lists TRL's names."""
-    known = {*FIELDS.values(), *EARLIER} - {FIELDS["ref_logps"], FIELDS["proximal_logps"]}
+    known = {*FIELDS.values()} - {FIELDS["ref_logps"], FIELDS["proximal_logps"]}
     found = [
         f"{path.name}:{node.lineno}"
         for path in sorted(TRAINER.rglob("*.py"))
@@ -77,19 +75,3 @@ def test_the_loss_mask_leaves_out_padding_and_tools(tools: bool) -> None:
     if tools:
         fields["tool_mask"] = torch.tensor([[1, 0, 1, 1]])
     assert loss_mask(fields).tolist() == [[True, not tools, True, False]]
-
-
-def test_a_checkpoint_of_an_earlier_version_keeps_its_fields(tmp_path: Path) -> None:
-    """Inside a generation batch a checkpoint holds micro-batches under the names of the version that wrote it."""
-    count = torch.tensor(7)
-    earlier = [{"old_log_probs_as_generated": torch.ones(1, 2) * i, "num_items_in_batch": count} for i in range(2)]
-    description, tensors = flattened(earlier)
-    save_file(tensors, tmp_path / rows_file(0), metadata={"description": json.dumps(description)})
-    accelerator = SimpleNamespace(process_index=0, device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(steps_per_generation=2))
-    rows = GenerationBuffer(trainer)._load_rows(tmp_path)
-    made = Carried(rows[1]).as_generated
-    assert made is not None
-    assert made.tolist() == [[1.0, 1.0]]
-    assert rows[0]["num_items_in_batch"] is rows[1]["num_items_in_batch"]
-    assert set(rows[0]) == {f"{OURS}as_generated", "num_items_in_batch"}
