@@ -41,6 +41,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab train * --use_vllm true*": "tests/rollouts/test_lab_trainer_vllm.py::test_eight_steps_with_a_proven_sync",
     "grpo-lab train --config R "
     "--resume": "tests/training/test_pipeline_resume.py::test_asked_by_the_launcher_and_gone_on_with",
+    "grpo-lab train --config recipes/quickstart/*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab quickstart*": f"{WHEEL}test_the_quick_start_runs_with_overrides",
     "grpo-lab curate --config *": (
         "tests/training/test_curate.py::test_a_killed_curation_goes_on_without_repeating_work"
@@ -58,6 +59,7 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab rounds *": (
         f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte"
     ),
+    "grpo-lab evaluate --thinking-budget*": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --template *": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
