@@ -53,10 +53,21 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
         rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
         if len(rows) > 2:
             at = rows[0].index(SAID.get(name, rows[0][2]))
-            values = [f"{row[0]} {row[at].partition(' (')[0]}" for row in rows[2:]]
+            values = in_short([(row[0], row[at].partition(" (")[0]) for row in rows[2:]])
             what, took = f"{rows[0][at]}, {rows[-1][1]} seeds", minutes(kept.get(name, {}))
             lines.append(f"| [{name}]({page}) | {what} | {'; '.join(values)} | {took} |")
     return LINES.sub(lambda found: found[1] + "\n".join(lines) + "\n", text)
+
+
+def in_short(values: list[tuple[str, str]]) -> list[str]:
+    """Each arm with its value; of more than four arms beside the start the lowest and the highest."""
+    arms = [pair for pair in values if pair[0] != "(start)"]
+    said = [f"{arm} {value}" for arm, value in values]
+    if len(arms) <= 4:
+        return said
+    ends = sorted(arms, key=lambda pair: float(pair[1].split()[0]))
+    start = [f"{arm} {value}" for arm, value in values if arm == "(start)"]
+    return [*start, f"{len(arms)} arms, from {' '.join(ends[0])} to {' '.join(ends[-1])}"]
 
 
 def records_with(kept: dict[str, Any], runs: Path, shown: set[str]) -> dict[str, Any]:
