@@ -36,8 +36,15 @@ def group_average(grouped: Tensor) -> Tensor:
 
 def is_dead(grouped: Tensor) -> Tensor:
     """bool ``[N/G]``: all scorable rewards of the group are equal (or none is scorable): advantage 0 by formula."""
-    high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
-    low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+    groups, size = grouped.shape
+    number = torch.arange(groups, device=grouped.device).repeat_interleave(size)
+    return has_equal(grouped.reshape(-1), number, groups)
+
+
+def has_equal(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """bool ``[groups]``: all values of the group that are no NaN are equal, or there is none. ``group``: of each."""
+    high = values.new_full((groups,), -torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=-torch.inf), "amax")
+    low = values.new_full((groups,), torch.inf).scatter_reduce(0, group, values.nan_to_num(nan=torch.inf), "amin")
     return high <= low
 
 

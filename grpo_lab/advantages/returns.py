@@ -12,6 +12,9 @@ from torch import Tensor
 from grpo_lab.advantages.group import RULES
 from grpo_lab.batch import RewardTable, safe
 
+#: λ of generalised advantage estimation
+LAM = 0.95
+
 
 def _check_share(name: str, value: float) -> None:
     if not (math.isfinite(value) and 0 <= value <= 1):
@@ -81,7 +84,7 @@ class Returns:
         return reward_to_go(paid, mask, self.gamma)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = LAM) -> tuple[Tensor, Tensor]:
     """Advantages and returns of the policy's own tokens (arXiv 1506.02438, eq. 11 to 16).
 
         δ_t = r_t + γ·V_{t⁺} − V_t        Â_t = Σ_{s ≥ t} (γλ)^{n(t,s)} δ_s        R_t = Â_t + V_t
@@ -131,7 +134,7 @@ class GAE:
     """
 
     gamma: float = 1.0
-    lam: float = 0.95
+    lam: float = LAM
     level: ClassVar[str] = "token"
     #: a run with this rule has a critic
     reads_values: ClassVar[bool] = True

@@ -31,6 +31,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 MASK: Final = "#"
+#: least word similarity of near duplicates; and of a text that an evaluation set knows, or so many words in a row
+SIMILAR = 0.85
+KNOWN = 0.7
+NGRAM = 13
 
 _WORD = re.compile(
     r"\d+(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?"  # 1,000.5  12.5
@@ -90,7 +94,7 @@ class Deduplicated(NamedTuple):
     pairs: list[Duplicate]
 
 
-def deduplicate(texts: Sequence[str], *, similarity: float = 0.85) -> Deduplicated:
+def deduplicate(texts: Sequence[str], *, similarity: float = SIMILAR) -> Deduplicated:
     """Choose the texts to keep so that no two kept ones are duplicates: the first of each family.
 
     Args: similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
@@ -167,14 +171,14 @@ class Contamination:
 
 
 def contaminated(
-    texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
+    texts: Sequence[str], against: Sequence[str], *, ngram: int = NGRAM, similarity: float = KNOWN
 ) -> list[bool]:
     """Mark those of `texts` that an evaluation set `against` already knows; settings as in `find_contamination`."""
     return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
 
 
 def find_contamination(
-    texts: Sequence[str], against: Sequence[str], *, ngram: int = 13, similarity: float = 0.7
+    texts: Sequence[str], against: Sequence[str], *, ngram: int = NGRAM, similarity: float = KNOWN
 ) -> list[Contamination | None]:
     """The evaluation item that knows a text and the reason, for each of `texts`; None where there is none.
 

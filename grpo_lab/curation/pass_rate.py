@@ -35,6 +35,8 @@ Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n comp
 Rendered = Callable[[Any], Any]  # prompt -> what the model really continues: text or token ids
 Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
 _SECONDS_BETWEEN_LINES = 30.0
+#: answers without reasoning that a guessable problem is looked for in
+TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ def guess_rates(
     problems: Sequence[Problem],
     generate: Generate,
     score: Score,
-    tries: int = 8,
+    tries: int = TRIES,
     *,
     settings: Mapping[str, Any] | None = None,
     **how: Any,

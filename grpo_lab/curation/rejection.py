@@ -22,6 +22,9 @@ from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import PassRate
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
+#: tokens of a rejected completion over those of the chosen one, at least
+LONGER = 1.5
+
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained
 Same = Callable[[str], Hashable]
 Rows = list[dict[str, Any]]
@@ -80,7 +83,7 @@ def shortest_correct(rows: Sequence[Sampled]) -> Rows:
 
 def preference_pairs(
     rows: Sequence[Sampled],
-    ratio: float = 1.5,
+    ratio: float = LONGER,
     *,
     wrong_must_be_longer: bool = False,
     pairs_per_problem: int | None = None,

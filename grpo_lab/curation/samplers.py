@@ -36,6 +36,9 @@ import torch
 from torch.utils.data import Sampler
 
 _CERTAIN = 1 - 1e-9
+#: least weight of a problem, where the hardest has 1; share of the earlier counts kept when a problem is seen again
+FLOOR = 0.05
+DECAY = 0.8
 
 
 class RoundSampler(Sampler[int]):
@@ -236,8 +239,8 @@ class PrioritizedSampler(RoundSampler):
         data_source: Sized,
         *shape: int,
         initial: float | Sequence[float] = 0.0,
-        floor: float = 0.05,
-        decay: float = 0.8,
+        floor: float = FLOOR,
+        decay: float = DECAY,
         **more: int,
     ) -> None:
         super().__init__(data_source, *shape, **more)

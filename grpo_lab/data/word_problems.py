@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _CALCULATION = re.compile(r"\d+[-+*/]\d+=\d+")
 _MOST_STEPS = 8
+#: no number of a problem is above it
+LARGEST = 100
 
 
 @settings()
@@ -77,7 +79,7 @@ def word_problems(
     families: Sequence[str] | None = None,
     template: str | PromptTemplate = "chat",
     *,
-    largest: int = 100,
+    largest: int = LARGEST,
     misread: float = 0.0,
     repeats: float = 0.0,
     mixed: float = 0.0,
@@ -121,7 +123,7 @@ def iter_word_problems(
     steps: tuple[int, int] = (1, 4),
     families: Sequence[str] | None = None,
     *,
-    largest: int = 100,
+    largest: int = LARGEST,
     misread: float = 0.0,
 ) -> Iterator[WordProblem]:
     """The stream behind ``word_problems``: no question twice; ends when no new one turns up."""

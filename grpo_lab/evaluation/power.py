@@ -13,7 +13,7 @@ POWER, LEVEL = 0.8, 0.05
 """Of a comparison: the chance to see a difference that is there, and to see one that is not."""
 
 
-def power_over_seeds(difference: float, sd: float, seeds: int, level: float = 0.05, *, paired: bool = False) -> float:
+def power_over_seeds(difference: float, sd: float, seeds: int, level: float = LEVEL, *, paired: bool = False) -> float:
     """Chance that Student's two-sided t test at ``level`` sees a true ``difference`` between two arms of ``seeds``.
 
         two arms:  df = 2n − 2, λ = d / (s √(2/n))        seed by seed:  df = n − 1, λ = d / (s / √n)
@@ -36,7 +36,9 @@ def power_over_seeds(difference: float, sd: float, seeds: int, level: float = 0.
     return float(1 - nctdtr(df, shift, critical) + nctdtr(df, shift, -critical))
 
 
-def seeds_needed(difference: float, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False) -> int:
+def seeds_needed(
+    difference: float, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
+) -> int:
     """Fewest seeds an arm with which a true ``difference`` is seen with chance ``power``: see `power_over_seeds`.
     ValueError: no difference, no spread, or more than a million."""
     if not 0 < power < 1:
@@ -55,7 +57,7 @@ def seeds_needed(difference: float, sd: float, power: float = 0.8, level: float 
 
 
 def difference_seen(
-    seeds: int, sd: float, power: float = 0.8, level: float = 0.05, *, paired: bool = False
+    seeds: int, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
 ) -> float | None:
     """The smallest true difference that so many ``seeds`` an arm see with chance ``power``: see `power_over_seeds`.
     None for one seed, which sees none."""

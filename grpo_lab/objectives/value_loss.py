@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: how far a value may move from the one at generation, in units of the reward
+CLIPRANGE = 0.2
+
 
 def clipped_values(values: Tensor, old_values: Tensor, cliprange: float | None) -> Tensor:
     """``V_old + clamp(V − V_old, ±cliprange)``, in units of the reward; ``None``: V as it is."""
@@ -13,7 +16,7 @@ def clipped_values(values: Tensor, old_values: Tensor, cliprange: float | None) 
     return old_values + (values - old_values).clamp(-cliprange, cliprange)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = 0.2) -> Tensor:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = CLIPRANGE) -> Tensor:
     """Per-token loss of the critic, ``[B, T]`` in units of the reward squared.
 
         ½ · max( (V − R)², (V_clip − R)² )        V_clip = V_old + clamp(V − V_old, ±cliprange)
@@ -32,7 +35,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
 
-def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = 0.2) -> Tensor:
+def value_clip_acts(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float | None = CLIPRANGE) -> Tensor:
     """bool ``[B, T]``: where the clipped square is the larger one, so that the loss has no gradient."""
     clipped = clipped_values(values, old_values, cliprange)
     return (clipped - returns).square() > (values - returns).square()

@@ -18,6 +18,7 @@ from typing import Any
 from grpo_lab.engines.generators import check_template_kwargs
 from grpo_lab.recipe.data import MADE, READ, every_argument, loader_arguments, loader_signature
 from grpo_lab.recipe.sections import (
+    BATCH_SIZE,
     NEW_TOKENS,
     STRICT_ACCURACY,
     DataSection,
@@ -181,7 +182,9 @@ def plan_of(known: argparse.Namespace) -> HeldOut:
             reward = STRICT_ACCURACY
         else:
             reward = RewardSection(judge)
-        plan = HeldOut(EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=64), NEW_TOKENS, 0)
+        plan = HeldOut(
+            EvaluationSection(DataSection(said["data"], "chat"), reward, batch_size=BATCH_SIZE), NEW_TOKENS, 0
+        )
         written = {"loader": said["data"]}
         if "split" in loader_signature(said["data"], "--data").parameters:
             written["split"] = "test"

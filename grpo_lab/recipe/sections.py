@@ -106,6 +106,8 @@ class RewardSection:
 
 #: tokens of a completion where neither ``max_new_tokens`` nor ``max_completion_length`` is written
 NEW_TOKENS = 512
+#: prompts that transformers generates for at once
+BATCH_SIZE = 64
 STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 
@@ -321,7 +323,7 @@ class SamplingSettings:
     n_samples: Positive = 10
     temperature: Temperature = 1.0
     max_completion_length: Positive = NEW_TOKENS
-    batch_size: Positive = 64
+    batch_size: Positive = BATCH_SIZE
     problems_per_save: Positive = 32
     seed: Whole = 0
     use_vllm: Switch = False

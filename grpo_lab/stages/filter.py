@@ -22,7 +22,9 @@ from grpo_lab.curation import (
     question_domain,
     question_kind,
 )
+from grpo_lab.curation.duplicates import KNOWN, NGRAM, SIMILAR
 from grpo_lab.curation.kinds import KINDS
+from grpo_lab.curation.pass_rate import TRIES
 from grpo_lab.curation.selection import is_missing
 from grpo_lab.recipe.sections import DataSection, SamplingSettings
 from grpo_lab.runs.stage import Workspace
@@ -101,7 +103,7 @@ class KindFilter:
 class DuplicateFilter:
     """``duplicates``: least word similarity of a near duplicate (`deduplicate`)."""
 
-    similarity: Number = 0.85
+    similarity: Number = SIMILAR
 
     def apply(self, filtering: Filtering) -> None:
         found = deduplicate(filtering.texts, similarity=self.similarity)
@@ -114,8 +116,8 @@ class ContaminationFilter:
     """``contamination``: evaluation sets as data sections, and the rules of `find_contamination`."""
 
     against: Annotated[tuple[DataSection, ...], Field(min_length=1)]
-    ngram: Positive = 13
-    similarity: Number = 0.7
+    ngram: Positive = NGRAM
+    similarity: Number = KNOWN
 
     def apply(self, filtering: Filtering) -> None:
         against = [text_of(one) for rows in filtering.against for one in rows[shown_column(rows)]]
@@ -179,7 +181,7 @@ class GuessFilter:
     """``guessable``: out if right in one of ``tries`` answers without reasoning, of at most ``max_new_tokens``. Of rows
     to imitate (with a ``completion``) each problem is asked once, and all of its rows share what comes out."""
 
-    tries: Positive = 8
+    tries: Positive = TRIES
     max_new_tokens: Positive = 32
 
     def apply(self, filtering: Filtering) -> None:

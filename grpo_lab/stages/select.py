@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from grpo_lab.curation import Sampled, contrast_pairs, preference_pairs, right_answers, shortest_correct
-from grpo_lab.curation.rejection import normalised
+from grpo_lab.curation.rejection import LONGER, normalised
 from grpo_lab.io import write_json_lines
 from grpo_lab.rewards.arithmetic import calculates_right, equation_list
 from grpo_lab.rewards.comparisons import Judge
@@ -85,7 +85,7 @@ class Shorter:
     """``pairs`` of a short right answer and longer or wrong ones (`preference_pairs`)."""
 
     needs: ClassVar[str] = "right, and also wrong or longer, on the same"
-    ratio: Number = 1.5
+    ratio: Number = LONGER
     wrong_must_be_longer: Switch = False
     pairs_per_problem: Positive | None = None
 

@@ -19,6 +19,7 @@ from grpo_lab.recipe.data import load_rows, rows_here
 from grpo_lab.recipe.job import NOT_OF_THIS_MACHINE
 from grpo_lab.recipe.models import load_model, load_tokenizer
 from grpo_lab.recipe.sections import ColdStartSection, DataSection, ModelSection, TemplateKwargs
+from grpo_lab.rewards.preference import PreferenceReward
 from grpo_lab.runs.console import describe, settings_in_words
 from grpo_lab.runs.metrics import MetricsFile, cut_metrics
 from grpo_lab.runs.stage import Facts, Workspace
@@ -97,7 +98,7 @@ class RewardModel(Train):
     they say how many it has the right way round. A `PreferenceReward` in RL holds the same prompts out."""
 
     method: ClassVar[Any] = "reward"
-    held_out: Number = 0.2
+    held_out: Number = PreferenceReward.held_out
 
     def __post_init__(self) -> None:
         if self.chat_template_kwargs:

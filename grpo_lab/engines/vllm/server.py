@@ -41,6 +41,8 @@ from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.signals import handle
 
 HOST = "127.0.0.1"
+#: seconds until a server must be up
+START_TIMEOUT = 600.0
 WORKER_EXTENSION = "grpo_lab.engines.vllm.worker.WeightLoading"
 GUARD = "grpo_lab.engines.vllm.access.Guard"
 SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
@@ -294,12 +296,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     warned = "at another one prompts and token cross the network unencrypted"
     add("--model", "folder or hub name; the trainer's weights replace its own", required=True)
-    add("--port", "port of the server", int, default=8000)
+    add("--port", "port of the server", int, default=ServerOptions.port)
     add("--host", f"address to listen at, default {HOST}; {warned}", default=HOST)
     add("--token-file", f"the token's file, made if need be (default: ${tokens.VARIABLE}, else made)", Path)
     names = {"dest": "allow_hosts", "metavar": "NAME", "action": "append", "default": []}
     add("--allow-host", "a further name that it is asked by, without port", **names)
-    add("--max-request-mib", "longest request, in MiB", int, default=256)
+    add("--max-request-mib", "longest request, in MiB", int, default=ServerOptions.max_request_mib)
     add("--dtype", "auto: float32 on a CPU, else vLLM's rule", default="auto", choices=ENGINE_DTYPES)
     add("--max-model-len", "prompt + completion, in tokens", int)
     add("--kv-cache-gib", "KV cache in GiB (default on a CPU: 1)", float)
@@ -311,7 +313,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "GPUs of one copy of the model", int, default=1)
     add("--gpu-memory-utilization", "share of a GPU's memory (vLLM's default: 0.9)", float)
     add("--max-lora-rank", f"takes LoRA adapters (`rollout.sync: adapter`), up to a rank of {LORA_RANKS}", int)
-    add("--start-timeout", "seconds until it must be up", float, default=600.0)
+    add("--start-timeout", "seconds until it must be up", float, default=START_TIMEOUT)
     add("--log", "file for vLLM's output instead of the terminal", Path)
 
 
@@ -346,7 +348,7 @@ def refuse_no_model(model: str) -> None:
         raise ValueError(f"--model {model}: no such folder, and no config.json of it on the hub ({why})") from error
 
 
-def serve(options: ServerOptions, *, start_timeout: float = 600.0, log: Path | None = None) -> int:
+def serve(options: ServerOptions, *, start_timeout: float = START_TIMEOUT, log: Path | None = None) -> int:
     """Serve until interrupted (0); ServerGone where it does not come up in time, or ends by itself."""
     refuse_no_model(options.model)
     if (why := why_not()) is not None:

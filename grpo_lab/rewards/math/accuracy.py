@@ -33,6 +33,9 @@ from grpo_lab.verifiers.written import number_text
 
 _SHORT, _LONGEST_CHOICE = 60, 200
 T = TypeVar("T")
+#: seconds for one comparison, and for all of a batch
+TIMEOUT_S = 5.0
+BATCH_S = 60.0
 _NO_GOLD = MathVerdict(Verdict.UNPARSEABLE_GOLD, "no answer found in the solution column")
 _NO_ANSWER = MathVerdict(Verdict.UNPARSEABLE_ANSWER, "no answer found in the completion")
 _UNSCORED = (Verdict.UNPARSEABLE_GOLD, Verdict.UNJUDGED)
@@ -123,9 +126,9 @@ class AccuracyReward:
         mode: Literal["strict", "lenient"] = "strict",
         *,
         fast_path: bool = True,
-        timeout_s: float = 5.0,
+        timeout_s: float = TIMEOUT_S,
         memory_bytes: int = 1 << 30,
-        batch_s: float = 60.0,
+        batch_s: float = BATCH_S,
         workers: int | None = None,
     ) -> None:
         if mode not in ("strict", "lenient"):
@@ -302,9 +305,9 @@ class BoxedReward(AccuracyReward):
         *,
         unreadable: float = 0.0,
         fast_path: bool = True,
-        timeout_s: float = 5.0,
+        timeout_s: float = TIMEOUT_S,
         memory_bytes: int = 1 << 30,
-        batch_s: float = 60.0,
+        batch_s: float = BATCH_S,
         workers: int | None = None,
     ) -> None:
         super().__init__(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from grpo_lab.advantages import outcome_of
-from grpo_lab.advantages.group import is_dead
+from grpo_lab.advantages.group import has_equal, is_dead
 from grpo_lab.batch import RewardTable
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.ports import StepPort
@@ -46,12 +46,7 @@ def alike(table: RewardTable) -> Tensor:
     if outcome is not None:
         found = is_dead(outcome.total.view(-1, table.group_size))
     for steps in table.steps.values():
-        known = ~steps.score.isnan()
-        group = steps.row[known] // steps.group_size
-        score = steps.score[known]
-        high = score.new_full((groups,), -torch.inf).scatter_reduce(0, group, score, "amax")
-        low = score.new_full((groups,), torch.inf).scatter_reduce(0, group, score, "amin")
-        found = found & (high <= low).to(found.device)
+        found = found & has_equal(steps.score, steps.row // steps.group_size, groups).to(found.device)
     return found
 
 

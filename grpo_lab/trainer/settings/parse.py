@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from grpo_lab.engines.vllm.engine import EngineOptions
+from grpo_lab.objectives.value_loss import CLIPRANGE
 from grpo_lab.rewards.schedules import Schedule, schedule_from
 from grpo_lab.settings import (
     NULL_IS_DEFAULT,
@@ -175,7 +176,7 @@ class ValueSettings:
     model: Annotated[str, Field(strict=True, min_length=1), must_be("head, copy, a folder or a hub name")] = "head"
     learning_rate: Above | None = None
     vf_coef: Annotated[Above, NULL_IS_DEFAULT] = 0.1
-    cliprange_value: Above | None = 0.2
+    cliprange_value: Above | None = CLIPRANGE
     gamma: Number | None = None
     lam: Number | None = None
     whiten_rewards: Annotated[Switch, NULL_IS_DEFAULT] = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from grpo_lab.curation.samplers import DECAY, FLOOR
 from grpo_lab.settings import Count, Number, settings
 
 #: sampler → the settings that it reads, with their defaults (None: has to be given)
 KNOBS: dict[str, dict[str, Any]] = {
-    "prioritized": {"pass_rate_column": "", "floor": 0.05, "decay": 0.8},
+    "prioritized": {"pass_rate_column": "", "floor": FLOOR, "decay": DECAY},
     "curriculum": {"pass_rate_column": "pass_rate"},
-    "uniform_then_hard": {"pass_rate_column": "pass_rate", "floor": 0.05, "uniform_rounds": None, "hard_below": 0.5},
+    "uniform_then_hard": {"pass_rate_column": "pass_rate", "floor": FLOOR, "uniform_rounds": None, "hard_below": 0.5},
 }
 
 

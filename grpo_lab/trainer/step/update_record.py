@@ -16,12 +16,13 @@ from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
 from grpo_lab.trainer.ports import StepPort
 from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.row_numbers import RowNumbers
-from grpo_lab.update import Plan, Rows, live_rows, plan_shared, plan_update
+from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shared, plan_update
 
 
 def padded_tokens(batch: dict[str, Any]) -> int:
     """Tokens of a micro-batch as TRL cut it, padding included."""
-    return int(batch["completion_ids"].size(0) * (batch["prompt_ids"].size(1) + batch["completion_ids"].size(1)))
+    rows, width = batch["completion_ids"].shape
+    return default_max_tokens(rows, batch["prompt_ids"].size(1), width)
 
 
 class UpdateRecord:
