@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_lab import LabConfig
-from grpo_lab.engines.vllm.sampling_keys import KEYS
+from grpo_lab.engines.vllm.sampling_keys import PASS
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -81,8 +81,8 @@ def test_what_is_right_stays_allowed(tmp_path: Path) -> None:
     for engine in (VLLM, SERVER):
         config(tmp_path, **engine, generation_kwargs={"max_tokens": 16, "temperature": 1.0, "stop": ["</answer>"]})
         config(tmp_path, **engine, **off, generation_kwargs={"top_p": 0.9, "frequency_penalty": 0.1})
-        config(tmp_path, **engine, generation_kwargs={"seed": None, "logprobs": 0})
     config(tmp_path, generation_kwargs={"min_new_tokens": 3, "num_beams": 2, "suppress_tokens": [4]})
+    config(tmp_path, generation_kwargs={"do_sample": True})  # as TRL sets it
     config(tmp_path, generation_kwargs={"max_new_tokens": 8})  # drop-in: TRL's own loss counts by masks
     LabConfig(
         str(tmp_path), use_cpu=True, bf16=False, max_completion_length=None, **VLLM, generation_kwargs={"max_tokens": 8}
@@ -111,7 +111,7 @@ def test_every_key_of_transformers_is_one() -> None:
     """Named by its library: a key that is renamed there would pass here and be ignored."""
     from transformers import GenerationConfig
 
-    assert set(KEYS["transformers"]) <= set(vars(GenerationConfig()))
+    assert set(PASS["transformers"]) <= set(vars(GenerationConfig()))
 
 
 @pytest.mark.vllm
@@ -121,5 +121,5 @@ def test_every_key_of_vllm_is_one() -> None:
     from vllm import SamplingParams
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    assert set(KEYS["colocate"]) <= set(SamplingParams.__struct_fields__)
-    assert set(KEYS["server"]) <= set(CompletionRequest.model_fields)
+    assert set(PASS["colocate"]) <= set(SamplingParams.__struct_fields__)
+    assert set(PASS["server"]) <= set(CompletionRequest.model_fields)
