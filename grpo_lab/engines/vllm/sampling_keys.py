@@ -27,12 +27,20 @@ _VLLM = (
     "logit_bias bad_words allowed_token_ids structured_outputs include_stop_str_in_output skip_special_tokens "
     "spaces_between_special_tokens watermarking repetition_detection stop stop_token_ids "
 )
-#: engine -> the keys that pass
-PASS: dict[str, list[str]] = {
-    "colocate": (_VLLM + "detokenize skip_reading_prefix_cache extra_args").split(),
-    "server": (_VLLM + "user priority session_id response_format vllm_xargs cache_salt").split(),
-    "transformers": ["max_new_tokens", "min_new_tokens", "min_length", "max_time", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "renormalize_logits", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "sequence_bias", "begin_suppress_tokens", "guidance_scale", "watermarking_config", "num_beams", "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config", "prefill_chunk_size", "continuous_batching_config"],
+_PASS = {
+    "colocate": _VLLM + "detokenize skip_reading_prefix_cache extra_args",
+    "server": _VLLM + "user priority session_id response_format vllm_xargs cache_salt",
+    "transformers": (
+        "max_new_tokens min_new_tokens min_length max_time temperature top_k top_p min_p top_h typical_p "
+        "epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size bad_words_ids "
+        "renormalize_logits remove_invalid_values exponential_decay_length_penalty suppress_tokens sequence_bias "
+        "begin_suppress_tokens guidance_scale watermarking_config num_beams early_stopping length_penalty "
+        "num_beam_groups diversity_penalty use_cache cache_implementation cache_config max_cache_len compile_config "
+        "prefill_chunk_size continuous_batching_config"
+    ),
 }
+#: engine -> the keys that pass
+PASS = {engine: names.split() for engine, names in _PASS.items()}
 _COUNT = "the number of completions of a prompt is `num_generations`"
 _LOG_PROB = "TRL takes the first log-prob of a position for the sampled token's, and asks for that one by itself"
 _FORCED = "a forced token would be trained on as if it were sampled"
