@@ -59,7 +59,6 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab rounds *": (
         f"{ROUNDS}test_accuracy_rises_and_a_kill_or_a_stop_in_each_part_of_the_second_round_changes_no_byte"
     ),
-    "grpo-lab evaluate --thinking-budget*": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --template *": f"{EVALUATE}test_budgets_modes_and_a_second_model_in_one_call",
     "grpo-lab evaluate * --like *": f"{EVALUATE}test_like_a_run_is_what_the_run_measured",
     "grpo-lab evaluate * --data word_problems *": f"{EVALUATE}test_rows_other_than_the_run_s_own_are_noted",
