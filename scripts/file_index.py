@@ -17,23 +17,23 @@ MARKS = ("<!-- file index: make docs-index -->", "<!-- end of the file index -->
 
 
 #: words of a first sentence that has to be read in an index; a longer one goes up to its colon or semicolon
-MOST = 14
+MOST = 12
 
 
 def first_line(path: Path) -> str:
-    """The first sentence of a module's docstring, fit for a cell of a table."""
+    """The first sentence of a module's docstring, in a line."""
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    line = said.partition("\n\n")[0].replace("\n", " ").replace("``", "`").replace("|", "\\|")
+    line = said.partition("\n\n")[0].replace("\n", " ").replace("``", "`")
     sentence = re.split(r"(?<=[.?!]) (?=[A-Z`])", line, maxsplit=1)[0]
     if len(sentence.split()) <= MOST:
         return sentence
     short = re.split(r"[;:] ", sentence, maxsplit=1)[0].rstrip(".")
     whole = short.count("`") % 2 == 0 and short.count("(") == short.count(")")
-    return f"{short}." if whole and len(short.split()) > 2 else sentence
+    return f"{short}." if whole and len(short.split()) > 4 else sentence
 
 
 def index(package: Path) -> str:
-    """A table a room: file, what it says of itself. A room's ``__init__`` is its heading."""
+    """A list a room: file, what it says of itself. A room's ``__init__`` is its heading."""
     lines: list[str] = []
     rooms = sorted({path.parent for path in package.rglob("*.py")})
     for room in rooms:
@@ -43,9 +43,9 @@ def index(package: Path) -> str:
         if said:
             lines += [said, ""]
         files = [path for path in sorted(room.glob("*.py")) if path.name != "__init__.py"]
-        rows = [f"| `{path.name}` | {first_line(path)} |" for path in files]
+        rows = [f"- `{path.name}`: {first_line(path)}" for path in files]
         if rows:
-            lines += ["| file | what |", "|---|---|", *rows, ""]
+            lines += [*rows, ""]
     return "\n".join(lines)
 
 

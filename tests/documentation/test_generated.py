@@ -94,9 +94,9 @@ def test_the_file_index_holds_first_lines(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text('"""A new one,\nin two lines.\n\nMore."""\n')
     (tmp_path / "__init__.py").write_text('"""A room."""\n')
     made = index(tmp_path)
-    assert "| `new.py` | A new one, in two lines. |" in made
+    assert "- `new.py`: A new one, in two lines." in made
     (tmp_path / "new.py").unlink()
-    assert "| file |" not in index(tmp_path)
+    assert "new.py" not in index(tmp_path)
 
 
 def test_the_picture_has_every_room_and_no_arrow_up() -> None:
