@@ -7,16 +7,11 @@ has the same form (`trainer/generation/in_step.py`).
 
 from __future__ import annotations
 
-import contextlib
-import resource
-import signal
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_lab.engines.grouping import GroupedEngine, check_logprobs
-from grpo_lab.signals import handle, put_back
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,9 +24,7 @@ RENDERING = (
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "padding",
     "return_dict", "return_tensors", "tokenize", "tools", "truncation",
 )  # fmt: skip
-#: limits of a chat template, which is a program that came with the model: seconds, bytes, characters
-TEMPLATE_SECONDS = 20.0
-TEMPLATE_BYTES = 1 << 30
+#: that a chat template, a program that came with the model, may make of one prompt
 TEMPLATE_CHARACTERS = 10_000_000
 
 
@@ -176,45 +169,15 @@ def _of_template(
     """The text that the chat template makes of ``messages``."""
     asked: dict[str, Any] = {**how, **(kwargs or {})}
     try:
-        with _bounded():
-            text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
+        text = str(tokenizer.apply_chat_template([dict(one) for one in messages], tokenize=False, **asked))
     except Exception as error:  # of jinja2, of its sandbox, or of the template's own arithmetic
         said = " ".join(str(error).split())[:500]
-        if isinstance(error, MemoryError):
-            said = f"it needs more than {TEMPLATE_BYTES >> 30} GiB"
         raise ValueError(f"the chat template cannot render a prompt: {type(error).__name__}: {said}") from error
     if len(text) > TEMPLATE_CHARACTERS:
         raise ValueError(
             f"the chat template makes {len(text):,} characters of one prompt; at most {TEMPLATE_CHARACTERS:,} are taken"
         )
     return text
-
-
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Memory where Linux says what is used; time in the main thread, where signals come, between two steps."""
-
-    def late(*_: Any) -> NoReturn:
-        raise TimeoutError(f"it is not done after {TEMPLATE_SECONDS:g} seconds")
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = Path("/proc/self/statm")
-    pages = 0
-    if used.is_file():
-        pages = int(used.read_text().split()[0])
-    limit = TEMPLATE_BYTES + pages * resource.getpagesize()
-    before = handle(late, signal.SIGALRM)
-    try:
-        if pages and (soft == resource.RLIM_INFINITY or limit < soft):
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-        if before:
-            signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
-        yield
-    finally:
-        if before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            put_back(before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def in_form_of(prompt: str | Messages, text: str) -> Any:

@@ -62,7 +62,7 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, learning_rate: -1}"],
         "`cold_start.learning_rate` is -1; it"),
     (("train", "rounds"), ["--cold_start", "{data: {loader: sorting, n: 4}, max_seq_length: 8}"],
-        "any more: it is `max_length` now"),
+        "release notes of trl"),
     (SAMPLERS, ["--reward", "acuracy"], r"`reward`: unknown reward 'acuracy'; did you mean 'accuracy'\? Allowed: \["),
     (("train",), ["--rewards", "[{name: accuracy, wieght: 2}]"], "`rewards`: 'accuracy' has no setting 'wieght'; did "
         "you mean 'weight'"),
@@ -91,13 +91,13 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--scale_rewards", "grup"], "`scale_rewards` is 'grup'; did you mean 'group'"),
     (("train",), ["--objective", "vespo"], "`objective` is 'vespo', which is a loss of TRL's own: set `loss_type: "
         "vespo`, and leave"),
-    (("train",), ["--max_prompt_length", "64"], "has no setting 'max_prompt_length' any more: TRL cuts no prompts"),
+    (("train",), ["--max_prompt_length", "64"], "has no setting 'max_prompt_length'.*release notes of trl"),
     (("train",), ["--evalution", "3"], "the recipe has no setting 'evalution'; did you mean 'evaluation'"),
     (("train",), ["--learning_rate", "-1"], "`learning_rate` is -1; it must be a finite number of at least 0"),
     (TRAINED, ["--training.learning_rate", ".nan"], "`training.learning_rate` is nan; it must be a number"),
     (TRAINED, ["--training.learning_rate", ".inf"], "`training.learning_rate` is inf; it must be a finite number of "
         "at least 0"),
-    (("train",), ["--objective", "{surrogate: 'unit.test_refusals:Push', strength: "
+    (("train",), ["--objective", "{surrogate: 'unit.recipe.test_refusals:Push', strength: "
         ".nan}"], "`objective.strength` is nan; it must be a number"),
     (("train",), ["--rewards", "[{name: accuracy, weight: .nan}]"], "`rewards.0.weight` is nan; it must be a number"),
     (ALL, ["--temperature", ".nan"], "`temperature` is nan; it must be a (finite )?number"),
@@ -199,7 +199,6 @@ def test_a_tracker_that_is_not_installed(
 
 @pytest.mark.not_fast(
     cases=[
-        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}-*",
         "{{ 'a' [*] 10000001 }}-makes 10,000,001 characters of one prompt; at most 10,000,000 are taken-train",
     ]
 )
@@ -208,26 +207,21 @@ def test_a_tracker_that_is_not_installed(
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "TimeoutError: it is not "
-            "done after"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ 'a' * 10 ** 11 }}", "MemoryError: it needs more than 1 GiB"),
         ("{{ 'a' * 10000001 }}", "makes 10,000,001 characters of one prompt; at most 10,000,000 are taken"),
         ("{{ raise_exception('no\\nsystem') }}", "TemplateError: no system"),
         ("{% if %}", "TemplateSyntaxError: "),
     ],
 )  # fmt: skip
-def test_a_chat_template_that_does_not_end_or_leaves_its_sandbox(
+def test_a_chat_template_that_is_too_long_or_leaves_its_sandbox(
     command: str,
     template: str,
     said: str,
     tiny_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A traceback of jinja2 and exit code 1, or no end."""
-    monkeypatch.setattr("grpo_lab.engines.generators.TEMPLATE_SECONDS", 0.3 if "range" in template else 60.0)
+    """A traceback of jinja2 and exit code 1."""
     model = shutil.copytree(tiny_folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.jinja"))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
