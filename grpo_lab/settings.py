@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import field
 from enum import Enum
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import pydantic.dataclasses
@@ -59,21 +58,14 @@ def no_such_setting(key: object, allowed: Iterable[str]) -> str:
     return f"has no setting {key!r}{one_of(key, known) if len(known) <= 20 else did_you_mean(key, known)}"
 
 
-def refuse_unknown(
-    given: Iterable[str], allowed: Iterable[str], where: str, instead: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place, ``instead``
-    says what to do of names that once were allowed."""
+def refuse_unknown(given: Iterable[str], allowed: Iterable[str], where: str, hint: str = "") -> None:
+    """``UnknownSettingError`` for those of ``given`` that are not ``allowed``. ``where`` names the place, ``hint``
+    says where else to look."""
     known = set(allowed)
-    found = []
-    for key in (key for key in given if key not in known):
-        if key in instead:
-            said = f"has no setting {key!r} any more: {instead[key]}"
-        else:
-            said = no_such_setting(key, known)
-        found.append(UnknownSettingError(f"{where} {said}"))
-    if found:
-        raise all_of(found)
+    more = f" ({hint})" if hint else ""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise all_of([UnknownSettingError(f"{where} {no_such_setting(key, known)}{more}") for key in unknown])
 
 
 def all_of(mistakes: Sequence[Exception]) -> Exception:

@@ -185,11 +185,11 @@ def lab_config(recipe: Recipe, **more: Any) -> Any:
 
 def numbers_read(recipe: Recipe) -> Recipe:
     """``recipe`` with every flat setting in the type that ``LabConfig`` declares, which reads the small mappings."""
-    from grpo_lab.trainer.settings.limits import GONE
+    from grpo_lab.trainer.settings.limits import EARLIER
     from grpo_lab.trainer.settings.parse import LabSettings
 
     known = {field.name for kind in (LabConfig, Recipe) for field in fields(kind)} - {"arguments"}
-    refuse_unknown(recipe.arguments, known, "the recipe", GONE)
+    refuse_unknown(recipe.arguments, known, "the recipe", EARLIER)
     arguments = typed(recipe.arguments, LabConfig)
     for name, kind in hints_of(LabConfig).items():
         ours = name in LabSettings.__dataclass_fields__ and bool not in (kind, *get_args(kind))

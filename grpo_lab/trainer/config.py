@@ -15,7 +15,7 @@ from grpo_lab.trainer.ranks import hold_time_limit
 from grpo_lab.trainer.settings.algorithm import Algorithm, agree_with_trl, algorithm_from, clip_in_force
 from grpo_lab.trainer.settings.conflicts import AFTER, AHEAD, BEFORE, Case, refuse, refuse_sampling_keys
 from grpo_lab.trainer.settings.knobs import with_registered, written
-from grpo_lab.trainer.settings.limits import GONE, check_batch_sizes, check_choices
+from grpo_lab.trainer.settings.limits import EARLIER, check_batch_sizes, check_choices
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 
 CORRECTION = "vllm_importance_sampling_mode"
@@ -93,7 +93,7 @@ class LabConfig(GRPOConfig):
             names = [f.name for f in dataclasses.fields(cls) if f.init]
         else:
             names = list(kwargs)
-        refuse_unknown(kwargs, names, f"`{cls.__name__}`", GONE)
+        refuse_unknown(kwargs, names, f"`{cls.__name__}`", EARLIER)
         config = super().__new__(cls)
         if set(kwargs) >= set(names):  # a parser writes them all
             config._written = frozenset()

@@ -36,7 +36,7 @@ from grpo_lab.engines.generators import in_form_of, render_pair, render_pairs
 from grpo_lab.settings import refuse_unknown, typed
 from grpo_lab.trainer.metrics.trackers import tracked
 from grpo_lab.trainer.ranks import TRAINED, refuse_bad_weights
-from grpo_lab.trainer.settings.limits import SUPERVISED_GONE, check_choices
+from grpo_lab.trainer.settings.limits import EARLIER, check_choices
 from grpo_lab.trainer.supervised.distillation import Distillation
 from grpo_lab.trainer.trl_bridge.forwards import scored_alone
 from grpo_lab.update.plan import Rows, plan_update
@@ -196,7 +196,7 @@ def check_training(method: str, arguments: Mapping[str, Any], where: str = "trai
     """``arguments`` in the types that the configuration of ``method`` declares (of others than `COLUMNS`: SFT's).
     ``ValueError``, naming ``where``, for a setting that it does not have, and for a name or a number that cannot be."""
     config = trl_of(method)[0]
-    refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", SUPERVISED_GONE)
+    refuse_unknown(arguments, config.__dataclass_fields__, f"`{where}`", EARLIER)
     found: dict[str, Any] = typed(arguments, config, where)
     check_choices(found, where)
     for name, why in UNREAD.items():

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
     "a reward that reads a column that no row has": (
-        {"rewards": ["unit.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
+        {"rewards": ["unit.recipe.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
     "an evaluation without room": (
         {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
         r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is "
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
     "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* holds something else; choose another"),
     "an environment's argument": (
-        {"environment_factory": {"name": "unit.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no "
+        {"environment_factory": {"name": "unit.recipe.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no "
             "setting 'sise'; did you mean 'size'"),
     "a reward without what it needs": ({"rewards": ["token_classification_steps"]}, "needs `model`, and has none"),
 }  # fmt: skip

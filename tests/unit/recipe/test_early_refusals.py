@@ -82,7 +82,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (OF_DATA, {"data": {"loader": "gsm8k", "source": "./gone"}}, r"`data` .*gone"),
     (
         OF_DATA,
-        {"data": {"loader": "unit.test_early_refusals:broken"}},
+        {"data": {"loader": "unit.recipe.test_early_refusals:broken"}},
         r"`data` \(loader 'unit.*'\): TypeError: .*early_refusals.py, line",
     ),
     (("cold_start",), {"data": {"loader": "file", "source": "QUESTIONS"}}, r"no column 'worked_solution'"),
