@@ -150,19 +150,18 @@ class RunFolder:
 
 def told_by_main(ask: Callable[[], Answer]) -> Answer:
     """Ask on the main process alone; every process has its answer, or raises its ValueError."""
-    answer: Answer | None = None
+    answer: Any = None
     refused: ValueError | None = None
     if PartialState().is_main_process:
         try:
             answer = ask()
         except ValueError as error:
             refused = error
-    found: tuple[Any, str | None] = gather_object([(answer, None if refused is None else str(refused))])[0]
-    if refused is not None:
-        raise refused
-    if found[1] is not None:
-        raise ValueError(found[1])
-    return found[0]  # type: ignore[no-any-return]
+            answer = ValueError(str(error))
+    told: Any = gather_object([answer])[0]
+    if isinstance(told, ValueError):
+        raise told from refused
+    return told  # type: ignore[no-any-return]
 
 
 def _look_at(recipe: Recipe, overwrite: bool) -> RunFolder:
