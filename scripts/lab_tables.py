@@ -22,6 +22,8 @@ BLOCK = re.compile(r"(<!-- lab ([\w/-]+): begin -->\n)(.*?)(?=<!-- lab \2: end -
 LINES = re.compile(r"(<!-- labs: begin -->\n).*?(?=<!-- labs: end -->)", re.DOTALL)
 SAID = {"overoptimisation": "truth"}
 """Lab → the column of its table that docs/measured.md shows, where that is not the first."""
+SEEDS = re.compile(r" \([\d., -]+\)$")
+"""The values of single seeds at the end of a cell."""
 
 
 def pages() -> dict[str, str]:
@@ -34,9 +36,32 @@ def page_with(text: str, runs: Path) -> str:
 
     def block(found: re.Match[str]) -> str:
         table = runs / found[2] / "table.md"
-        return f"{found[1]}{table.read_text(encoding='utf-8')}" if table.is_file() else found[0]
+        return found[1] + seeds_once(found[2], table.read_text(encoding="utf-8")) if table.is_file() else found[0]
 
     return BLOCK.sub(block, text)
+
+
+def column_said(name: str, heads: list[str]) -> int:
+    """Which column of a lab's table is its main result."""
+    return heads.index(SAID.get(name, heads[2]))
+
+
+def seeds_once(name: str, text: str) -> str:
+    """The tables of the lab ``name`` with single seeds in its main column alone, so that a page can be read; those of
+    the others are in docs/labs_records.json."""
+    main_column: int | None = None
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        if line.startswith("|"):
+            cells = line.strip("| ").split(" | ")
+            if number == 0 and len(cells) > 2:
+                main_column = column_said(name, cells)
+            shown = [cell if at == main_column else SEEDS.sub("", cell) for at, cell in enumerate(cells)]
+            line = f"| {' | '.join(shown)} |"
+        else:
+            main_column = None
+        lines.append(line)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def minutes(runs_of: dict[str, list[dict[str, Any]]]) -> str:
@@ -52,7 +77,7 @@ def measured_with(text: str, shown: dict[str, str], kept: dict[str, Any]) -> str
     for page, name, block in ((page, *found[1:]) for page, text in shown.items() for found in BLOCK.findall(text)):
         rows = [line.strip("| ").split(" | ") for line in block.split("\n\n")[0].splitlines()]
         if len(rows) > 2:
-            at = rows[0].index(SAID.get(name, rows[0][2]))
+            at = column_said(name, rows[0])
             values = in_short([(row[0], row[at].partition(" (")[0]) for row in rows[2:]])
             what, took = f"{rows[0][at]}, {rows[-1][1]} seeds", minutes(kept.get(name, {}))
             lines.append(f"| [{name}]({page}) | {what} | {'; '.join(values)} | {took} |")
