@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_lab.io import is_local, looks_local
 from grpo_lab.recipe.ahead import to_come
 from grpo_lab.recipe.models import loading, lora_config
-from grpo_lab.recipe.sections import EvaluationSection, PartSection, Recipe, RewardSection
+from grpo_lab.recipe.sections import EvaluationSection, PluginSection, Recipe, RewardSection
 from grpo_lab.registry import load_named
 from grpo_lab.settings import one_of, read, refuse_misfit, refuse_unknown_arguments, typed
 
@@ -126,7 +126,7 @@ def _reward_model(section: RewardSection, where: str) -> str:
     return name
 
 
-def _built(kind: Any, section: RewardSection | PartSection, where: str, beside: tuple[str, ...] = ("weight",)) -> Any:
+def _built(kind: Any, section: RewardSection | PluginSection, where: str, beside: tuple[str, ...] = ("weight",)) -> Any:
     refuse_misfit(kind, section.arguments, f"`{where}`: {section.name!r}", beside)
     if to_come(section.arguments):
         return scoring_nothing(vars(kind).get("__name__", kind.__name__))
@@ -165,7 +165,7 @@ def trainer_class(name: str) -> Any:
     return found
 
 
-def trainer_parts(recipe: Recipe) -> dict[str, Any]:
+def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
     """Collect what the trainer is given beside model, rewards, rows and configuration, by the names of its
     arguments."""
     environment = recipe.environment_factory
@@ -187,7 +187,7 @@ def trainer_parts(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _callback(section: PartSection) -> Any:
+def _callback(section: PluginSection) -> Any:
     """A class is built with the section's arguments, anything else is taken as it is."""
     from transformers import TrainerCallback
 

@@ -82,7 +82,7 @@ class Job:
         rewards = [build.build_reward(section) for section in recipe.rewards]
         if not here_only:
             build.reach_reward_models(rewards)
-        arguments = build.trainer_parts(recipe)
+        arguments = build.trainer_arguments(recipe)
         load = rows_here if here_only else load_rows
         rows = load(recipe.data, "data")
         if rows is not None:

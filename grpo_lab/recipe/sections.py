@@ -112,7 +112,7 @@ STRICT_ACCURACY = RewardSection("accuracy", arguments={"mode": "strict"})
 
 
 @settings(bare="name", rest="arguments")
-class PartSection:
+class PluginSection:
     """Something of a team's, ``"module:attribute"``, with its arguments: a callback, a tool, an environment."""
 
     name: Named
@@ -209,7 +209,7 @@ class EvaluationSection:
             raise ValueError("`evaluation.budget_text` has an effect only with `evaluation.thinking_budget`")
 
 
-Parts = Annotated[tuple[PartSection, ...], NULL_IS_DEFAULT]
+Plugins = Annotated[tuple[PluginSection, ...], NULL_IS_DEFAULT]
 
 
 @settings(rest="arguments")
@@ -229,9 +229,9 @@ class Recipe:
     cold_start: ColdStartSection | None = None
     evaluation: EvaluationSection | None = None
     eval_dataset: DataSection | None = None
-    callbacks: Parts = ()
-    tools: Parts = ()
-    environment_factory: PartSection | None = None
+    callbacks: Plugins = ()
+    tools: Plugins = ()
+    environment_factory: PluginSection | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trl import GRPOConfig
@@ -22,10 +24,16 @@ CORRECTION = "vllm_importance_sampling_mode"
 NameOrMapping = dict[str, Any] | str | None
 
 
-def _setting(help: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"help": help})
+def _with_help(config: type) -> type:
+    """Give each field its words of the docstring as help, for a script's ``--help``."""
+    described = re.finditer(r"^ {8}(\w+): (.+?)(?=^ {8}\w|^$)", config.__doc__ or "", re.MULTILINE | re.DOTALL)
+    for setting in described:
+        help = " ".join(setting[2].replace("``", "").split())
+        config.__dataclass_fields__[setting[1]].metadata = MappingProxyType({"help": help})  # type: ignore[attr-defined]
+    return config
 
 
+@_with_help
 @dataclass
 class LabConfig(GRPOConfig):
     """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
@@ -70,22 +78,22 @@ class LabConfig(GRPOConfig):
             does not honour or that says the same thing differently (both settings are named).
     """
 
-    objective: NameOrMapping = _setting("Preset name or mapping; None keeps TRL's own settings.")
-    advantage: NameOrMapping = _setting("Advantage rule: name or mapping.")
-    kl: NameOrMapping = _setting("KL term: mapping with estimator, placement, coefficient.")
-    value: NameOrMapping = _setting("The critic of PPO: mapping with model, learning_rate, vf_coef, lam and more.")
-    rollout: NameOrMapping = _setting("How completions are made: mapping with engine, verify_every, thinking_budget, …")
-    reward_schedules: NameOrMapping = _setting("Reward name to schedule of its weight over optimizer steps.")
-    reset_optimizer: bool | None = _setting("Empty the optimizer's state after every generation batch.")
-    reference_every: int | str | None = _setting("Reference := policy every n optimizer steps, or 'generation'.")
-    sampler: NameOrMapping = _setting("Which prompt comes next: name or mapping; None shuffles as TRL does.")
-    update: NameOrMapping = _setting("'off' or a mapping with dead_groups, max_tokens, randomness, share_prompts.")
-    guard: NameOrMapping = _setting("'off' or a mapping with max_bad_steps, save: steps that are not finite.")
-    max_hours: float | None = _setting("Stop with a checkpoint after so many hours of this process.")
-    stop_file: str | None = _setting("Stop with a checkpoint when this file is there; None: STOP in output_dir.")
-    profile: bool | None = _setting("Write profile.md: the time of an optimizer step by part.")
-    token_weights_every: int | None = _setting("Write the weight of tokens in the gradient every n optimizer steps.")
-    save_checksums: bool = _setting("A checksum of each file of a checkpoint, compared before a resume.", True)
+    objective: NameOrMapping = None
+    advantage: NameOrMapping = None
+    kl: NameOrMapping = None
+    value: NameOrMapping = None
+    rollout: NameOrMapping = None
+    reward_schedules: NameOrMapping = None
+    reset_optimizer: bool | None = None
+    reference_every: int | str | None = None
+    sampler: NameOrMapping = None
+    update: NameOrMapping = None
+    guard: NameOrMapping = None
+    max_hours: float | None = None
+    stop_file: str | None = None
+    profile: bool | None = None
+    token_weights_every: int | None = None
+    save_checksums: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
         """Remember which settings were written down: a default that was chosen can contradict, a mere one cannot."""
