@@ -265,7 +265,7 @@ def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) 
             refuse_other_count(file, recipe.sampling.n_samples, "n_samples", instead)
     found = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
     if found.rows is not None:
-        refuse_other_rows(recipe.output_dir, before.get("data_digest"), found.rows)
+        refuse_other_rows(recipe.output_dir, before.get("data_digest"), rows_fingerprint(found.rows))
     check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
     return found
 

@@ -188,7 +188,7 @@ def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> t
                 f"`rounds.questions` is {number} and `data` has {len(asked.rows)} rows; ask fewer, or leave it out for "
                 "all"
             )
-        refuse_other_rows(recipe.output_dir, found.get("rows"), asked.rows)
+        refuse_other_rows(recipe.output_dir, found.get("rows"), rows_fingerprint(asked.rows))
     if recipe.base is not None:
         check_whole_model(recipe.base, "base.path")
     if recipe.base is None or recipe.cold_start is not None:  # else it only samples

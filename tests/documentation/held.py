@@ -65,7 +65,9 @@ HELD: dict[str, str | tuple[str, str]] = {
     "grpo-lab harness *": "tests/training/test_harness.py::test_the_folder_says_what_the_harness_would_do_otherwise",
     "grpo-lab evaluate * --data *": f"{EVALUATE}test_every_loader_argument_is_an_option_and_the_summary_says_all",
     "grpo-lab compare *": "tests/unit/evaluation/test_compare.py::test_two_whole_runs_and_a_lone_evaluation",
-    "grpo-lab report *": "tests/unit/reports/test_report.py::test_the_command_writes_it",
+    "grpo-lab report *": (
+        "tests/unit/reports/test_report_kinds.py::test_every_kind_has_its_page_and_report_writes_it_again"
+    ),
     "grpo-lab lab kl": "tests/unit/labs/test_kl_lab.py::test_the_command_writes_table_and_figure_and_repeats_nothing",
     "grpo-lab lab overoptimisation": (
         "tests/unit/labs/test_overoptimisation_lab.py::test_the_command_runs_every_kind_of_arm_and_repeats_nothing"

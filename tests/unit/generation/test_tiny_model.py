@@ -108,14 +108,6 @@ def test_the_tokenizer_is_the_same_in_another_process() -> None:
     assert run.stdout.strip() == str(sorted(TOKENIZER.get_vocab().items()))
 
 
-def test_generate_stops_and_pads() -> None:
-    model, tokenizer = tiny_model(hidden_size=16, num_heads=2)
-    batch = tokenizer(["Ann", "Ann has 3 apples"], return_tensors="pt", padding=True)
-    out = model.generate(**batch, max_new_tokens=4, do_sample=False)
-    assert out.shape[0] == 2
-    assert out.max() < len(tokenizer)
-
-
 @pytest.mark.not_fast
 def test_around_the_real_qwen3_tokenizer(grpo_lab_data: Path) -> None:
     model, tokenizer = tiny_model(

@@ -192,49 +192,6 @@ def test_a_column_and_a_curve_that_are_added_are_read_anew(lab_file: Path, capsy
     assert "| a | – | 0.500 |" in said.partition("After 0.1 k")[2]
 
 
-def asked(folder: Path, columns: Mapping[str, str]) -> list[str]:
-    """The command of a lab of one arm that shows these."""
-    file = folder / "lab.yaml"
-    file.write_text(yaml.safe_dump({**LAB, "arms": {"a": {}}, "curves": {}, "columns": columns}, sort_keys=False))
-    return ["lab", str(file), "--folder", str(folder / "out"), "--start", "some/model"]
-
-
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
-    """What a training logs: a stand-in leaves it, and an evaluation, in the cell's folder."""
-    rows: list[dict[str, float]] = []
-
-    def train(recipe: Any) -> Namespace:
-        result = EvaluationResult((outcome(0, 1.0, tokens=3), outcome(1, 0.0, tokens=5)))
-        result.write(Path(recipe.output_dir) / "evaluation" / "after")
-        for row in rows:
-            (Path(recipe.output_dir) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        return Namespace(before=None, after=result)
-
-    monkeypatch.setattr("grpo_lab.pipelines.train.train", train)
-    return rows
-
-
-def test_a_column_added_to_a_finished_lab_is_in_its_table(
-    tmp_path: Path, logged: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    logged.append({"step": 1, "entropy": 0.25})
-    main([*asked(tmp_path, {"accuracy": "greedy.accuracy.value"}), "--run-one", "a", "0"])
-    more = {"accuracy": "greedy.accuracy.value", "H": "mean.entropy", "tokens": "greedy.mean_length"}
-    assert main(asked(tmp_path, more)) == 0
-    assert "| a | 1 | 0.500 | 0.250 | 4.000 |" in capsys.readouterr().out
-
-
-def test_a_cell_whose_run_logs_no_step_has_its_record(
-    tmp_path: Path, logged: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As ``max_steps: 2`` with ``logging_steps: 5`` does."""
-    command = asked(tmp_path, {"accuracy": "greedy.accuracy.value", "H": "last.entropy"})
-    main([*command, "--run-one", "a", "0"])
-    assert main([*command, "--at-most", "0"]) == 0
-    assert "| a | 1 | 0.500 | – |" in capsys.readouterr().out
-
-
 def test_a_metric_that_no_run_has_logged_is_said(lab_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelt one was "–" without a word."""
     columns = {"accuracy": "greedy.accuracy.value", "H": "mean.entropi", "there": "last.entropy"}

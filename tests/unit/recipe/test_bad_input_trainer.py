@@ -168,12 +168,6 @@ def test_a_configuration_of_another_trainer(tiny_folder: Path, tmp_path: Path) -
     said(caught, "`args` is a SFTConfig", "LabConfig", "GRPOConfig")
 
 
-def test_bad_input_comes_before_the_model_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
-    """A wrong data set is found in milliseconds, not after the weights were read."""
-    with pytest.raises(ValueError, match="`train_dataset` is empty"):
-        build(tiny_folder, tmp_path, model=str(tiny_folder), train_dataset=Dataset.from_dict({"prompt": []}))
-
-
 def test_the_callers_configuration_is_not_changed(tiny_folder: Path, tmp_path: Path) -> None:
     config = GRPOConfig(**arguments(tmp_path, max_completion_length=4))
     before = dict(vars(config))

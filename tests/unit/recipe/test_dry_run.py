@@ -18,6 +18,7 @@ from rich.console import Console
 from grpo_lab import LabTrainer, data
 from grpo_lab.cli import main
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
+from grpo_lab.pipelines.train import train
 from grpo_lab.recipe.job import Job, lab_config, numbers_read
 from grpo_lab.recipe.sections import read_recipe, recipe_from
 from grpo_lab.recipe.yaml import QUICKSTART, shipped_recipe
@@ -80,6 +81,7 @@ def test_a_model_that_is_not_tiny_is_stood_in_for(where: str, saved: Path, tmp_p
     )
 
 
+COLD_START = {"data": {**GOOD["data"], "split": "cold_start"}, "max_steps": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a reward that its module does not have": ({"rewards": ["grpo_lab.rewards:Nothing"]}, r"`rewards`.*'Nothing'"),
     "a reward whose module is nowhere": ({"rewards": ["no_such_team:r"]}, "looked in the working folder"),
@@ -100,19 +102,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "golds that cannot be read": (
         {"data": {"loader": "file", "source": "GOLDS", "question": "q", "gold": "a"}}, "gold|solution"),
     "no such model folder": ({"model": {"path": "/no/such/model"}}, "`model.path` is '/no/such/model'"),
-    "a setting of the cold start": (
-        {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "learning_rat": 1}}, "learning_rat"),
-    "held-out rows": (
-        {"evaluation": {"data": {"loader": "word_problems", "colour": 1}}}, r"`evaluation\.data`.*colour"),
+    "two models": ({"model": {**GOOD["model"], "path": "/x"}}, "exactly one of `path`"),
+    "an unknown reward": ({"rewards": ["acuracy"]}, "`rewards`: unknown reward 'acuracy'; did you mean 'accuracy'"),
+    "a setting of a reward": ({"rewards": [{"name": "accuracy", "mode": "fuzzy"}]}, "strict.*fuzzy"),
     "a judge that is not there": ({"evaluation": {"data": GOOD["data"], "reward": "acuracy"}}, r"`evaluation\.reward`"),
     "two number formats": ({"bf16": True, "fp16": True}, "`bf16` and `fp16` are both true"),
     "a schedule of no reward": ({"reward_schedules": {"acuracy_reward": 1.0}}, "reward_schedules"),
-    "weights for other rewards": ({"reward_weights": [1.0, 2.0]}, "reward"),
     "a column that no row has": ({"sampler": {"name": "curriculum", "pass_rate_column": "easy"}}, "easy"),
     "a reward that reads a column that no row has": (
         {"rewards": ["unit.recipe.test_dry_run:reads_target"]}, r"needs \['target'\].*'solution'"),
     "an evaluation without room": (
-        {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}},
+        {"max_completion_length": 600, "evaluation": {"data": GOOD["data"]}, "cold_start": COLD_START},
         r"`evaluation`: the shortest prompt has \d+ tokens and max_new_tokens is 600.*is "
         r"512.*`max_completion_length` \(no"),
     "an evaluation's own tokens without room": (
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cold_start": {"data": {**GOOD["data"], "split": "cold_start"}, "lr_scheduler_type": "cosin"}},
         "`cold_start.lr_scheduler_type` is 'cosin'; did you mean 'cosine'"),
     "a trainer that is none": ({"trainer": "math:floor"}, "trainer"),
-    "a folder of another run": ({"output_dir": "FOLDER"}, "`output_dir` .* holds something else; choose another"),
+    "an unknown trainer": ({"trainer": "DrGROPTrainer"}, "`trainer`.*DrGROPTrainer"),
     "an environment's argument": (
         {"environment_factory": {"name": "unit.recipe.test_dry_run:Room", "sise": 3}}, "`environment_factory`: .* no "
             "setting 'sise'; did you mean 'size'"),
@@ -169,7 +169,6 @@ def test_what_the_run_would_refuse(
     golds = tmp_path / "golds.jsonl"
     golds.write_text("".join(json.dumps({"q": f"What is {i}?", "a": "none of these"}) + "\n" for i in range(4)))
     text = yaml.safe_dump({**GOOD, "output_dir": str(tmp_path / "o"), **changes}).replace("GOLDS", str(golds))
-    text = text.replace("output_dir: FOLDER", f"output_dir: {tmp_path}")
     file = tmp_path / "r.yaml"
     file.write_text(text)
     assert main(["train", "--config", str(file), "--dry-run"]) == 2
@@ -216,8 +215,6 @@ def test_a_model_folder_without_a_tokenizer(saved: Path, tmp_path: Path) -> None
 
 @pytest.mark.not_fast
 def test_a_run_without_evaluation_says_where_its_model_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from grpo_lab.pipelines.train import train
-
     out = tmp_path / "o"
     train(recipe_from({**GOOD, "use_cpu": True, "save_strategy": "no", "output_dir": str(out)}))
     assert f"model: {out}\n" in capsys.readouterr().out
@@ -252,8 +249,6 @@ def test_completions_beyond_the_context_are_told() -> None:
 
 def test_no_room_is_said_before_the_cold_start(tmp_path: Path) -> None:
     """It was the first evaluation's error, when the cold start was over."""
-    from grpo_lab.pipelines.train import train
-
     written = {**GOOD, "use_cpu": True, "max_completion_length": 600, "evaluation": {"data": GOOD["data"]}}
     cold = {"data": {**GOOD["data"], "split": "cold_start"}, "max_steps": 1}
     with pytest.raises(ValueError, match="`evaluation`: the shortest prompt"):

@@ -97,7 +97,10 @@ def test_what_is_read(written: dict[str, Any], attribute: str, value: Any) -> No
         ({"rows": 1.5}, "`rows` is 1.5; it must be a whole number of at least 1"),
         ({"rows": 1, "share": True}, "`share` is True; it must be a number"),
         ({"rows": 1, "share": "half"}, "`share` is 'half'; it must be a number"),
-        ({"rows": 1, "heat": float("nan")}, "`heat` is nan; it must be a finite number above 0"),
+        *(
+            ({"rows": 1, "heat": heat}, f"`heat` is {heat!r}; it must be a finite number above 0")
+            for heat in (float("nan"), float("inf"), 0, -1.0, "hot", True)
+        ),
         ({"rows": 1, "strict": "no"}, "`strict` is 'no'; it must be true or false"),
         ({"rows": 1, "kind": "c"}, "`kind` is 'c'; it must be 'a' or 'b'"),
         ({"rows": 1, "team": "x"}, "`team` is 'x'; it must be 'module:attribute', or a mapping with that as `name`"),

@@ -45,6 +45,7 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (ALL, ["--output_dir", "TMP/other"], "is no run of ours|holds something else"),
     # rows and rewards
     (ALL, ["--data.n", "0"], r"`data` \(loader 'word_problems'\): n is 0; at least 1"),
+    (ALL, ["--data.largest", "3"], "largest is 3"),
     (ALL, ["--data.limt", "3"], r"`data` .* has no setting 'limt'; did you mean 'limit'\? Allowed: \["),
     (ALL, ["--data.limit", "0"], "`data.limit` is 0; it must be a whole number of at least 1"),
     (ALL, ["--data.split", "dev"], r"`data` .*: `split` is 'dev'\. Allowed: \['test', "),
@@ -102,6 +103,11 @@ WRONG: list[tuple[tuple[str, ...], list[str], str]] = [
     (("train",), ["--rewards", "[{name: accuracy, weight: .nan}]"], "`rewards.0.weight` is nan; it must be a number"),
     (ALL, ["--temperature", ".nan"], "`temperature` is nan; it must be a (finite )?number"),
     (TRAINED, ["--training.max_steps", "few"], "`training.max_steps` is 'few'; it must be a whole number"),
+    (TRAINED, ["--training.max_step", "3"], "did you mean 'max_steps'"),
+    (("rounds",), ["--rounds.questions", "9"], "`rounds.questions` is 9 and `data` has 8 rows"),
+    (("curate",), ["--filters.balance", "{by: nothing}"], "`filters.balance.by` is 'nothing'"),
+    (("curate",), ["--filters.contamination", "{against: [{loader: word_problems, n: 5, split: heldout}]}"],
+        r"`filters.contamination.against.0` \(loader 'word_problems'\): `split` is 'heldout'\. Allowed: \["),
     (("train",), ["--save_steps", "0"],
         "`save_steps` is 0; it must be a finite number above 0, or `save_strategy: no`"),
     (TRAINED, ["--training.save_strategy", "steps", "--training.save_steps", "0"], "`training.save_steps` is 0; it "

@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from grpo_lab.cli import main
 from grpo_lab.evaluation import EvaluationResult, Outcome, write_report
 from grpo_lab.evaluation.page import LONGEST_SHOWN, choose_samples
 from grpo_lab.evaluation.run_record import read_run
@@ -130,12 +129,6 @@ def test_whole_run_shows_everything(tmp_path):
         assert said in page.text, said
     assert page.tags.count("figure") == page.tags.count("figcaption") == 11
     assert "Notices" not in page.text
-
-
-def test_the_command_writes_it(tmp_path, capsys):
-    assert main(["report", str(whole_run(tmp_path / "run"))]) == 0
-    assert capsys.readouterr().out == f"report: {tmp_path / 'run' / 'report.html'}\n"
-    assert "Held-out accuracy" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_working_out_is_one_figure_where_it_was_watched(tmp_path):
@@ -288,15 +281,12 @@ def test_any_one_piece_may_be_missing(tmp_path, missing):
     ("line", "reason"),
     [
         ('{"step": 61, "rew', "not JSON"),
-        ("[1, 2]", "it holds [1, 2]; a mapping"),
         ('{"reward": 1.0}', "no usable `step`"),
         ('{"step": "<b>x</b>"}', "no usable `step`"),
         ('{"step": NaN}', "no usable `step`"),
         ('{"step": 1' + "0" * 400 + "}", "no usable `step`"),
-        ("[" * 100_000, "it is nested more than 100 deep"),
-        ("\x00\x00\x00", "zero bytes"),
     ],
-    ids=["cut", "list", "stepless", "markup", "nan", "huge", "deep", "zeros"],
+    ids=["cut", "stepless", "markup", "nan", "huge"],
 )
 def test_a_corrupted_line_is_reported_with_its_number(tmp_path, line, reason):
     folder = whole_run(tmp_path)
@@ -328,13 +318,6 @@ def test_numbers_that_are_none_or_logged_twice_are_named(tmp_path):
     assert "kl was NaN, infinite or beyond 1e100 in 2 rows" in said
     assert "huge was NaN, infinite or beyond 1e100 in 1 row" in said
     assert "1 values were logged twice" in said
-
-
-def test_a_run_json_of_another_kind_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("[1]")
-    assert "run.json: it holds [1]; a mapping" in page_of(tmp_path).text
-    (tmp_path / "run.json").write_text("{")
-    assert "run.json could not be read" in page_of(tmp_path).text
 
 
 def test_a_single_step_can_be_drawn(tmp_path):

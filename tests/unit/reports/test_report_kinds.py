@@ -236,6 +236,8 @@ OUTCOME = (
             '1e308}', "reward was NaN, infinite or beyond 1e100 in 2"),
         ("metrics.jsonl", '{"step": 1e300, "reward": 1}', "no usable `step`"),
         ("metrics.jsonl", '{"step": 1, "reward": -1e99}\n{"step": 2, "reward": 1e99}', ""),
+        ("run.json", "[1]", "run.json: it holds [1]; a mapping"),
+        ("run.json", "{", "run.json could not be read"),
         ("run.json", '{"seed": 1' + "0" * 400 + "}", ""),
         ("run.json",
             '{"name": [1], "seconds": {"a": "x", "b": NaN}, "settings": 3, "finished": "no", "rewards": {}}', ""),

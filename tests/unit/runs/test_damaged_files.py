@@ -191,13 +191,3 @@ def test_a_page_names_the_damaged_record_and_goes_on(tmp_path: Path) -> None:
     found = read_run(tmp_path)
     assert found.metrics == {"loss": [(1, 0.5)]}
     assert any("run.json" in notice and "nested" in notice for notice in found.notices)
-
-
-def test_a_recipe_cut_in_half_has_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "pipeline.yaml"
-    file.write_text("name: a\nstages:\n  - {name: a, kind: train\n")
-    with pytest.raises(ValueError, match=r"pipeline\.yaml', line 4: no YAML"):
-        read_yaml(file)
-    file.write_bytes(b"name: a\nstages: \x00\n")
-    with pytest.raises(ValueError, match=r"pipeline\.yaml', line 2: no YAML: the character '\\x00' is not allowed"):
-        read_yaml(file)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,25 +32,12 @@ def score(prompts, completions, **columns):
 
 pass_rates([{"prompt": "1 + 1?", "solution": "2"}], generate, score, n=1, path=sys.argv[1], progress=False)
 """
-HOLDS = """
-import sys
-from pathlib import Path
-from grpo_lab.runs.folder import one_writer
-with one_writer(Path(sys.argv[1])):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path: Path, holding: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[str]:
     """Another process that writes into ``tmp_path``."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "has it\n"
-        yield process
-        process.kill()
+    return holding(tmp_path)
 
 
 def test_a_child_that_outlives_a_killed_sampling_holds_nothing(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,25 +25,11 @@ from grpo_lab.recipe.sections import recipe_from
 from grpo_lab.runs.folder import LOCK, FolderGone, is_empty, one_writer, write_run
 from grpo_lab.runs.metrics import MetricsFile
 
-HOLDS = """
-import sys
-from pathlib import Path
-from grpo_lab.runs.folder import one_writer
-with one_writer(Path(sys.argv[1])):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
-
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def other(tmp_path: Path, holding: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[str]:
     """Another process that writes into ``tmp_path / "run"``."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "has it\n"
-        yield process
-        process.kill()
+    return holding(tmp_path / "run")
 
 
 @pytest.mark.not_fast
@@ -130,31 +115,33 @@ def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path]
         lock(tmp_path)
 
 
+ROWS = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
+
+
 def training(folder: Path) -> Any:
-    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
     tiny = {"tiny": {"architecture": "qwen2", "hidden_size": 32, "num_heads": 2, "num_layers": 1, "max_positions": 256}}
     settings = {"max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 1}
     return recipe_from(
-        {"name": "r", "model": tiny, "data": rows, "rewards": ["accuracy"], "use_cpu": True, "bf16": False}
+        {"name": "r", "model": tiny, "data": ROWS, "rewards": ["accuracy"], "use_cpu": True, "bf16": False}
         | {"objective": "dr_grpo", "output_dir": str(folder), **settings}
     )
 
 
 def curation(folder: Path) -> Any:
-    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    return curation_recipe_from({"name": "c", "data": rows, "filters": {"duplicates": {}}, "output_dir": str(folder)})
+    return curation_recipe_from({"name": "c", "data": ROWS, "filters": {"duplicates": {}}, "output_dir": str(folder)})
+
+
+def of_a_model(folder: Path, method: str) -> dict[str, Any]:
+    written = {"name": "s", "method": method, "model": {"path": str(folder.parent / "model")}, "data": ROWS}
+    return {**written, "max_completion_length": 8, "output_dir": str(folder)}
 
 
 def shortening(folder: Path) -> Any:
-    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    written = {"name": "s", "method": "dpo", "model": {"path": str(folder.parent / "model")}, "data": rows}
-    return long2short_recipe_from({**written, "max_completion_length": 8, "output_dir": str(folder)})
+    return long2short_recipe_from(of_a_model(folder, "dpo"))
 
 
 def by_rounds(folder: Path) -> Any:
-    rows = {"loader": "word_problems", "split": "train", "n": 8, "seed": 0, "template": "chat"}
-    written = {"name": "o", "method": "rft", "model": {"path": str(folder.parent / "model")}, "data": rows}
-    return rounds_recipe_from({**written, "max_completion_length": 8, "output_dir": str(folder)})
+    return rounds_recipe_from(of_a_model(folder, "rft"))
 
 
 def measured(folder: Path) -> None:

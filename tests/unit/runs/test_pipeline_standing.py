@@ -7,8 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -237,25 +236,11 @@ def test_a_pipeline_under_a_linked_folder(tmp_path: Path) -> None:
 
 # --- locks, failures, stops -----------------------------------------------------------------------------------------
 
-HOLDS = """
-import sys
-from pathlib import Path
-from grpo_lab.runs.folder import one_writer
-with one_writer(Path(sys.argv[1]), sys.argv[2]):
-    print("has it", flush=True)
-    sys.stdin.read()
-"""
-
 
 @pytest.fixture
-def busy(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def busy(tmp_path: Path, holding: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[str]:
     """Another process that does the stage `second`."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path / "out"), "second.stage.lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "has it\n"
-        yield process
-        process.kill()
+    return holding(tmp_path / "out", "second.stage.lock")
 
 
 def test_every_stage_holds_its_lock(out: Path, busy: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_the_line_is_the_innermost_of_somebodys_own() -> None:
     line, waits = line_of(thread.ident or 0)
     until.set()
     thread.join()
-    assert "unit/runs/test_ranks.py:" in line
+    assert "runs/test_ranks.py:" in line
     assert line.endswith("in sleeping")
     assert not waits
 
@@ -137,7 +137,7 @@ def test_at_half_of_the_limit_a_warning_says_where_this_rank_is(store: Any, capl
         time.sleep(1.1)  # two beats: once at half of the limit, once at nine tenths
     assert len(caplog.records) <= 2
     assert re.search(
-        r"rank 0 of 2 is at «step», step 12, for \d+ s: unit/test_ranks\.py:", caplog.records[0].getMessage()
+        r"rank 0 of 2 is at «step», step 12, for \d+ s: runs/test_ranks\.py:", caplog.records[0].getMessage()
     )
 
 

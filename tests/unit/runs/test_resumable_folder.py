@@ -199,14 +199,6 @@ def test_another_evaluation_is_made_anew(tmp_path: Path) -> None:
     assert not (folder / "evaluation").exists()
 
 
-def test_overwrite_leaves_no_evaluation_of_the_run_before(tmp_path: Path) -> None:
-    """A resume, or a report of the run that was killed next, took it for its own."""
-    folder = claim(given(tmp_path / "o"), overwrite=False)
-    (folder / "evaluation" / "after").mkdir(parents=True)
-    claim(given(folder, learning_rate=2e-3), overwrite=True)
-    assert not (folder / "evaluation").exists()
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

@@ -162,34 +162,15 @@ def test_there_is_a_recipe_of_each_method_from_one_start_model() -> None:
         assert {key: value for key, value in one["cold_start"].items() if key != "bf16"} == quick["cold_start"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--rounds.questions", "9"], "`rounds.questions` is 9 and `data` has 8 rows"),
-        (["--training.learning_rat", "1"], "did you mean 'learning_rate'"),
-        (["--model.path", "/no/such/model"], "no such folder"),
-        (["--cold_start", "{data: {loader: word_problems, n: 2, split: cold_start}, max_step: 1}"], "max_step"),
-        (
-            ["--keep.gold", "true", "--data", "{loader: file, source: ROWS, template: none}"],
-            "`keep.gold` needs a column",
-        ),
-    ],
-)
-def test_a_dry_run_refuses_what_the_run_would_refuse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], message: str
-) -> None:
-    import yaml
-
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More of it stands in ``tests/unit/recipe/test_refusals.py``."""
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "solution": "2"}\n')
-    file = tmp_path / "a.yaml"
-    file.write_text(
-        yaml.safe_dump({**GOOD, "model": {"path": str(tmp_path / "model")}, "output_dir": str(tmp_path / "out")})
-    )
-    words = [word.replace("ROWS", str(tmp_path / "rows.jsonl")) for word in change]
-    assert main(["rounds", "--config", str(file), "--dry-run", *words]) == 2
-    assert message in capsys.readouterr().err
+    rows = {"loader": "file", "source": str(tmp_path / "rows.jsonl"), "template": "none"}
+    given = {"model": {"path": str(tmp_path)}, "data": rows, "output_dir": str(tmp_path / "out")}
+    (tmp_path / "a.yaml").write_text(json.dumps({**GOOD, **given, "keep": {"gold": True}}))
+    assert main(["rounds", "--config", str(tmp_path / "a.yaml"), "--dry-run"]) == 2
+    assert "`keep.gold` needs a column" in capsys.readouterr().err
 
 
 def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: Path) -> None:

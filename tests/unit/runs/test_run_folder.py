@@ -107,12 +107,15 @@ def test_commands_that_failed_before_they_wrote_anything_leave_their_folder_too(
         earlier_run(asked, "rounds", False, lambda _: {"seed": 2})
 
 
-def test_overwrite_leaves_no_checkpoint_of_the_run_before(tmp_path: Path) -> None:
-    """Resuming takes the highest number: a checkpoint-60 left behind would win over this run's checkpoint-8."""
+def test_overwrite_leaves_no_checkpoint_and_no_evaluation_of_the_run_before(tmp_path: Path) -> None:
+    """Resuming takes the highest number: a checkpoint-60 left behind would win over this run's checkpoint-8. A resume,
+    or a report of the run that was killed next, took an evaluation that was left for its own."""
     folder = claim(recipe(tmp_path / "out"), overwrite=False)
     (folder / "checkpoint-60").mkdir()
+    (folder / "evaluation" / "after").mkdir(parents=True)
     claim(recipe(tmp_path / "out", learning_rate=2e-3), overwrite=True)
     assert not (folder / "checkpoint-60").exists()
+    assert not (folder / "evaluation").exists()
 
 
 def test_overwrite_leaves_no_critic_of_the_run_before_but_the_one_it_starts_from(tmp_path: Path) -> None:
