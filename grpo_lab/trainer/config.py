@@ -63,11 +63,10 @@ class LabConfig(GRPOConfig):
         guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine
             log-prob that is not finite is left out on every rank, and so many in a row stop the run; ``None``: on with
             ``objective``, off without.
-        max_hours: hours of this process (from its start: loading counts, an earlier process of the run does not) after
-            which the optimizer step under way is the last: a checkpoint, and the end, to be gone on with. Leave room
-            for one step and its checkpoint.
-        stop_file: a file whose presence stops the run likewise (it is looked for once a step, and removed); ``None``:
-            ``STOP`` in ``output_dir``. One older than the process of a training from its first step just goes.
+        max_hours: hours of this process, loading included, after which the optimizer step under way is the last: a
+            checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
+        stop_file: a file whose presence stops the run likewise; it is looked for once a step, and removed. ``None``:
+            ``STOP`` in ``output_dir``.
         profile: write ``profile.md``, the time of an optimizer step by part (``--profile``).
         token_weights_every: in every n-th optimizer step, from the first on, write the weight that tokens had in the
             gradient, by length and by pass rate, as a line of ``token_weights.jsonl``; the report draws them.

@@ -159,9 +159,8 @@ class ValueSettings:
     """``value``: the critic. Every field has a default, so that ``value: {}`` is a whole setting.
 
     Args:
-        model: ``head``: a linear layer on the policy's last hidden states (one forward, no further memory). ``copy``: a
-            network of its own, which starts as a copy of the policy's. A folder or hub name: that network (a critic
-            that a run saved, or any causal or base model with the policy's vocabulary).
+        model: ``head``: a linear layer on the policy's last hidden states. ``copy``: a network of its own, which starts
+            as a copy of the policy's. A folder or hub name: that network, with the policy's vocabulary.
         learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
         vf_coef: c of policy loss + c · value loss; TRL's deleted ``PPOConfig`` had 0.1, too.
         cliprange_value: how far a value may move from the one at generation; ``None``: no clipping.
@@ -206,12 +205,11 @@ class UpdateSettings:
         dead_groups: ``skip`` leaves rows out that cannot contribute (exact), ``keep`` computes them, ``resample`` draws
             further prompts until the batch holds live groups only (DAPO; another data distribution).
         max_tokens: padded tokens of one forward; ``None``: the footprint of the stock micro-batch. ``auto``: what the
-            device's free memory holds, measured in the first step and halved where a bin runs out of it; on a CPU,
-            which has no such statistics, the footprint of the stock micro-batch.
+            device's free memory holds, measured in the first step; on a CPU as ``None``.
         max_rounds: with ``resample``: generations per batch at most.
         randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
-            update is exact in distribution; the default with ``objective``), ``same_draws`` draws stock's very masks,
-            which takes stock's batches of all rows (the default without: a run that is to equal stock TRL).
+            default with ``objective``); ``same_draws`` draws stock's very masks and computes all rows (the default
+            without).
         share_prompts: compute a group's prompt once (full attention by ``sdpa``, FlexAttention or a flash kernel):
             ``auto`` where it is cheaper.
     """
@@ -291,16 +289,13 @@ class RolloutSettings:
         server: the talk with a server (``ServerSettings``).
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
-        generate: without an engine; ``groups``: a prompt is read once and rows that ended leave
-            (``engines/generate.py``; other draws, the same distribution); ``compiled``: the same, in compiled
-            forwards of few shapes, for a GPU (``engines/compiled.py``); ``stock``: TRL's own call; ``auto``:
-            ``groups`` where ``objective`` is set and the model's cache allows it.
+        generate: without an engine: ``groups``: a prompt is read once and rows that ended leave; ``compiled``: the
+            same in compiled forwards, for a GPU; ``stock``: TRL's own call; ``auto``: ``groups`` where ``objective``
+            is set and the model's cache allows it.
         overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
-            With 1 the sampler is one generation batch older than the policy, so a correction is required:
-            ``vllm_importance_sampling_mode`` is then ``token_truncate`` where nothing is written.
+            With 1 a correction is required (``token_truncate`` where nothing is written).
         cut_after: with ``use_vllm``: tokens after which a completion without an end is put aside, to be gone on with at
-            the next generation batch; its group waits until all of it is whole. Its segments are of several policies,
-            so a correction is required, as with ``overlap``; ``None``: the whole batch is waited for.
+            the next generation batch. A correction is required. ``None``: the whole batch is waited for.
     """
 
     verify_every: Count = 50
