@@ -19,7 +19,8 @@ from grpo_lab.trainer.generation.partial import PartialRollouts
 from grpo_lab.trainer.generation.prompt_fit import check_training_prompts
 from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
-from grpo_lab.trainer.generation.trl_engine import EngineHooks, SyncProof, hook_in
+from grpo_lab.trainer.generation.rollout_ports import EngineHooks
+from grpo_lab.trainer.generation.trl_engine import SyncProof, hook_in
 from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for

@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.background import BackgroundRequest
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, refuse_turns
+from grpo_lab.trainer.generation.rollout_ports import RolloutPort
 from grpo_lab.trainer.generation.server_across_ranks import NOTHING
 from grpo_lab.trainer.generation.server_client import LabVLLMClient
 from grpo_lab.trainer.settings.parse import RolloutSettings
-from grpo_lab.trainer.trl_bridge import replaced
+from grpo_lab.trainer.trl_bridge import prompt_tokens, replaced
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
@@ -45,7 +45,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
             vision model's data.
     """
 
-    def __init__(self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead) -> None:
+    def __init__(self, trainer: RolloutPort, settings: RolloutSettings, ahead: ReadAhead) -> None:
         self.trainer = trainer
         self.on = settings.overlap > 0
         self._ahead = ahead
@@ -96,7 +96,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
     def _take_request(self) -> BackgroundRequest | None:
         """The request that was begun, from here on not the client's, when the server is done with it."""
-        client: Any = self.trainer.vllm_generation.vllm_client
+        client = self.trainer.vllm_generation.vllm_client
         client.wait_until_idle()
         begun = client.in_background
         client.in_background = None
@@ -111,14 +111,14 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         rows = self._ahead.rows_to_train(trainer, trainer.phase.start + trainer.phase.every)
         if rows is None:
             return
-        prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        prompts = prompt_tokens(trainer, rows)
         generation = trainer.vllm_generation
         sending: AbstractContextManager[None] = contextlib.nullcontext()
         if trainer.accelerator.is_main_process:
             begins = BeginsAlone(generation.vllm_client, int(trainer.state.global_step))
             sending = replaced(generation, "vllm_client", begins)
         with sending:  # TRL gathers the prompts of all ranks, puts the request together, and hands round what it gets
-            VLLMGeneration.generate(generation, [list(ids) for ids in prompt_ids], None, trainer.num_generations)
+            VLLMGeneration.generate(generation, prompts, None, trainer.num_generations)
 
     @property
     def version(self) -> int:

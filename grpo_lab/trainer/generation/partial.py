@@ -40,10 +40,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from grpo_lab.trainer.generation.in_step import generate_in_step
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead, refuse_turns
+from grpo_lab.trainer.generation.rollout_ports import RolloutPort
 from grpo_lab.trainer.generation.waiting import (
     Segment,
     WaitingCompletion,
@@ -54,7 +54,7 @@ from grpo_lab.trainer.generation.waiting import (
 )
 from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState
 from grpo_lab.trainer.settings.parse import RolloutSettings
-from grpo_lab.trainer.trl_bridge import replaced
+from grpo_lab.trainer.trl_bridge import has_micro_batches, prompt_tokens, replaced, send_weights_again
 
 Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
@@ -116,9 +116,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
     )
 
     def __init__(
-        self, trainer: GRPOTrainer, settings: RolloutSettings, ahead: ReadAhead, generated: GeneratedTokens
+        self, trainer: RolloutPort, settings: RolloutSettings, ahead: ReadAhead, generated: GeneratedTokens
     ) -> None:
-        self.trainer: Any = trainer
+        self.trainer = trainer
         self._generated = generated
         self.cut = settings.cut_after
         self.asked: list[list[int]] = []
@@ -235,11 +235,11 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             return ()
         trainer = self.trainer
         size = int(trainer.num_generations)
-        prompts, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        prompts = prompt_tokens(trainer, rows)
         first = trainer.accelerator.process_index * len(rows)
         longest = int(trainer.max_completion_length)
         mine = [
-            begin(dict(row), list(ids), min(longest, trainer.vllm_generation.context - len(ids)), size)
+            begin(dict(row), ids, min(longest, trainer.vllm_generation.context - len(ids)), size)
             for place, (row, ids) in enumerate(zip(rows, prompts, strict=True), start=first)
             if place % size == 0
         ]
@@ -269,7 +269,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
                         continue
                 completions[place][number] = completions[place][number].continued(segment, version, groups[place].room)
         if unscored:
-            trainer._last_loaded_step = -1  # the next turn sends the weights, and a faulty engine clears its cache then
+            send_weights_again(trainer)  # at the next turn, and a faulty engine clears its cache then
         longer = [
             replace(group, completions=tuple(of_group)) for group, of_group in zip(groups, completions, strict=True)
         ]
@@ -355,8 +355,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         in_training = groups[number:]
         if not in_training:
             return PartialState(waiting)
-        has_micro_batches = self.trainer._buffered_inputs is not None
-        return PartialState(waiting, in_training, Batch.TAKEN if has_micro_batches else Batch.LOST)
+        return PartialState(waiting, in_training, Batch.TAKEN if has_micro_batches(self.trainer) else Batch.LOST)
 
 
 _LOST = "the groups that wait are then lost, and as many prompts of the epoch are trained on twice"

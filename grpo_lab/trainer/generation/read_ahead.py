@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from trl import GRPOTrainer
-
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.generation.rollout_ports import RolloutPort
 from grpo_lab.trainer.settings.parse import RolloutSettings
 
 
@@ -62,7 +61,7 @@ class ReadAhead:
             return known[place]
         return None
 
-    def rows_to_train(self, trainer: GRPOTrainer, number: int) -> Any | None:
+    def rows_to_train(self, trainer: RolloutPort, number: int) -> Any | None:
         """``rows``; None, too, where the training ends before it."""
         state = trainer.state
         phase = trainer.phase
@@ -72,7 +71,7 @@ class ReadAhead:
         return self.rows(number)
 
 
-def refuse_turns(trainer: GRPOTrainer, setting: str, turns: str, images: str) -> None:
+def refuse_turns(trainer: RolloutPort, setting: str, turns: str, images: str) -> None:
     """ValueError: completions that are made in turns (tools, an environment, a rollout function), or bring images; with
     the reason why ``setting`` cannot have them."""
     taken = {"rollout_func": turns, "tools": turns, "environment_factories": turns}

@@ -33,6 +33,7 @@ from grpo_lab.engines.weights.proof import SyncGap, TensorDifference, judge, syn
 from grpo_lab.engines.weights.sync import WeightSyncError
 from grpo_lab.trainer.generation.all_ranks import from_main, of_all_ranks, on_main, raise_together
 from grpo_lab.trainer.generation.prompt_fit import PromptTooLong
+from grpo_lab.trainer.generation.rollout_ports import EnginePort, RolloutPort
 from grpo_lab.trainer.generation.same_model import check_same_model
 from grpo_lab.trainer.generation.server_client import LabVLLMClient, read_to_end
 from grpo_lab.trainer.metrics.book import MetricBook
@@ -53,7 +54,7 @@ LOOK_AGAIN = 1.0
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
 
-def connect(generation: Any, settings: ServerSettings, wait: float | None = None) -> None:
+def connect(generation: EnginePort, settings: ServerSettings, wait: float | None = None) -> None:
     """``VLLMGeneration._init_vllm`` in server mode: wait for the server (``wait`` seconds; None: as long as at the
     start), open the way for the weights. ``ValueError`` where it serves another model, or its context has no room
     beside the longest completion."""
@@ -83,7 +84,7 @@ def connect(generation: Any, settings: ServerSettings, wait: float | None = None
     generation.context, generation.page = on_main(generation.accelerator, talk)
 
 
-def sync(generation: Any, stock: Callable[[], None]) -> None:
+def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
     """``sync_weights`` in server mode: TRL's, after which every rank knows whether it worked."""
     failure = None
     try:
@@ -93,7 +94,7 @@ def sync(generation: Any, stock: Callable[[], None]) -> None:
     raise_together(generation.accelerator, failure)
 
 
-def generate(generation: Any, stock: Callable[[], Any]) -> Any:
+def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
     """``generate`` in server mode: TRL's, with a failure on the main process raised on every rank."""
     if not generation.accelerator.is_main_process:
         answer = stock()
@@ -143,10 +144,15 @@ class KeptFailure:
 
 
 def prove(
-    generation: Any, model: nn.Module, prompt_ids: list[list[int]], tolerance: Callable[[torch.dtype], float]
+    generation: EnginePort,
+    named_params: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    model: nn.Module,
+    prompt_ids: list[list[int]],
+    tolerance: Callable[[torch.dtype], float],
 ) -> SyncGap:
-    """The sync proof over HTTP: the main process's probe, every rank's forward pass, tensors where they can be read.
-    ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and ``sync_gap``."""
+    """Prove the sync over HTTP: the main process's probe, every rank's forward pass, tensors (``named_params``) where
+    they can be read. ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and
+    ``sync_gap``."""
     accelerator = generation.accelerator
     client = getattr(generation, "vllm_client", None)
     asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
@@ -154,7 +160,7 @@ def prove(
     gap = sync_gap(probe.logprobs, forward_logprobs(model, probe.prompt_ids, probe.completion_ids))
     found: list[TensorDifference] = []
     if readable:
-        params = generation._iter_named_params()
+        params = named_params()
         if not accelerator.is_main_process:
             read_to_end(params)
         found = on_main(accelerator, lambda: client.differing(params))
@@ -170,7 +176,7 @@ class ServerReturn:
     ``ServerGone``. ``patience``: seconds that ranks wait for each other (``ddp_timeout``), more than for the server.
     """
 
-    def __init__(self, generation: Any, settings: ServerSettings, patience: float = math.inf) -> None:
+    def __init__(self, generation: EnginePort, settings: ServerSettings, patience: float = math.inf) -> None:
         self.waits = settings.return_timeout or 0.0
         if generation.accelerator.num_processes > 1 and self.waits >= patience:
             raise ValueError(
@@ -307,7 +313,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iter
         raise KeyboardInterrupt(said) from None
 
 
-def record_returns(trainer: GRPOTrainer) -> None:
+def record_returns(trainer: RolloutPort) -> None:
     """``rollout/server_returns`` of the batch that was just made, where there is a server."""
     returns = getattr(getattr(trainer, "vllm_generation", None), "server_return", None)
     if returns is not None:

@@ -13,7 +13,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from grpo_lab.engines.weights.sync import clear_cache, needs_repair, push_weight
 from grpo_lab.trainer.generation import server_across_ranks
 from grpo_lab.trainer.generation.all_ranks import from_main
 from grpo_lab.trainer.generation.prompt_fit import refuse_long
+from grpo_lab.trainer.generation.rollout_ports import EngineHooks
 from grpo_lab.trainer.ranks import TO_SEND, refuse_bad_weights
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced, without_critic
@@ -50,23 +50,6 @@ LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 GAP_FACTOR = 3.0
 #: proofs that such a difference may ask for in a run
 DOUBTS = 3
-
-
-@dataclass(frozen=True)
-class EngineHooks:
-    """What a trainer does at the events of its engine; the defaults are those of an engine that nobody trains with.
-
-    Args:
-        waiting: context around a wait for a server, which a signal may break off.
-        synced: is given the bytes of tensors of each sync.
-        on_fault: is given the fault of log-probs that are not finite; ``None``: it is raised.
-        prove: proves the weights of a server that came back, by the prompts of the generation that failed.
-    """
-
-    waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    synced: Callable[[int], None] = lambda moved: None
-    on_fault: Callable[[Exception], None] | None = None
-    prove: Callable[[list[list[int]]], None] | None = None
 
 
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
@@ -283,7 +266,9 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         model.eval()
         try:
             if generation.mode == "server":
-                proof = functools.partial(server_across_ranks.prove, generation, model, probe, self.tolerance)
+                proof = functools.partial(
+                    server_across_ranks.prove, generation, generation._iter_named_params, model, probe, self.tolerance
+                )
                 return generation.server_return.proof(proof, generation.send)  # type: ignore[no-any-return]
             limit = self.tolerance(generation.llm.llm_engine.model_config.dtype)
             bare = generation.llm.llm  # every rank comes to the end of the proof, also one with NaN in its answer

@@ -36,6 +36,7 @@ from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole
 from grpo_lab.trainer.resume.state import STATE, SavedState, plain_metrics
+from grpo_lab.trainer.trl_bridge import send_weights_again
 
 #: What a rank finds in a checkpoint; the worst of all ranks holds.
 VERDICTS = ("fits", "absent", "changed", "broken")
@@ -144,7 +145,7 @@ class GenerationBuffer(TrainerCallback):  # type: ignore[misc]
         for mode in ("train", "eval"):
             trainer.recorder.book(mode).forget()
         if trainer.use_vllm:
-            trainer._last_loaded_step = -1  # the engine may hold weights of another step of that number
+            send_weights_again(trainer)  # the engine may hold weights of another step of that number
 
     def save(self, folder: Path) -> dict[str, Any] | None:
         """Write this rank's rows into a checkpoint, and return the record's entry; on every rank. A failure to write is

@@ -183,6 +183,22 @@ def may_bring_images(trainer: Any) -> bool:
     return bool(not is_text or {"image", "images"} & set(columns) or trainer.tools or trainer.environment_factories)
 
 
+def prompt_tokens(trainer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Token ids of the prompts of rows of a data set, as TRL's generation would have them; text alone."""
+    ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
+    return [list(of_row) for of_row in ids]
+
+
+def send_weights_again(trainer: Any) -> None:
+    """Have the next generation send the weights, though they are those of a step that were sent."""
+    trainer._last_loaded_step = -1
+
+
+def has_micro_batches(trainer: Any) -> bool:
+    """Return whether TRL holds the micro-batches of a generation batch."""
+    return trainer._buffered_inputs is not None
+
+
 @contextlib.contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
     """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
