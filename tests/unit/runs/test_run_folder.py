@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from folders import claim, job_in
 from grpo_lab.pipelines.open_run import claimed
-from grpo_lab.pipelines.run_folder import RunFolder, State
+from grpo_lab.pipelines.run_folder import RunFolder, State, told_by_main
 from grpo_lab.pipelines.same_run import fingerprint
 from grpo_lab.recipe.sections import DataSection, ModelSection, Recipe
 from grpo_lab.runs.differences import earlier_run, plain_settings
@@ -93,6 +94,17 @@ def test_a_run_that_another_process_began_meanwhile_is_not_written_over(tmp_path
     with pytest.raises(ValueError, match="another process wrote into"), claimed(folder, job_in(folder.place)):
         pass
     assert {file: file.read_bytes() for file in folder.place.iterdir()} == there
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_another_process_has_the_answer_of_the_main_one(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asked for itself, and may have found what the main one had just written; or waited for one that was gone."""
+    home = "grpo_lab.pipelines.run_folder"
+    said = ValueError("is in use") if refused else "an answer"
+    monkeypatch.setattr(f"{home}.PartialState", lambda: SimpleNamespace(is_main_process=False))
+    monkeypatch.setattr(f"{home}.gather_object", lambda own: [said, *own])
+    with pytest.raises(ValueError, match="is in use") if refused else nullcontext():
+        assert told_by_main(lambda: pytest.fail("it asked itself")) == said
 
 
 def test_commands_that_failed_before_they_wrote_anything_leave_their_folder_too(tmp_path: Path) -> None:
