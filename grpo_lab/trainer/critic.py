@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, TrainerCallback
+from trl import GRPOTrainer
 from trl.trainer.utils import disable_dropout_in_model
 
 from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.reading import read_record
 from grpo_lab.trainer import trl_bridge
+from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.resume.going_on import mismatch
 from grpo_lab.trainer.settings.inputs import check_model
 from grpo_lab.trainer.settings.parse import ValueSettings
@@ -73,7 +75,7 @@ class Critic(nn.Module):
         return values
 
 
-def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
+def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | None:
     """Build the critic that ``value.model`` names into the trainer's policy; what walks over the policy's parameters
     goes on seeing the policy alone. ValueError: it is none, or does not fit the policy."""
     if value is None:
@@ -81,7 +83,7 @@ def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
     model = trainer.model
     # the trainable weights' own type: FSDP2 wants one in a group. Frozen ones may be packed in any
     floats = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
-    critic = _made(trainer, value.model, next(floats, torch.float32))
+    critic = _made(model, value.model, next(floats, torch.float32))
     if critic.trunk is not None and value.model != "copy":
         theirs, ours = (_text(one).vocab_size for one in (critic.trunk, trl_bridge.inside(model)))
         if theirs < ours:
@@ -99,12 +101,12 @@ def with_critic(trainer: Any, value: ValueSettings | None) -> Critic | None:
     return critic
 
 
-def _made(trainer: Any, name: str, dtype: torch.dtype) -> Critic:
-    hidden = _text(trl_bridge.inside(trainer.model)).hidden_size
+def _made(policy: Any, name: str, dtype: torch.dtype) -> Critic:
+    hidden = _text(trl_bridge.inside(policy)).hidden_size
     if name == "head":
         return Critic(hidden, dtype=dtype)
     if name == "copy":
-        return Critic(hidden, _copied_trunk(trainer.model), dtype)
+        return Critic(hidden, _copied_trunk(policy), dtype)
     if is_critic_folder(name):
         critic = load_critic(name)
         if critic.trunk is None and critic.head.in_features != hidden:
@@ -146,14 +148,13 @@ def _copied_trunk(model: Any) -> nn.Module:
     return trunk
 
 
-def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) -> Any:
+def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate: float | None) -> Any:
     """The optimizer that HF made; the critic's parameters stand in groups of their own, which differ in the learning
     rate. Each call of HF's may find them made already. ValueError: the optimizer's groups do not hold the critic's
     parameters (an optimizer that makes its own)."""
     ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, where a second training begins
     if critic is None or getattr(ours, "grpo_lab_split", False):
         return optimizer
-    learning_rate = trainer.algorithm.value.learning_rate
     own = {id(parameter) for parameter in critic.parameters()}
     moved = 0
     for group in list(ours.param_groups):
@@ -177,7 +178,7 @@ def with_critics_groups(trainer: Any, optimizer: Any, critic: nn.Module | None) 
     return optimizer
 
 
-def is_warming_up(trainer: Any) -> bool:
+def is_warming_up(trainer: UpdatePort) -> bool:
     """Return whether the critic alone learns in the step at hand (``value.warmup_steps``)."""
     value = trainer.algorithm.value
     return value is not None and bool(trainer.model.training) and trainer.state.global_step < value.warmup_steps
@@ -187,7 +188,7 @@ class CriticAlone(TrainerCallback):  # type: ignore[misc]
     """Takes the policy's zero gradients away in the warm-up, so that its moments count no steps that it did not make:
     AdamW's bias correction would divide its first real gradients by far too small a second moment."""
 
-    def __init__(self, trainer: Any, value: ValueSettings) -> None:
+    def __init__(self, trainer: Collectives, value: ValueSettings) -> None:
         self.trainer = trainer
         self.steps = value.warmup_steps
 
@@ -236,7 +237,9 @@ def load_critic(folder: str | Path) -> Critic:
     return critic
 
 
-def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None) -> None:
+def save_beside(
+    trainer: UpdatePort, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None
+) -> None:
     """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
     nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
     the policy; ``None``: it is in memory."""
@@ -247,7 +250,7 @@ def save_beside(trainer: Any, critic: Critic | None, folder: str | None, state: 
 
 @torch.no_grad()
 def take_up(
-    trainer: Any, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
+    trainer: Collectives, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
     """The critic's tensors of a checkpoint, into the one that trains; FSDP and DeepSpeed have loaded them already.
     ValueError: the checkpoint holds none, or another kind."""

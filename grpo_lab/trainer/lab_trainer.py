@@ -29,6 +29,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_lab.advantages import level_of
 from grpo_lab.batch import RewardTable, TokenBatch
+from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import resolve_arguments
 from grpo_lab.trainer.critic import save_beside, take_up, with_critics_groups
@@ -65,7 +66,7 @@ from grpo_lab.trainer.step.log_probs import rows_in_place
 from grpo_lab.trainer.step.micro_batch import micro_batch_loss
 
 
-class LabTrainer(ResumableTrainer):
+class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
     """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
     Team code subclasses this. Three ways in:
@@ -83,9 +84,8 @@ class LabTrainer(ResumableTrainer):
     surrogate: ClassVar[Any] = None
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
-    #: what scores the generation batch at hand, while TRL's method runs (``scoring.scored``)
-    _scoring: Any = None
 
+    #: what scores the generation batch at hand, while TRL's method runs (``scoring.scored``)
     @trl_bridge.reference_model_in_full()
     def __init__(
         self,
@@ -112,7 +112,13 @@ class LabTrainer(ResumableTrainer):
         self.lab_settings = found.settings
         self.algorithm = found.algorithm
         means = TrlBook if self.lab_settings.objective is None else MetricBook
-        self.recorder = Recorder(means, self._mode, lambda: bool(self.accelerator.is_main_process))
+        self.recorder = Recorder(
+            means,
+            self._mode,
+            speaks=lambda: bool(self.accelerator.is_main_process),
+            trls=lambda: (self._metrics, self._logs),
+        )
+        self.step_scores: dict[int, list[StepScores]] = {}
         with trl_bridge.replaced(grpo_trainer, "VLLMGeneration", engine_class(found.settings.rollout, found.args)):
             super().__init__(
                 model=model,
@@ -245,9 +251,6 @@ class LabTrainer(ResumableTrainer):
             self.parts.preference.learn(scored.rewarded.table)
         return scored
 
-    def _group_size(self) -> int:
-        return int(self.num_generations if self.model.training else self.num_generations_eval)
-
     def _mode(self) -> str:
         if self.model.training:
             return "train"
@@ -298,7 +301,7 @@ class LabTrainer(ResumableTrainer):
             super().create_model_card(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with trl_bridge.optimizer_saved_as_it_is(self):
+        with trl_bridge.optimizer_saved_as_it_is(self.accelerator):
             save_whole(self, model, trial, super()._save_checkpoint, self.parts.save)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
@@ -313,7 +316,8 @@ class LabTrainer(ResumableTrainer):
         named = set[str]()
         if saved is not None:
             named = saved.without_moments
-        with trl_bridge.plain_cpu(self.args), trl_bridge.optimizer_loaded_as_it_was(self, named):
+        as_it_was = trl_bridge.optimizer_loaded_as_it_was(self.accelerator, self.model, self.optimizer, named)
+        with trl_bridge.plain_cpu(self.args), as_it_was:
             super()._load_optimizer_and_scheduler(checkpoint)
         take_up(self, self.parts.critic, checkpoint)
         self.parts.load(saved)
@@ -329,7 +333,10 @@ class LabTrainer(ResumableTrainer):
 
     @seen
     def create_optimizer(self, model: Any = None) -> Any:
-        return with_critics_groups(self, super().create_optimizer(model), self.parts.critic)
+        optimizer = super().create_optimizer(model)
+        if self.algorithm.value is None:
+            return optimizer
+        return with_critics_groups(optimizer, self.parts.critic, self.algorithm.value.learning_rate)
 
     # what a run may ask
 
@@ -343,16 +350,12 @@ class LabTrainer(ResumableTrainer):
         """Tokens that this training's policy has made, over all ranks and resumes."""
         return self.parts.generated.count
 
-    # what the rooms may ask: ``ports.StepPort``
+    # what the rooms may ask beside TRL's attributes: ``ports.StepPort``
 
     @property
     def replaces_trls_advantages(self) -> bool:
         """Return whether advantages come from a rule of ours or a team's hook, and not from TRL."""
         return self.algorithm.advantage is not None or trl_bridge.teams(self, "compute_advantages") is not None
-
-    @property
-    def team_overrides_token_loss(self) -> bool:
-        return trl_bridge.teams(self, "token_loss") is not None
 
     @property
     def phase(self) -> Phase:

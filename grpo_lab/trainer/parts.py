@@ -21,7 +21,6 @@ from grpo_lab.trainer.generation.prompt_order import PromptOrder
 from grpo_lab.trainer.generation.read_ahead import ReadAhead, batches_ahead
 from grpo_lab.trainer.generation.rollout_ports import EngineHooks
 from grpo_lab.trainer.generation.trl_engine import SyncProof, hook_in
-from grpo_lab.trainer.metrics.book import unrecorded
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
 from grpo_lab.trainer.resume.checkpoint import Together
@@ -167,7 +166,8 @@ class WithoutMoments:
         self._trainer = trainer
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
-        return trl_bridge.without_moments(self._trainer)
+        trainer = self._trainer
+        return trl_bridge.without_moments(trainer.accelerator, trainer.model, trainer.optimizer)
 
     def load(self, saved: SavedState | None) -> None:
         """Do nothing: the entry is read while the optimizer is loaded (``SavedState.without_moments``)."""
@@ -176,7 +176,7 @@ class WithoutMoments:
 def has_own_loss(trainer: Any) -> bool:
     """Return whether the loss is a team's: its method, or a part without a formula here."""
     objective = trainer.algorithm.objective
-    overridden = trainer.team_overrides_token_loss or trl_bridge.teams(trainer, "_compute_loss") is not None
+    overridden = any(trl_bridge.teams(trainer, hook) is not None for hook in ("token_loss", "_compute_loss"))
     return overridden or (objective is not None and not has_formula(objective))
 
 
@@ -187,8 +187,9 @@ def prove(trainer: Any) -> None:
         said = f"the loss is left to TRL: {trainer.algorithm.left_to_trl}"
         trainer.say(said, key="left to trl", level=logging.WARNING)
         return
-    with unrecorded(trainer):
-        trainer.say(prove_loss(trainer.token_loss, objective, trainer.team_overrides_token_loss))
+    of_team = trl_bridge.teams(trainer, "token_loss") is not None
+    with trainer.recorder.unrecorded():
+        trainer.say(prove_loss(trainer.token_loss, objective, of_team))
     uneven = uneven_evaluation(trainer.args, trainer.eval_dataset, trainer.num_generations_eval)
     for warning in (idle_pull(trainer), shared_names(trainer.reward_func_names), uneven):
         if warning is not None:

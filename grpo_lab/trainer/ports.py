@@ -1,20 +1,23 @@
-"""Ports: what acts on a step gets them in place of the trainer. They are small values, a recorder, and what it may ask
-for.
+"""Ports: what acts on a step gets them in place of the trainer. They are small values, a recorder, and three lists of
+what it may ask for: ``Numbers``, ``Collectives``, ``Hooks``.
 
 The rooms below ``lab_trainer.py`` do not know ``LabTrainer``: a reader sees here what may pass between them, and a test
-can stand in for it. The few that operate TRL's own object take a ``trl.GRPOTrainer`` and say so.
+can stand in for it. mypy holds ``exactness/``, ``step/`` and ``scoring/`` to these lists (``pyproject.toml``). The few
+that operate TRL's own object take a ``trl.GRPOTrainer`` and say so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from grpo_lab.batch import RewardTable, TokenBatch
+from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection
 from grpo_lab.trainer.settings.algorithm import Algorithm
 from grpo_lab.trainer.settings.parse import LabSettings
@@ -43,6 +46,12 @@ class Phase:
     def every(self) -> int:
         """E: micro-batches that a generation batch serves, all passes."""
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def outlives_a_step(self) -> bool:
+        """Return whether a generation batch is trained on after an update, so that its log-probs are an older
+        policy's."""
+        return self.accumulation % self.every != 0
 
     @property
     def at_end(self) -> bool:
@@ -142,16 +151,51 @@ def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
 
 class Recorder:
     """Metrics of training and evaluation (``book``: which definition of a mean; ``mode``: ``train`` or ``eval``, as it
-    is now), and what is said once, where this process ``speaks``."""
+    is now), and what is said once, where this process ``speaks``. ``trls``: metrics and completions table that TRL
+    writes by itself, once it is there."""
 
     #: what was not finite, where a guard is in force (``guard``); None: it is an error at once
     faults: Faults | None = None
 
-    def __init__(self, book: type[MetricBook], mode: Callable[[], str], speaks: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        book: type[MetricBook],
+        mode: Callable[[], str],
+        speaks: Callable[[], bool],
+        trls: Callable[[], tuple[Any, Any]],
+    ) -> None:
         self.books = {name: book() for name in ("train", "eval")}
         self.mode = mode
         self._speaks = speaks
+        self._trls = trls
         self._said: set[str] = set()
+
+    @property
+    def trl_metrics(self) -> dict[str, list[Any]]:
+        """TRL's own metrics since the last log, of the mode that the run is in."""
+        metrics: dict[str, list[Any]] = self._trls()[0][self.mode()]
+        return metrics
+
+    @property
+    def completions(self) -> dict[str, Any]:
+        """TRL's completions table."""
+        table: dict[str, Any] = self._trls()[1]
+        return table
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, of a toy batch, too."""
+        books = self.books
+        trls = self._trls()[0]
+        then = {mode: {name: list(values) for name, values in metrics.items()} for mode, metrics in trls.items()}
+        self.books = {mode: type(book)() for mode, book in books.items()}
+        try:
+            yield
+        finally:
+            self.books = books
+            for mode, metrics in trls.items():
+                metrics.clear()
+                metrics.update(then[mode])
 
     @property
     def faults_in_training(self) -> Faults | None:
@@ -177,53 +221,62 @@ class Recorder:
         return key in self._said
 
 
-class StepPort(Protocol):
-    """Everything that scoring and the update may ask of the run; mypy holds ``scoring/`` and ``step/`` to this list
-    (``pyproject.toml``). ``LabTrainer`` is one."""
+class Numbers(Protocol):
+    """What the run was set to, what its numbers mean, and how far it is."""
 
     algorithm: Algorithm
     lab_settings: LabSettings
-    recorder: Recorder
-    exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
-    phase: Phase
-    correction: SamplerCorrection | None
-    team_overrides_token_loss: bool
-    replaces_trls_advantages: bool
-
-    accelerator: Any
     args: Any
-    model: Any
     state: Any
-    optimizer: Any
-    train_dataset: Any
-    is_deepspeed_enabled: bool
-    current_gradient_accumulation_steps: Any
-    _tr_loss: Any
-    _globalstep_last_logged: int
-
-    num_generations: int
-    num_iterations: int
-    max_completion_length: Any
+    phase: Phase
+    last_logged_step: int
+    exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+    correction: SamplerCorrection | None
     beta: float
-    ref_model: Any
+    max_completion_length: Any
+    current_gradient_accumulation_steps: Any
     aux_loss_enabled: bool
     router_aux_loss_coef: float
+    text_tokenizer: Any
+    end_token_ids: frozenset[int]
+
+
+class Collectives(Protocol):
+    """The ranks, and what lies on each of them."""
+
+    accelerator: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    model: Any
+    ref_model: Any
+    optimizer: Any
+    recorder: Recorder
+    buffered_micro_batches: list[dict[str, Any]]
+
+
+class Hooks(Protocol):
+    """What a team brings, and may put in the place of ours."""
+
+    train_dataset: Any
+    environments: Any
+    rollout_func: Any
     reward_funcs: list[Any]
     reward_func_names: list[str]
     reward_weights: Tensor
-    rollout_func: Any
-    eos_token_ids: Any
-    _tokenizer: Any
-    _step: int
-    _buffered_inputs: Any
-    _metrics: Any
-    _scoring: Any
-    _generate: Any
-    _calculate_rewards: Any
-    _group_size: Any
+    step_scores: dict[int, list[StepScores]]
+    current_group_size: int
+    replaces_trls_advantages: bool
 
     def sampled_by(self, rows: int) -> Tensor: ...
 
+    def compute_advantages(self, table: RewardTable) -> Tensor: ...
+
     def token_loss(self, batch: TokenBatch) -> Tensor: ...
 
-    def compute_advantages(self, table: RewardTable) -> Tensor: ...
+
+class UpdatePort(Numbers, Collectives, Protocol):
+    """Both, for what computes on the rows of a step."""
+
+
+class StepPort(UpdatePort, Hooks, Protocol):
+    """All three, for what goes from rewards to the loss; ``LabTrainer`` is one."""

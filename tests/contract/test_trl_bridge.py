@@ -34,6 +34,7 @@ from grpo_lab.objectives import sampler_correction
 from grpo_lab.testing import ScriptedRollout
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.lab_trainer import LabTrainer
+from grpo_lab.trainer.ports import Phase
 from grpo_lab.trainer.trl_bridge.names import WHILE_TRAINING
 from parity.harness import LENGTHS, arguments, mixed_reward, problems
 from parity.sampler import NoisySampler, as_with_vllm
@@ -240,7 +241,7 @@ def test_only_public_modules_of_trl_are_imported() -> None:
 
 def test_accelerate_lets_a_backward_stay_silent(trainer: Any) -> None:
     before = trainer.accelerator.gradient_state.sync_gradients
-    with trl_bridge.without_gradient_sync(trainer, trainer.model):
+    with trl_bridge.without_gradient_sync(trainer.accelerator, trainer.model):
         assert trainer.accelerator.sync_gradients is False
     assert trainer.accelerator.sync_gradients is before
 
@@ -328,7 +329,7 @@ def test_fused_lm_head_scores_the_next_token(trainer: Any, tiny_folder: Path) ->
     mask = torch.ones_like(ids)
     positions = torch.arange(5).expand(2, 5) + torch.tensor([[0], [3]])
     with torch.no_grad():
-        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, labels, positions)
+        logps, entropy = trl_bridge.completion_log_probs(trainer.accelerator, model, ids, labels, positions)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.double()
     expected = torch.log_softmax(logits / trainer.temperature, dim=-1)
     assert logps.shape == entropy.shape == (2, 4)
@@ -360,10 +361,10 @@ def test_a_compiled_model_is_scored_anew_for_every_choice_of_tokens(
         labels = ids.clone()
         labels[:, :first] = -100
         with torch.no_grad():
-            expected, _ = trl_bridge.completion_log_probs(trainer, plain, ids, labels, positions)
-            found, _ = trl_bridge.completion_log_probs(trainer, compiled, ids, labels, positions)
+            expected, _ = trl_bridge.completion_log_probs(trainer.accelerator, plain, ids, labels, positions)
+            found, _ = trl_bridge.completion_log_probs(trainer.accelerator, compiled, ids, labels, positions)
         assert torch.allclose(found, expected, atol=1e-5), first
-    assert not trl_bridge.backbone(trainer, plain)._forward_hooks
+    assert not trl_bridge.backbone(trainer.accelerator, plain)._forward_hooks
 
 
 def test_the_head_sees_only_what_is_scored(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,10 +384,10 @@ def test_the_head_sees_only_what_is_scored(trainer: Any, monkeypatch: pytest.Mon
     labels = ids.clone()
     labels[0, :2] = -100
     labels[1, :] = -100
-    trl_bridge.completion_log_probs(trainer, model, ids, labels, torch.arange(5).expand(2, 5))
+    trl_bridge.completion_log_probs(trainer.accelerator, model, ids, labels, torch.arange(5).expand(2, 5))
     assert seen == [3]
     nothing, _ = trl_bridge.completion_log_probs(
-        trainer, model, ids, torch.full_like(ids, -100), torch.arange(5).expand(2, 5)
+        trainer.accelerator, model, ids, torch.full_like(ids, -100), torch.arange(5).expand(2, 5)
     )
     assert seen == [3, 0]
     assert (nothing == 0).all()
@@ -420,7 +421,7 @@ def test_fused_lm_head_divides_by_the_temperature(tiny_folder: Path, tmp_path: P
     hot = build(tmp_path, tiny_folder, temperature=2.0)
     ids = torch.tensor([[5, 30, 41, 52]])
     with torch.no_grad():
-        logps, _ = trl_bridge.completion_log_probs(hot, hot.model, ids, ids, torch.arange(4)[None])
+        logps, _ = trl_bridge.completion_log_probs(hot.accelerator, hot.model, ids, ids, torch.arange(4)[None])
         logits = hot.model(input_ids=ids).logits[:, :-1] / 2.0
     assert torch.allclose(logps, logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2), atol=1e-5)
 
@@ -433,7 +434,9 @@ def test_explicit_positions_make_the_numbers_of_left_padding(trainer: Any) -> No
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         theirs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, 3)
-        ours, _ = trl_bridge.completion_log_probs(trainer, trainer.model, row, row, torch.arange(4)[None] + 3)
+        ours, _ = trl_bridge.completion_log_probs(
+            trainer.accelerator, trainer.model, row, row, torch.arange(4)[None] + 3
+        )
     assert torch.allclose(ours, theirs, atol=2e-6)
 
 
@@ -480,10 +483,10 @@ def test_the_same_with_peft_where_both_are_one_model(tiny_folder: Path, tmp_path
 
 
 def test_aligned_generation_asks_nobody(trainer: Any) -> None:
-    """With one iteration TRL computes no old log-probs: ``wants_old_log_probs`` says the same."""
-    assert trl_bridge.wants_old_log_probs(trainer) == (True, False)
+    """With one iteration TRL computes no old log-probs: ``Phase`` says the same."""
+    assert Phase.of(trainer).outlives_a_step
     with trl_bridge.replaced(trainer, "num_iterations", 1):
-        assert trl_bridge.wants_old_log_probs(trainer) == (False, False)
+        assert not Phase.of(trainer).outlives_a_step
         assert list(recorded_forwards(trainer)) == ["reference"]
 
 
@@ -562,7 +565,7 @@ def test_sampler_metrics_that_are_forgotten_when_deferred(sampling: Any) -> None
     names = {name for name in sampling._metrics["train"] if name.startswith("sampling/")}
     assert names == set(trl_bridge.SAMPLING_METRICS)
     sampling._metrics["train"]["sampling/of_a_team"] = [0.5]
-    trl_bridge.forget_sampling_metrics(sampling, "train")
+    trl_bridge.forget_sampling_metrics(sampling._metrics["train"])
     assert [name for name in sampling._metrics["train"] if name.startswith("sampling/")] == ["sampling/of_a_team"]
 
 
@@ -592,7 +595,7 @@ def test_logged_advantages_are_a_window_of_the_generation_batch(trainer: Any) ->
     assert isinstance(logged, deque)
     assert logged.maxlen == trainer.args.generation_batch_size == len(logged)
     ours = torch.arange(float(len(logged)))
-    trl_bridge.replace_logged_rows(trainer, {"advantages": ours.tolist()})
+    trl_bridge.replace_logged_rows(trainer._logs, {"advantages": ours.tolist()})
     assert list(trainer._logs["advantages"]) == ours.tolist()
     assert trainer._logs["advantages"].maxlen == trainer.args.generation_batch_size
 

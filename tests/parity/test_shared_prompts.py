@@ -103,9 +103,9 @@ def gradients(model: Any, case: str, shared: bool | str) -> tuple[Tensor, list[T
     if shared:
         packed = trl_bridge.packed_row(ids, labels, positions, prompts_of(labels), trl_bridge.form_of(name))
         assert packed is not None
-        logps, entropy = trl_bridge.shared_log_probs(trainer, model, packed, ids.shape)
+        logps, entropy = trl_bridge.shared_log_probs(trainer.accelerator, model, packed, ids.shape)
     else:
-        logps, entropy = trl_bridge.completion_log_probs(trainer, model, ids, labels, positions)
+        logps, entropy = trl_bridge.completion_log_probs(trainer.accelerator, model, ids, labels, positions)
     weights = torch.randn(logps.shape, generator=torch.Generator().manual_seed(2)).to(logps.dtype)
     (logps * weights).sum().backward()
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]

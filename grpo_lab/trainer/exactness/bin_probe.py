@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, position_limit
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.row_table import RowTable
 
 #: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
@@ -55,7 +55,7 @@ _REASONS = (
 class _Question:
     """Asked once a run; the same answer on every rank."""
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer
         self._answered: tuple[str | None] | None = None
 
@@ -86,7 +86,7 @@ class BinProbe(_Question):
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
         if kind is not None:
             skipped = f"weights are spread over ranks ({kind})"
-        elif trl_bridge.is_compiled(trainer, trainer.model):
+        elif trl_bridge.is_compiled(trainer.accelerator, trainer.model):
             skipped = "the model is compiled, and would be once more"
         elif limit is not None and limit < max(PROMPTS) + max(COMPLETIONS):
             skipped = f"it knows {limit} positions only"
@@ -117,18 +117,18 @@ class BinProbe(_Question):
             theirs = trl_bridge.stock_forward(trainer, trainer.model, rows)[0]
             alone = torch.cat([trl_bridge.stock_forward(trainer, trainer.model, row)[0] for row in single])
             part = RowTable.of([rows]).bin(list(range(mask.size(0))))
-            scored, _ = trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
+            scored, _ = trl_bridge.completion_log_probs(trainer.accelerator, trainer.model, *part.inputs)
         ours = scored.gather(1, part.take)
         least, most = (FLOOR, MOST) if _in_float32(trainer) else (COARSE_FLOOR, MOST_COARSE)
         return _apart(theirs, ours, mask), max(least, min(TIMES * _apart(theirs, alone, mask), most))
 
 
-def two_rows(trainer: Any) -> dict[str, Tensor]:
+def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
     """Make two rows of ordinary tokens as TRL pads them."""
-    tokenizer = trainer._tokenizer
+    tokenizer = trainer.text_tokenizer
     device = trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
-    special = {*tokenizer.all_special_ids, tokenizer.pad_token_id, *trainer.eos_token_ids}
+    special = {*tokenizer.all_special_ids, *trainer.end_token_ids}
     ordinary = [i for i in range(min(len(tokenizer), size)) if i not in special] or list(range(size))
     tokens = iter(ordinary[(7 * i) % len(ordinary)] for i in range(sum(PROMPTS) + sum(COMPLETIONS)))
 
@@ -149,14 +149,14 @@ def two_rows(trainer: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _looked_at(trainer: StepPort) -> Iterator[None]:
+def _looked_at(trainer: UpdatePort) -> Iterator[None]:
     """The model in evaluation mode, without checkpointing and, where it can be, in float32; then all is as before."""
     training = [module for module in trainer.model.modules() if module.training]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states_kept(trainer.accelerator.device))
-        stack.enter_context(trl_bridge.without_checkpointing(trainer))
+        stack.enter_context(trl_bridge.without_checkpointing(trainer.model, trainer.args))
         if _in_float32(trainer):
-            stack.enter_context(trl_bridge.without_autocast(trainer))
+            stack.enter_context(trl_bridge.without_autocast(trainer.accelerator, trainer.model))
         try:
             trainer.model.eval()
             yield
@@ -170,7 +170,7 @@ def _random_states_kept(device: torch.device) -> contextlib.AbstractContextManag
     return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
-def _in_float32(trainer: StepPort) -> bool:
+def _in_float32(trainer: Collectives) -> bool:
     """Return whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is
     coarser."""
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -190,7 +190,7 @@ class MaskProbe(_Question):
     def _answer(self) -> str | None:
         trainer = self._trainer
         kind = self._weights_spread_by()
-        if trl_bridge.is_compiled(trainer, trainer.model):
+        if trl_bridge.is_compiled(trainer.accelerator, trainer.model):
             return (
                 "dropout is active and the model is compiled, where it cannot be seen whether anything else draws "
                 "random numbers; `disable_dropout=True` and `lora_dropout=0`, or no torch_compile"
@@ -228,10 +228,10 @@ class MaskProbe(_Question):
             return without()
 
         watch = RandomnessWatch(device)
-        with _random_states_kept(device), trl_bridge.without_checkpointing(trainer):
+        with _random_states_kept(device), trl_bridge.without_checkpointing(trainer.model, trainer.args):
             watch.start()
             with _DropoutCalls(passed_through):
-                trl_bridge.completion_log_probs(trainer, trainer.model, *part.inputs)
+                trl_bridge.completion_log_probs(trainer.accelerator, trainer.model, *part.inputs)
             watch.stop()
         return None if watch.drawn else sizes
 

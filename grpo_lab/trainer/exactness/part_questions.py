@@ -26,8 +26,7 @@ from grpo_lab.batch import TokenBatch
 from grpo_lab.objectives import Objective, is_ours
 from grpo_lab.trainer.exactness import loss_proof
 from grpo_lab.trainer.exactness.loss_proof import TokenLoss
-from grpo_lab.trainer.metrics.book import unrecorded
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Numbers, StepPort
 from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import teams
 
@@ -196,7 +195,7 @@ class Answers(NamedTuple):
     pull: str
 
 
-def has_team_parts(trainer: StepPort) -> bool:
+def has_team_parts(trainer: Numbers) -> bool:
     """Return whether the loss in force has a part that is not this package's, so that its answers may change."""
     objective = trainer.algorithm.objective
     return objective is not None and any(_team_parts(trainer, objective))
@@ -209,10 +208,10 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     names = " and ".join(parts)
     per_token = " and ".join(of_token) or f"the surrogate `{name_of(objective.surrogate)}`"
     hook = []
-    if trainer.team_overrides_token_loss:
+    if teams(trainer, "token_loss") is not None:
         hook = [trainer.token_loss]
     stock = None
-    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, unrecorded(trainer):
+    with StateWatch([objective.surrogate, objective.aggregate, *hook]) as watch, trainer.recorder.unrecorded():
         try:
             if of_token:
                 stock = _why_not_row_by_row(trainer.token_loss, objective)
@@ -243,11 +242,12 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     return Answers(stock, "" if quiet else per_token)
 
 
-def _team_parts(trainer: StepPort, objective: Objective) -> tuple[list[str], list[str]]:
+def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list[str]]:
     """Name what of a team's makes the loss of a token, and what averages it."""
     found = []
-    if trainer.team_overrides_token_loss:
-        found = [f"`{teams(trainer, 'token_loss')}`"]
+    hook = teams(trainer, "token_loss")
+    if hook is not None:
+        found = [f"`{hook}`"]
     if not is_ours(objective.surrogate):
         found.append(f"the surrogate `{name_of(objective.surrogate)}`")
     return found, [] if is_ours(objective.aggregate) else [f"the aggregation `{name_of(objective.aggregate)}`"]

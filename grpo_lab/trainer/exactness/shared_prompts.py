@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.exactness.model_conditions import dropout_rate, moves_positions
 from grpo_lab.trainer.metrics.profile import LAYOUT, host
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import UpdatePort
 from grpo_lab.trainer.row_table import HOLED, Bin
 from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, plan_shared
 
@@ -44,7 +44,7 @@ class SharedPrompts:
         ValueError: ``on``, and the model or the run cannot be served.
     """
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer
         self._checked = False
         self.asked = trainer.lab_settings.update.share_prompts
@@ -115,8 +115,8 @@ class SharedPrompts:
             with host(LAYOUT):
                 packed = trl_bridge.packed_row(*laid_out.inputs[:3], prompts, self._form(model), part.input_ids.device)
         if packed is None:
-            return trl_bridge.completion_log_probs(self._trainer, model, *part.inputs)
-        return trl_bridge.shared_log_probs(self._trainer, model, packed, part.input_ids.shape)
+            return trl_bridge.completion_log_probs(self._trainer.accelerator, model, *part.inputs)
+        return trl_bridge.shared_log_probs(self._trainer.accelerator, model, packed, part.input_ids.shape)
 
     def _form(self, model: nn.Module) -> trl_bridge.Form:
         """Form of packed rows that the model reads; tiles instead of FlexAttention once that has compiled for too
@@ -148,7 +148,7 @@ class SharedPrompts:
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
         allowed, of = (TOLERANCE, "a log-prob") if exact else (TOLERANCE_COARSE, "the mean log-prob")
         failed = ""
-        with trl_bridge.without_checkpointing(self._trainer):
+        with trl_bridge.without_checkpointing(self._trainer.model, self._trainer.args):
             expected = self._forward(model, replace(part, shared=False))[0]
             try:
                 apart = _apart(self._forward(model, replace(part, shared=True))[0], expected)
@@ -198,7 +198,8 @@ def why_unshared(model: nn.Module, attention: str | None = None) -> str:
             f"the model's attention is {used!r}; prompts are shared by sdpa, flex_attention and flash kernels "
             "(`attn_implementation`)"
         )
-    if attention is None and trl_bridge.is_flash(used) and not trl_bridge.has_varlen(used):
+    own_flash = attention is None and used is not None and trl_bridge.is_flash(used)
+    if own_flash and not trl_bridge.has_varlen(str(used)):
         return f"the model's attention {used!r} has no call for sequences of any lengths (`flash_attn_varlen_func`)"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
     if others:
@@ -227,7 +228,7 @@ def attention_of(model: nn.Module) -> str | None:
     return None
 
 
-def _of_run(trainer: StepPort) -> str:
+def _of_run(trainer: UpdatePort) -> str:
     if trainer.lab_settings.update.is_off:
         return "`update` is off"
     if trainer.algorithm.value is not None:
@@ -239,7 +240,7 @@ def _of_run(trainer: StepPort) -> str:
     sharded = getattr(trainer.accelerator, "is_fsdp2", False)
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not sharded:
         return f"it was not tested with weights in parts by {kind} (DDP and FSDP2 are)"
-    if trainer.args.torch_compile or trl_bridge.is_compiled(trainer, trainer.model):
+    if trainer.args.torch_compile or trl_bridge.is_compiled(trainer.accelerator, trainer.model):
         return "every bin has another form, which `torch.compile` would compile anew"
     if trainer.args.use_transformers_continuous_batching:
         return "`use_transformers_continuous_batching` puts an attention of its own in place of the model's"
@@ -263,7 +264,7 @@ def _some_groups(part: Bin) -> Bin:
     for row, of in enumerate(prompt.tolist()):
         found.setdefault(of, []).append(row)
     rows = [row for group in [*found.values()][:PROMPTS] for row in group[:COMPLETIONS]]
-    inputs = {
+    inputs: dict[str, Any] = {
         name: None if (value := getattr(part, name)) is None else value.expand_as(part.input_ids)[rows]
         for name in ("input_ids", "labels", "position_ids", "attention_mask")
     }

@@ -209,7 +209,7 @@ class ThinkingRollout:
             """Thinking is asked for in groups (a server gets one request with ``n = G``); rows that go on differ within
             a group, and are asked for one by one."""
             if self.budget.budget > 0 and ids == prompt_ids:
-                group = trainer._group_size()
+                group = trainer.current_group_size
             else:
                 group = 1
             return generate_in_step(trainer, ids, prompt_ids[:1], group, max_new_tokens)

@@ -18,19 +18,18 @@ force, so that a drop-in logs TRL's numbers:
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import Carried
-from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS, replaced
+from grpo_lab.trainer.trl_bridge import SAMPLING_METRICS
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 #: mean → (name of the extreme over rows that TRL logs beside it, how it combines)
@@ -252,15 +251,6 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
     return torch.stack([total, torch.as_tensor(count, device=total.device).float().reshape(-1)], dim=1)
 
 
-@contextlib.contextmanager
-def unrecorded(trainer: Any) -> Iterator[None]:
-    """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, of a toy batch, too."""
-    trls = {mode: defaultdict[str, list[Any]](list) for mode in trainer._metrics}
-    ours = {mode: type(book)() for mode, book in trainer.recorder.books.items()}
-    with replaced(trainer, "_metrics", trls), replaced(trainer.recorder, "books", ours):
-        yield
-
-
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:
     """Metrics of one generation batch, from tables that are the same on every rank.
 
@@ -293,7 +283,7 @@ class SamplerCorrection:
     high: float | None
 
     @staticmethod
-    def of(trainer: Any) -> SamplerCorrection | None:
+    def of(trainer: GRPOTrainer) -> SamplerCorrection | None:
         """The correction in force, or None without an engine (or with the correction off)."""
         if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return None
@@ -337,13 +327,15 @@ def by_length(
         yield f"sampling/kept_share/len_q{quartile + 1}", (how.keeps(weights) & where).sum(), count
 
 
-def record_by_length(trainer: Any, output: dict[str, Any], mask: Tensor, mode: str) -> None:
+def record_by_length(
+    how: SamplerCorrection, output: dict[str, Any], mask: Tensor, accelerator: Any, book: MetricBook
+) -> None:
     """``by_length`` of a generation batch whose weights TRL made, gathered over ranks."""
     carried = Carried(output)
     assert carried.sampler_weights is not None
     assert carried.length_quartile is not None
-    found = list(by_length(trainer.correction, carried.sampler_weights, mask, carried.length_quartile))
+    found = list(by_length(how, carried.sampler_weights, mask, carried.length_quartile))
     local = torch.stack([torch.stack([total.float(), count.float()]) for _, total, count in found])
-    sums = trainer.accelerator.gather(local.unsqueeze(0)).sum(0)
+    sums = accelerator.gather(local.unsqueeze(0)).sum(0)
     for (name, _, _), (total, count) in zip(found, sums, strict=True):
-        trainer.recorder.book(mode).add_alike(name, total, count)
+        book.add_alike(name, total, count)

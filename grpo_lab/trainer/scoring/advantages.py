@@ -35,7 +35,7 @@ from grpo_lab.advantages.group import deviation
 from grpo_lab.batch import RewardTable, safe
 from grpo_lab.objectives.value_loss import explained_variance
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import Faults, StepPort
+from grpo_lab.trainer.ports import Collectives, Faults, StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Bin, Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised
 from grpo_lab.trainer.settings.algorithm import TRL_SCALING
@@ -72,7 +72,7 @@ def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | 
     )
 
 
-def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
+def add_value_estimates(trainer: UpdatePort, made: Penalised) -> Penalised:
     """Put the rewards and values of this rank's tokens into ``table.local``; without a critic nothing changes."""
     value = trainer.algorithm.value
     if value is None:
@@ -110,7 +110,7 @@ def add_value_estimates(trainer: StepPort, made: Penalised) -> Penalised:
 
 
 @torch.no_grad()
-def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+def values_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
     """``[B, T]`` of the policy's own tokens, else 0: in bins where those are exact, else as TRL forwards."""
     model = trainer.model
     args = trainer.args
@@ -119,8 +119,8 @@ def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
 
         def of(part: Bin) -> Tensor:
             nothing = torch.full_like(part.labels, -100)  # no log-prob is asked for: the LM head has nothing to do
-            with trl_bridge.values_heard(trainer, model) as heard:
-                trl_bridge.completion_log_probs(trainer, model, *replace(part, labels=nothing).inputs)
+            with trl_bridge.values_heard(trainer.accelerator, model) as heard:
+                trl_bridge.completion_log_probs(trainer.accelerator, model, *replace(part, labels=nothing).inputs)
             return heard[0]
 
         found = forwards_in_bins(trainer, model, batch, of)
@@ -129,7 +129,10 @@ def values_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
             size = args.per_device_train_batch_size
         else:
             size = args.per_device_eval_batch_size
-        with trl_bridge.without_checkpointing(trainer), trl_bridge.values_heard(trainer, model) as heard:
+        with (
+            trl_bridge.without_checkpointing(trainer.model, trainer.args),
+            trl_bridge.values_heard(trainer.accelerator, model) as heard,
+        ):
             trl_bridge.stock_forward(trainer, model, batch, batch_size=size)
         found = torch.cat([values[:, -batch["completion_ids"].size(1) :] for values in heard])
     return safe(found, loss_mask(batch))
@@ -150,7 +153,7 @@ def row_advantages(trainer: StepPort, made: Penalised) -> Tensor:
     return checked_advantages(trainer.compute_advantages(made.table), made.table, trainer.recorder.faults_in_training)
 
 
-def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
+def to_advantages_and_returns(trainer: UpdatePort, made: Penalised, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
     """Advantages ``[B, T]`` as they push the policy, and float32 ``[B, T]`` returns for the critic (NaN: where there is
     nothing to learn). Without a critic the former as they are, and None."""
     value = trainer.algorithm.value
@@ -178,12 +181,14 @@ def to_advantages_and_returns(trainer: StepPort, made: Penalised, advantages: Te
     return each, returns.masked_fill(~counted, float("nan")).float()
 
 
-def _moments(trainer: StepPort, values: Tensor, mask: Tensor) -> Moments:
+def _moments(trainer: Collectives, values: Tensor, mask: Tensor) -> Moments:
     """Compute moments over the tokens of all ranks. A collective."""
     return Moments.joined(trainer.accelerator.gather(masked_moments(values, mask).unsqueeze(0)))
 
 
-def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, returns: Tensor | None) -> dict[str, Any]:
+def write_advantages(
+    trainer: Collectives, made: Penalised, advantages: Tensor, returns: Tensor | None
+) -> dict[str, Any]:
     """Return this rank's rows with their advantages ``[B]`` or ``[B, T]``, with the KL of each token and what comes
     after it where it is charged so, and the critic's values and returns. TRL's completions table gets the advantages,
     too, per token as the mean over a completion's own tokens. ``advantages``: ``[N]`` over all ranks, ``[B, T]`` of
@@ -206,7 +211,7 @@ def write_advantages(trainer: StepPort, made: Penalised, advantages: Tensor, ret
     batch["advantages"] = mine.to(batch["advantages"])
     if mine.dim() == 2:
         advantages = trainer.accelerator.gather((batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1))
-    trl_bridge.replace_logged_rows(trainer, {"advantages": advantages.tolist()})
+    trl_bridge.replace_logged_rows(trainer.recorder.completions, {"advantages": advantages.tolist()})
     return batch
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_lab.advantages import StepTable
 from grpo_lab.batch import LocalRows, RewardTable
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, Numbers, UpdatePort
 from grpo_lab.trainer.row_table import loss_mask
 from grpo_lab.trainer.step.log_probs import GenerationForwards
 
@@ -105,21 +105,21 @@ class Penalised:
         return self.table.local
 
 
-def local_rows(trainer: StepPort, batch: dict[str, Any]) -> slice:
+def local_rows(trainer: Collectives, batch: dict[str, Any]) -> slice:
     """Slice of what was gathered that is this rank's rows."""
     rows = batch["prompt_ids"].size(0)
     rank = trainer.accelerator.process_index
     return slice(rows * rank, rows * (rank + 1))
 
 
-def whole_completions(trainer: StepPort) -> contextlib.AbstractContextManager[Any]:
+def whole_completions(trainer: Numbers) -> contextlib.AbstractContextManager[Any]:
     """Context for TRL's generation: with a KL penalty in the reward, log-probs are of all that the policy sampled."""
     if not _masks_later(trainer):
         return contextlib.nullcontext()
     return trl_bridge.replaced(trainer, "mask_truncated_completions", False)
 
 
-def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
+def with_local_rows(trainer: UpdatePort, scored: Scored, table: RewardTable, before: int = 0) -> RewardTable:
     """The table with this rank's rows of ``scored`` in it, and their tokens that will carry loss, whether cut
     completions are masked yet or not; ``before``: rows of the table that stand before them all."""
     mask = loss_mask(scored.batch)
@@ -130,7 +130,7 @@ def with_local_rows(trainer: StepPort, scored: Scored, table: RewardTable, befor
     return replace(table, local=LocalRows(place, mask, scored.rewarded.tokens[mine]))
 
 
-def mask_cut(trainer: StepPort, scored: Scored) -> None:
+def mask_cut(trainer: UpdatePort, scored: Scored) -> None:
     """Mask what TRL would have masked, and set its token count."""
     if _masks_later(trainer):
         batch = scored.batch
@@ -140,11 +140,11 @@ def mask_cut(trainer: StepPort, scored: Scored) -> None:
         batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
 
 
-def _uncut(trainer: StepPort, scored: Scored) -> Tensor:
+def _uncut(trainer: Collectives, scored: Scored) -> Tensor:
     return ~scored.rewarded.truncated[local_rows(trainer, scored.batch)].unsqueeze(1)
 
 
-def _masks_later(trainer: StepPort) -> bool:
+def _masks_later(trainer: Numbers) -> bool:
     objective = trainer.algorithm.objective
     in_reward = objective is not None and objective.kl_in_reward is not None
     return bool(trainer.args.mask_truncated_completions and in_reward)

@@ -26,7 +26,7 @@ from grpo_lab.batch import masked_sum
 from grpo_lab.objectives import k1
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, StepPort, UpdatePort
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.scoring.carriers import Penalised, Scored, mask_cut, with_local_rows
@@ -110,7 +110,7 @@ def _coefficient(entry: Any) -> float:
     return found
 
 
-def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Penalised:
+def penalise(trainer: UpdatePort, scored: Scored, controller: KLController) -> Penalised:
     """The rows that stay with the KL that they pay; completions that were cut leave the loss."""
     kl = controller.kl
     beta = controller.coefficient
@@ -151,7 +151,7 @@ def penalise(trainer: StepPort, scored: Scored, controller: KLController) -> Pen
     return made
 
 
-def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
+def _finite(trainer: Collectives, kl: Tensor) -> Tensor:
     """Replace a KL that is not finite by 0 and mark the batch as bad, with a guard: as a reward it would count as
     unscorable."""
     faults = trainer.recorder.faults_in_training
@@ -162,7 +162,7 @@ def _finite(trainer: StepPort, kl: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _log_probs_at_generation(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+def _log_probs_at_generation(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
     if GenerationForwards.of(trainer).in_bins and not trl_bridge.is_multimodal(batch):
         return log_probs_in_bins(trainer, trainer.model, batch)
     size = trainer.args.per_device_train_batch_size

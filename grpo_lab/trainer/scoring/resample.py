@@ -56,7 +56,7 @@ class Resampler:
 
     def __init__(self, trainer: StepPort) -> None:
         self.trainer = trainer
-        self.group_size = int(trainer.num_generations)
+        self.group_size = int(trainer.args.num_generations)
         self.max_rounds = trainer.lab_settings.update.max_rounds or 4
 
     def select(self, first: Scored, score: Callable[[list[dict[str, Any]]], Scored]) -> Scored:
@@ -128,7 +128,7 @@ class Resampler:
         data = self.trainer.train_dataset
         groups = local * trainer.accelerator.num_processes // self.group_size
         step = trainer.state.global_step
-        micro_batch = trainer._step % trainer.args.gradient_accumulation_steps
+        micro_batch = trainer.phase.done % trainer.args.gradient_accumulation_steps
         within = f"/{micro_batch}" if micro_batch else ""  # an optimizer step may hold several generation batches
         rng = random.Random(f"resample/{trainer.args.seed}/{step}{within}/{round_}")
         indices = rng.sample(range(len(data)), min(groups, len(data)))
@@ -157,5 +157,5 @@ class Resampler:
             nothing = [None] * first.rewarded.table.values.size(0)
             values = [value for scored in rounds for value in (scored.columns or {}).get(name, nothing)]
             columns[name] = [values[row] for row in index.tolist()]
-        trl_bridge.replace_logged_rows(trainer, columns)
+        trl_bridge.replace_logged_rows(trainer.recorder.completions, columns)
         return replace(first, batch=batch, rewarded=rewarded, rounds=len(rounds))

@@ -28,7 +28,7 @@ from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.rewards.steps import StepReward, StepScores, mean_score
 from grpo_lab.settings import one_of
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import Faults, StepPort
+from grpo_lab.trainer.ports import Faults, Numbers, StepPort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.trl_bridge.rewards import correctness_column
 from grpo_lab.verifiers.verdict import checked_scores
@@ -196,8 +196,7 @@ def rewards_of_all(trainer: StepPort, trls: Callable[..., Tensor], *of_rows: Any
     local = torch.tensor([[getattr(seam, "not_numbers", 0) for seam in seams]], device=values.device)
     not_numbers = torch.where(models, values.isnan().sum(0), trainer.accelerator.gather(local).sum(0))
     values = without_infinite(values, names, faults, "reward function {}")
-    if trainer._scoring is not None:
-        trainer._scoring.steps = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
+    trainer.step_scores = {i: seam.steps for i, seam in enumerate(seams) if isinstance(seam, StepCalled)}
     if any(scope_of(reward) == "group" for reward in rewards):
         values, more = _with_group_rewards(trainer, values, _gathered_rows(trainer, *of_rows))
         values = without_infinite(values, names, faults, "group reward {}")
@@ -218,7 +217,7 @@ def _with_group_rewards(trainer: StepPort, values: Tensor, rows: list[dict[str, 
     """The table with the columns of group rewards computed on whole groups, and how many NaN ``[F]`` they gave; every
     rank computes the same. ``values``: ``[N, F]`` completion rewards, NaN in the columns of group rewards."""
     table = values.tolist()
-    size = trainer._group_size()
+    size = trainer.current_group_size
     guarded = trainer.recorder.faults_in_training is not None
     of_group = {i: reward for i, reward in enumerate(trainer.reward_funcs) if scope_of(reward) == "group"}
     known = {name: i for i, name in enumerate(trainer.reward_func_names) if i not in of_group}
@@ -274,7 +273,7 @@ def _gathered_rows(
         return list(gather_object(rows))
 
 
-def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
+def environments_for_groups(trainer: StepPort, rows: int) -> list[Any]:
     """Return this rank's environments where a group reward reads them, else None for each row. ValueError: a group may
     lie on several ranks, and an environment cannot be sent from one to another."""
     readers = [reward for reward in trainer.reward_funcs if getattr(reward, "reads_environments", False)]
@@ -292,9 +291,9 @@ def environments_for_groups(trainer: Any, rows: int) -> list[Any]:
     return list(trainer.environments)
 
 
-def truncated_rows(trainer: StepPort, completion_ids: list[list[int]]) -> list[bool]:
+def truncated_rows(trainer: Numbers, completion_ids: list[list[int]]) -> list[bool]:
     """A completion that does not end in an end (or pad) token was cut by the length limit; an empty one was not."""
-    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    ends = trainer.end_token_ids
     return [len(ids) > 0 and int(ids[-1]) not in ends for ids in completion_ids]
 
 

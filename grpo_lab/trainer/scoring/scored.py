@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grpo_lab.batch import RewardTable
 from grpo_lab.engines.grouping import EngineFault
-from grpo_lab.rewards.steps import StepScores
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.generation.prompt_order import row_numbers
 from grpo_lab.trainer.metrics.book import length_quartiles, record_by_length, reward_metrics
@@ -33,22 +32,18 @@ from grpo_lab.trainer.step.log_probs import GenerationForwards
 
 
 class Scoring:
-    """Stands in for the trainer's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
+    """Stands around TRL's ``_generate`` and ``_calculate_rewards``, and keeps what they gave."""
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
-        self._original = trainer._calculate_rewards
-        self._generate = trainer._generate
         #: what the generation batch was scored with
         self.seen: Rewarded | None = None
         self._made: list[int] | None = None
         self._keys: list[int] = []
-        #: column of a step reward → this rank's steps, put here by the trainer's ``_calculate_rewards``
-        self.steps: dict[int, list[StepScores]] = {}
 
-    def generate(self, prompts: list[Any]) -> Any:
-        """Counts the tokens that the policy made, before TRL masks what was cut."""
-        generated = self._generate(prompts)
+    def generate(self, trls: Callable[[list[Any]], Any], prompts: list[Any]) -> Any:
+        """Count the tokens that the policy made, before TRL masks what was cut."""
+        generated = trls(prompts)
         prompt_ids, ids, tool_mask = generated[:3]
         if tool_mask is None:
             self._made = [len(row) for row in ids]
@@ -61,10 +56,14 @@ class Scoring:
             without_faulty(generated[4], tool_mask, faults)
         return generated
 
-    def __call__(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+    def reward(
+        self, trls: Callable[..., Any], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> Tensor:
+        """Keep the table that the outermost ``_calculate_rewards`` has made, with what else is known of its rows."""
         trainer = self._trainer
         faults = self._trainer.recorder.faults_in_training
-        values = self._original(inputs, prompts, completions, completion_ids_list)
+        trainer.step_scores = {}
+        values = trls(inputs, prompts, completions, completion_ids_list)
         tokens = [len(ids) for ids in completion_ids_list]
         cut = truncated_rows(trainer, completion_ids_list)
         of_rows = list(zip(self._made or tokens, tokens, cut, row_numbers(inputs), strict=True))
@@ -72,8 +71,8 @@ class Scoring:
             gathered = trainer.accelerator.gather(torch.tensor(of_rows, device=trainer.accelerator.device))
         lengths, tokens_in_all, truncated, numbers = gathered.unbind(1)
         names = tuple(trainer.reward_func_names)
-        size = trainer._group_size()
-        home = next(kind.__name__ for kind in type(trainer).__mro__ if "_calculate_rewards" in vars(kind))
+        size = trainer.current_group_size
+        home = trl_bridge.home_of(trainer, "_calculate_rewards")
         shape = (lengths.numel(), len(names))
         if not isinstance(values, Tensor) or tuple(values.shape) != shape:  # a team's method may return anything
             if isinstance(values, Tensor):
@@ -85,7 +84,7 @@ class Scoring:
                 f"per completion of all processes (gathered, in rank order), one column per reward {list(names)}"
             )
         values = without_infinite(values, names, faults, f"`{home}._calculate_rewards`, column {{}},")
-        steps = gathered_steps(self.steps, size)
+        steps = gathered_steps(trainer.step_scores, size)
         table = RewardTable(values, names, trainer.reward_weights.detach().cpu(), size, steps=steps)
         self.seen = Rewarded(table, lengths, tokens_in_all, truncated.bool(), numbers)
         if faults is not None and self._keys:
@@ -122,16 +121,14 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
     with (
         forwards.instead_of_trls(trainer) as put_off,
         whole_completions(trainer),
-        trl_bridge.replaced(trainer, "_calculate_rewards", found),
-        trl_bridge.replaced(trainer, "_generate", found.generate),
-        trl_bridge.replaced(trainer, "_scoring", found),
+        trl_bridge.scored_through(trainer, found.generate, found.reward),
     ):
         batch = trls(inputs)
     if trainer.rollout_func is not None:  # its mask may come now and then, or on one rank only
         batch.setdefault("tool_mask", batch["completion_mask"])
     if put_off:
         Carried(batch).proximal_logps = Carried(batch).sampler_weights = None
-        trl_bridge.forget_sampling_metrics(trainer, trainer.recorder.mode())
+        trl_bridge.forget_sampling_metrics(trainer.recorder.trl_metrics)
     rewarded = found.seen
     if rewarded is None:
         raise RuntimeError(
@@ -142,7 +139,7 @@ def score(trainer: StepPort, trls: Callable[[Any], dict[str, Any]], inputs: Any)
     resamples = trainer.lab_settings.update.dead_groups == "resample"
     columns = None
     if resamples:
-        columns = trl_bridge.logged_rows(trainer, rewarded.lengths.numel())
+        columns = trl_bridge.logged_rows(trainer.recorder.completions, rewarded.lengths.numel())
     return Scored(batch, rewarded, forwards, columns)
 
 
@@ -178,6 +175,7 @@ def record(trainer: StepPort, scored: Scored, batch: dict[str, Any]) -> dict[str
     if weighed:
         of_all = pass_rates(correctness(table, trainer.reward_funcs), len(table.values), table.group_size)
         carried.pass_rate = of_all[mine].to(batch["prompt_ids"].device)
-    if scored.forwards.corrected and carried.sampler_weights is not None:  # TRL made it: it was not put off
-        record_by_length(trainer, batch, loss_mask(batch), trainer.recorder.mode())
+    how = trainer.correction
+    if how is not None and carried.sampler_weights is not None:  # TRL made it: it was not put off
+        record_by_length(how, batch, loss_mask(batch), trainer.accelerator, trainer.recorder.book())
     return batch

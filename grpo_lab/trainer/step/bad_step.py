@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from grpo_lab.io import write_whole, write_whole_text
 from grpo_lab.reading import read_record
-from grpo_lab.trainer.ports import Faults, StepPort, row_key
+from grpo_lab.trainer.ports import Faults, UpdatePort, row_key
 from grpo_lab.trainer.row_table import OURS, row_lengths, row_tensors
 from grpo_lab.trainer.trl_bridge import MULTIMODAL_FIELDS
 
@@ -34,7 +34,7 @@ MOST_BYTES = 64 * 2**20
 NAN_IS_MEANT = (f"{OURS}returns",)
 
 
-def keep_bad_step(trainer: StepPort, faults: Faults, facts: dict[str, Any]) -> str | None:
+def keep_bad_step(trainer: UpdatePort, faults: Faults, facts: dict[str, Any]) -> str | None:
     """Write the step's batch; called on every rank, which all reach it → a sentence that says where, or None.
     ``facts``: what was seen, for ``facts.json``."""
     place = Path(trainer.args.output_dir) / FOLDER / f"step-{facts['step']:06d}"

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import UpdatePort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.update import DEFAULT_OVERHEAD_TOKENS
@@ -90,7 +90,7 @@ class ForwardBudget(TrainerCallback):  # type: ignore[misc]
 
     holds = "with `update.max_tokens: auto` the tokens of a forward, so that the resumed run has the same bins"
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer
         self.asked: Any = trainer.lab_settings.update.max_tokens
         self.memory: DeviceMemory | None = None

@@ -84,7 +84,7 @@ class ExactUpdate:
             raise RuntimeError("this batch carries images and `train_dataset` announced none: set `update: off`")
         self._window.append(inputs)
         if not last:
-            return trl_bridge.put_aside(self.trainer)
+            return trl_bridge.put_aside(self.trainer.accelerator)
         window = self._window
         self._window = []
         return self._run(model, window, found)
@@ -151,7 +151,7 @@ class ExactUpdate:
         done, last = computed
         assert last is not None  # a plan has a bin
         if self.trainer.accelerator.num_processes == 1:
-            return last, trl_bridge.put_aside(self.trainer) + done
+            return last, trl_bridge.put_aside(self.trainer.accelerator) + done
         return last, self._forward(model, rows, [], denominators, None)[1] + done
 
     def _backwards(
@@ -163,9 +163,9 @@ class ExactUpdate:
         batch: TokenBatch | None = None
         for places in bins:
             del batch  # of the bin before
-            with without_gradient_sync(self.trainer, model):
+            with without_gradient_sync(self.trainer.accelerator, model):
                 batch, loss = self._forward(model, rows, places, denominators, kept)
-                backward(self.trainer, loss)
+                backward(self.trainer.accelerator, loss)
             done = done + loss.detach()
             del loss
         return done, batch
@@ -259,7 +259,7 @@ class ExactUpdate:
 
     def _without_gradient(self, rows: Exchange) -> Iterator[tuple[list[int], Bin, Tensor, Tensor | None]]:
         """Rows of each bin, the bin, log-probs and entropies of its tokens."""
-        with trl_bridge.without_checkpointing(self.trainer):
+        with trl_bridge.without_checkpointing(self.trainer.model, self.trainer.args):
             for places in rows.bins:
                 part = self._bin(rows, places)
                 yield places, part, *self.prompts.log_probs(self.trainer.model, part)

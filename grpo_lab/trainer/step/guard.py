@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import OF_BATCH, Faults, StepPort
+from grpo_lab.trainer.ports import OF_BATCH, Faults, UpdatePort
 from grpo_lab.trainer.ranks import TO_START_FROM, NumbersError, named_place, names_of_bad, refuse_bad_weights
 from grpo_lab.trainer.resume.state import SavedState
 from grpo_lab.trainer.resume.whole import damaged, step_of, what_is_broken
@@ -47,7 +47,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
 
     holds = "once `guard` left a step out: how many in a row, the last good step, whether the open batch is bad"
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         settings = trainer.lab_settings.guard_in_force
         if settings is not None and trainer.is_deepspeed_enabled:
             if trainer.lab_settings.guard is not None:
@@ -151,7 +151,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
         trainer = self.trainer
         fine = 0
         if not self._seen:
-            fine = trainer.state.global_step - trainer._globalstep_last_logged
+            fine = trainer.state.global_step - trainer.last_logged_step
         self._seen = True
         counted = {"left_out": bool(bad)} | {kind: kind in bad for kind in KINDS}
         for name, counts in counted.items():
@@ -225,7 +225,7 @@ class NumbersGuard(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """HF starts its sum of losses anew as ``tr_loss -= tr_loss``, in which NaN stays."""
         if self._seen and logs and "loss" in logs:
-            self.trainer._tr_loss.zero_()
+            trl_bridge.forget_running_loss(self.trainer)
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
         """Checkpoint entry: what is bad and how many steps were; None where nothing ever was."""

@@ -16,11 +16,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
 from grpo_lab.trainer import trl_bridge
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Numbers, UpdatePort
 from grpo_lab.trainer.resume.state import SavedState, load_reference, save_reference
 
 #: group entries that a schedule moves; anything else that changes is state which clearing ``state`` would not reach
@@ -36,19 +37,19 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         "on disk, are then in `grpo_lab_reference/`"
     )
 
-    def __init__(self, trainer: StepPort, every: int | str | None) -> None:
+    def __init__(self, trainer: UpdatePort, every: int | str | None) -> None:
         self.trainer = trainer
         self.every = every
         self._moved = False
         if every is None:
             return
-        unreachable = trl_bridge.whole_by_names(trainer)
+        unreachable = trl_bridge.whole_by_names(trainer.accelerator)
         if unreachable is not None:
             raise ValueError(
                 f"`reference_every` is {every!r} with {unreachable}: a moved reference could not be saved; use DDP, "
                 "ZeRO-2 or FSDP2 (recipes/accelerate), or leave `reference_every` out"
             )
-        trl_bridge.reference_tensors(trainer)  # whether there is one that can move
+        self._pairs()  # whether there is one that can move
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if isinstance(self.every, int) and state.global_step % self.every == 0:
@@ -59,7 +60,9 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
             self._move()
 
     def _move(self) -> None:
-        trl_bridge.copy_to_reference(self.trainer)
+        with torch.no_grad():
+            for reference, policy in self._pairs().values():
+                reference.copy_(policy)
         self._moved = True
 
     def save(self, folder: Path) -> dict[str, Any] | None:
@@ -75,7 +78,7 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
         """The reference as it was when the checkpoint was written; called on every rank."""
         if saved is None:
             return
-        trl_bridge.load_policy_adapter(self.trainer, str(saved.checkpoint))
+        trl_bridge.load_policy_adapter(self._unwrapped(self.trainer.model), str(saved.checkpoint))
         moved = load_reference(saved, self._tensors)
         self._moved = bool(moved)
         if moved is None and self._moves():
@@ -88,11 +91,20 @@ class MovingReference(TrainerCallback):  # type: ignore[misc]
     def _tensors(self) -> dict[str, Tensor] | None:
         if self.trainer.beta == 0.0 or (self.trainer.ref_model is None and not self._moves()):
             return None
-        return {name: ours for name, (ours, _) in trl_bridge.reference_tensors(self.trainer).items()}
+        return {name: ours for name, (ours, _) in self._pairs().items()}
+
+    def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name → (the reference's, the policy's) tensor, this rank's part."""
+        return trl_bridge.reference_tensors(
+            self._unwrapped(self.trainer.model), self._unwrapped(self.trainer.ref_model)
+        )
+
+    def _unwrapped(self, model: Any) -> Any:
+        return None if model is None else self.trainer.accelerator.unwrap_model(model)
 
     def _moves(self) -> bool:
         """Return whether this run's reference can move, in a way that can be saved."""
-        by_trl = self.trainer.args.sync_ref_model and trl_bridge.whole_by_names(self.trainer) is None
+        by_trl = self.trainer.args.sync_ref_model and trl_bridge.whole_by_names(self.trainer.accelerator) is None
         return self.every is not None or bool(by_trl)
 
 
@@ -109,7 +121,7 @@ class OptimizerReset(TrainerCallback):  # type: ignore[misc]
     inside a batch goes on with the moments of its updates so far (``generation_buffer``). ValueError: DeepSpeed, or an
     optimizer with state in its parameter groups (schedule-free, Prodigy)."""
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: UpdatePort) -> None:
         if trainer.is_deepspeed_enabled:
             raise ValueError(
                 "`reset_optimizer` is on with DeepSpeed, whose engine keeps the optimizer's state in partitions of its "
@@ -146,7 +158,7 @@ def _group_settings(optimizer: Any) -> list[dict[str, str]]:
     ]
 
 
-def idle_pull(trainer: StepPort) -> str | None:
+def idle_pull(trainer: Numbers) -> str | None:
     """A sentence where a knob such as mirror descent's τ cannot act: nothing has moved since the generation."""
     objective = trainer.algorithm.objective
     args = trainer.args
@@ -159,7 +171,7 @@ def idle_pull(trainer: StepPort) -> str | None:
         return None
     return (
         f"`objective.{idle[0]}` has no effect: each generation batch gets a single update (steps_per_generation="
-        f"{args.steps_per_generation}, num_iterations={trainer.num_iterations}, gradient_accumulation_steps="
+        f"{args.steps_per_generation}, num_iterations={phase.num_iterations}, gradient_accumulation_steps="
         f"{args.gradient_accumulation_steps}), so the policy is the reference; raise `steps_per_generation` or "
         "`num_iterations`"
     )

@@ -34,7 +34,7 @@ from grpo_lab.trainer.exactness.model_conditions import position_limit, takes_po
 from grpo_lab.trainer.exactness.part_questions import has_team_parts
 from grpo_lab.trainer.exactness.shared_prompts import SharedPrompts
 from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.row_table import (
     POSITION_OFFSET,
@@ -109,9 +109,10 @@ class GenerationForwards:
     draws: bool = False
 
     @staticmethod
-    def of(trainer: StepPort) -> GenerationForwards:
+    def of(trainer: UpdatePort) -> GenerationForwards:
         """Looked at anew for every generation batch."""
-        misaligned, corrected = trl_bridge.wants_old_log_probs(trainer)
+        misaligned = trainer.phase.outlives_a_step
+        corrected = trainer.correction is not None
         wanted = misaligned or corrected
         if not trainer.model.training or not (wanted or trainer.beta != 0):
             return GenerationForwards(corrected)
@@ -124,7 +125,7 @@ class GenerationForwards:
         put_off = in_bins and wanted and not found.draws and not switches and stays_ours
         return GenerationForwards(corrected, in_bins, put_off, found.draws)
 
-    def instead_of_trls(self, trainer: StepPort) -> contextlib.AbstractContextManager[list[str]]:
+    def instead_of_trls(self, trainer: UpdatePort) -> contextlib.AbstractContextManager[list[str]]:
         """Context for TRL's generation; gives a list that names the forward that was put off (images: none is)."""
         if not self.in_bins:
             return contextlib.nullcontext([])
@@ -144,7 +145,7 @@ class GenerationForwards:
 
 
 @torch.no_grad()
-def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> Tensor:
+def log_probs_in_bins(trainer: UpdatePort, model: Any, fields: dict[str, Any]) -> Tensor:
     """Log-probs ``[B, T]`` in nats of this rank's completions under ``model``, 0 for rows without a token."""
     prompts: SharedPrompts = trainer.exact_update.prompts
     return forwards_in_bins(trainer, model, fields, lambda part: prompts.log_probs(model, part)[0], prompts)
@@ -153,7 +154,7 @@ def log_probs_in_bins(trainer: StepPort, model: Any, fields: dict[str, Any]) -> 
 @named_place("log-probs")
 @torch.no_grad()
 def forwards_in_bins(
-    trainer: StepPort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],
+    trainer: UpdatePort, model: Any, fields: dict[str, Any], of: Callable[[Bin], Tensor],
     prompts: SharedPrompts | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``of`` on each bin ``[n, L - 1]``, and return it as ``[B, T]`` of this rank's completions, 0 for rows
@@ -181,7 +182,7 @@ def forwards_in_bins(
     limit = position_limit(trainer.accelerator.unwrap_model(model))
     bins = bins + [[]] * (int(rounds) - len(bins))
     table.prepared()
-    with trl_bridge.without_checkpointing(trainer):
+    with trl_bridge.without_checkpointing(trainer.model, trainer.args):
         for places, index in zip(bins, on_device(bins, found.device), strict=True):
             part = table.bin(places, limit, plan.shared, index)
             made = of(part).gather(1, part.take).masked_fill(~part.loss_mask, 0.0)
@@ -190,17 +191,17 @@ def forwards_in_bins(
     return found
 
 
-def trl_log_probs(trainer: StepPort, batch: dict[str, Any]) -> Tensor:
+def trl_log_probs(trainer: UpdatePort, batch: dict[str, Any]) -> Tensor:
     """TRL's own forward on a micro-batch, as the loss that stays as TRL cut it runs it."""
-    with trl_bridge.without_checkpointing(trainer), rows_in_place(trainer, trainer.model, batch):
+    with trl_bridge.without_checkpointing(trainer.model, trainer.args), rows_in_place(trainer, trainer.model, batch):
         found: Tensor = trl_bridge.stock_forward(trainer, trainer.model, batch)[0]
     return found
 
 
-def rows_in_place(trainer: StepPort, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+def rows_in_place(trainer: Collectives, model: Any, batch: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """Context for TRL's forward on a micro-batch: a row keeps the positions that it had in its generation."""
     takes = takes_positions(trainer.accelerator.unwrap_model(model))
-    return trl_bridge.positions_given(trainer, model, positions_at_generation(batch) if takes else None)
+    return trl_bridge.positions_given(trainer.accelerator, model, positions_at_generation(batch) if takes else None)
 
 
 def keep_copy(batch: dict[str, Any]) -> None:
@@ -255,18 +256,18 @@ class OldPolicy:
     ``log_probs_of`` (micro-batches, verdict) makes those of an optimizer step to come, in the bins that it will
     have."""
 
-    def __init__(self, trainer: StepPort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
+    def __init__(self, trainer: UpdatePort, log_probs_of: Callable[..., tuple[Collected, Exchange]]) -> None:
         self._trainer = trainer
         self._log_probs_of = log_probs_of
 
     @property
     def _buffer(self) -> list[dict[str, Any]]:
         """TRL's micro-batches of the current generation batch."""
-        return list(self._trainer._buffered_inputs or [])
+        return self._trainer.buffered_micro_batches
 
     def _ahead(self) -> list[int]:
         """Places in TRL's buffer of the micro-batches that later steps will take from this generation batch."""
-        wanted = trl_bridge.wants_old_log_probs(self._trainer)[0] and self._buffer
+        wanted = self._trainer.phase.outlives_a_step and self._buffer
         if wanted:
             return self._trainer.phase.ahead()
         return []

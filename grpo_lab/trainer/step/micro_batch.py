@@ -16,13 +16,13 @@ from grpo_lab.objectives import Objective, log_ratio, sampler_correction
 from grpo_lab.objectives.value_loss import value_loss
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.critic import is_warming_up
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Numbers, StepPort, UpdatePort
 from grpo_lab.trainer.row_table import Carried, loss_mask
 from grpo_lab.trainer.step.log_probs import proximal_log_probs
 from grpo_lab.trainer.step.update_record import record_tokens, value_targets
 
 
-def token_denominator(trainer: StepPort, inputs: dict[str, Any]) -> Tensor:
+def token_denominator(trainer: UpdatePort, inputs: dict[str, Any]) -> Tensor:
     """TRL's token count: of the generation batch, per rank, rescaled to one accumulation window."""
     count: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
     if trainer.model.training:
@@ -30,7 +30,7 @@ def token_denominator(trainer: StepPort, inputs: dict[str, Any]) -> Tensor:
     return count
 
 
-def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
+def denominators_of(trainer: UpdatePort, inputs: dict[str, Any], rows: float, micro_batches: float) -> Denominators:
     """Counted over everything that TRL would compute. Without a limit of tokens the budget is NaN, and nothing divides
     by it (``settings.inputs.check_budget``)."""
     limit = trainer.max_completion_length
@@ -39,7 +39,7 @@ def denominators_of(trainer: StepPort, inputs: dict[str, Any], rows: float, micr
 
 
 def token_batch(
-    trainer: StepPort, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
+    trainer: Numbers, logps: Tensor, entropies: Tensor, mask: Tensor, fields: dict[str, Any], values: Tensor | None
 ) -> TokenBatch:
     """Make the carrier that surrogates see of one micro-batch or bin."""
     objective = trainer.algorithm.objective
@@ -65,12 +65,12 @@ def token_batch(
     )
 
 
-def capture_values(trainer: StepPort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
+def capture_values(trainer: UpdatePort, model: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
     """Context of a training forward that captures the critic's values ``[B, L - 1]`` in the list that it gives, which
     stays empty without a critic."""
     if trainer.algorithm.value is None:
         return contextlib.nullcontext([])
-    return trl_bridge.values_heard(trainer, model, trunk_learns=not is_warming_up(trainer))
+    return trl_bridge.values_heard(trainer.accelerator, model, trunk_learns=not is_warming_up(trainer))
 
 
 def token_loss(trainer: StepPort, batch: TokenBatch) -> Tensor:

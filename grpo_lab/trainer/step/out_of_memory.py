@@ -20,7 +20,7 @@ from torch import nn
 
 from grpo_lab.trainer.metrics.book import MetricBook
 from grpo_lab.trainer.metrics.token_weight_log import TokenWeights
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.ranks import named_place
 
 #: kinds of distribution in which a rank's bins are its own business
@@ -57,13 +57,13 @@ class TooLarge:
         return torch.OutOfMemoryError(f"{what}: {cure}. torch says: {self.said}")
 
 
-def can_plan_anew(trainer: StepPort) -> bool:
+def can_plan_anew(trainer: UpdatePort) -> bool:
     """Return whether a step that ran out of memory can be computed again."""
     kind = trainer.accelerator.distributed_type.value
     return trainer.lab_settings.update.max_tokens == "auto" and kind in ALONE
 
 
-def agreed(trainer: StepPort, own: TooLarge | None) -> TooLarge | None:
+def agreed(trainer: Collectives, own: TooLarge | None) -> TooLarge | None:
     """Return the smallest bin that did not fit on one of the ranks, the same on all of them. A collective."""
     if trainer.accelerator.num_processes == 1:
         return own
@@ -82,16 +82,16 @@ class StepBefore:
     """Keeps what the bins of an optimizer step change, as it was before them."""
 
     def __init__(
-        self, trainer: StepPort, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]
+        self, trainer: Collectives, model: nn.Module, weights: TokenWeights, window: list[dict[str, Any]]
     ) -> None:
         self._model = model
         self._weights = weights
         self._had_gradients = any(one.grad is not None for one in model.parameters())
-        held = {id(batch): batch for batch in (*window, *(trainer._buffered_inputs or []))}
+        held = {id(batch): batch for batch in (*window, *trainer.buffered_micro_batches)}
         self._fields = [(batch, dict(batch)) for batch in held.values()]
         self._book: MetricBook = trainer.recorder.book("train")
         self._pairs = self._book.so_far()
-        self._trls: dict[str, list[Any]] = trainer._metrics["train"]
+        self._trls = trainer.recorder.trl_metrics
         self._trls_then = {name: list(values) for name, values in self._trls.items()}
         self._sums = weights.so_far()
 

@@ -13,7 +13,7 @@ from grpo_lab.objectives.value_loss import value_clip_acts, value_loss
 from grpo_lab.trainer.exactness.loss_proof import toy_batch
 from grpo_lab.trainer.exactness.update_verdict import UpdateVerdict
 from grpo_lab.trainer.metrics.book import LeftOut, MetricBook, Origin, by_length
-from grpo_lab.trainer.ports import StepPort
+from grpo_lab.trainer.ports import Collectives, Numbers
 from grpo_lab.trainer.row_table import Carried, loss_mask, row_lengths
 from grpo_lab.trainer.step.row_numbers import RowNumbers
 from grpo_lab.update import Plan, Rows, default_max_tokens, live_rows, plan_shared, plan_update
@@ -28,7 +28,7 @@ def padded_tokens(batch: dict[str, Any]) -> int:
 class UpdateRecord:
     """Metrics ``update/*`` of every optimizer step, however it is computed, and what a reader must know of it."""
 
-    def __init__(self, trainer: StepPort) -> None:
+    def __init__(self, trainer: Collectives) -> None:
         self.trainer = trainer
         #: of micro-batches that stay as TRL cut them: long ``[rows, 3]`` (prompt and completion tokens, 1 where the row
         #: is live), padded tokens
@@ -158,13 +158,13 @@ def _described(found: UpdateVerdict, *price: int) -> dict[str, Any]:
 def value_targets(batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
     """The critic's old values and its returns (0 where there are none), and bool ``[B, T]``: where there are. A
     completion that nobody could score has none."""
-    carried = Carried(batch.extras)
+    carried = Carried(dict(batch.extras))
     mask = batch.mask & ~carried.returns.isnan()
     return safe(carried.old_values, mask), safe(carried.returns, mask), mask
 
 
 @torch.no_grad()
-def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
+def record_tokens(trainer: Numbers, book: MetricBook, batch: TokenBatch, origin: Origin | None = None) -> None:
     """Entropy, KL, the surrogate's and the critic's diagnostics into the book. ``origin``: of the rows of a bin;
     ``None``: the batch is a micro-batch as TRL cut it."""
     objective = trainer.algorithm.objective
@@ -184,15 +184,15 @@ def record_tokens(trainer: StepPort, book: MetricBook, batch: TokenBatch, origin
         values["policy/approx_kl"] = 0.5 * safe(batch.logps - batch.proximal_logps, batch.mask).square()
     for name, value in values.items():
         book.add_tokens(name, value, batch.mask, origin)
-    carried = Carried(batch.extras)
+    carried = Carried(dict(batch.extras))
     if batch.sampler_weights is not None and carried.behaviour_logps is not None and carried.sampler_weights is None:
         _sampling(trainer, book, batch, batch.sampler_weights, origin)
 
 
-def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
+def _sampling(trainer: Numbers, book: MetricBook, batch: TokenBatch, weights: Tensor, origin: Origin | None) -> None:
     """TRL's ``sampling/*`` metrics, where the correction was made in the loss and not by TRL, at generation."""
     mask = batch.mask
-    carried = Carried(batch.extras)
+    carried = Carried(dict(batch.extras))
     how = trainer.correction
     assert how is not None
     for name, total, count in by_length(how, weights, mask, carried.length_quartile):
@@ -209,7 +209,7 @@ def _sampling(trainer: StepPort, book: MetricBook, batch: TokenBatch, weights: T
     book.add_worst(f"{ratio}/max", "max", weights, chosen, origin)
 
 
-def record_skipped(trainer: StepPort, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
+def record_skipped(trainer: Numbers, book: MetricBook, batch: TokenBatch, left_out: LeftOut) -> None:
     """Count rows that were left out where their value is known: the surrogate's diagnostics are 0 there.
 
     ``batch`` is a bin of this step and says which diagnostics there are. Whether one is a value per row or per token

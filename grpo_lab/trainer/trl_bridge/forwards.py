@@ -24,7 +24,7 @@ CPU_TILE = 512
 
 
 def completion_log_probs(
-    trainer: Any,
+    accelerator: Any,
     model: torch.nn.Module,
     input_ids: Tensor,
     labels: Tensor,
@@ -50,8 +50,8 @@ def completion_log_probs(
     inputs = {"input_ids": input_ids, "position_ids": position_ids, **mask}
     if input_ids.device.type == "cpu":
         on_host = labels
-    if on_host is None or is_compiled(trainer, model):
-        with trainer.accelerator.autocast(), one_sequence_a_row(input_ids.device):
+    if on_host is None or is_compiled(accelerator, model):
+        with accelerator.autocast(), one_sequence_a_row(input_ids.device):
             output = model(**inputs, labels=labels, fused_lm_head=True)
         return output.log_probs, output.entropy
 
@@ -60,7 +60,7 @@ def completion_log_probs(
     found = scored.flatten().nonzero().squeeze(1)
     chosen = sent(following.flatten()[found].unsqueeze(0), input_ids.device)
     places = sent(found, input_ids.device)
-    output = score(trainer, model, inputs, places, chosen)
+    output = score(accelerator, model, inputs, places, chosen)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(scored.numel()).index_put((places,), values.squeeze(0)).view_as(scored)[:, :-1]
@@ -103,7 +103,7 @@ def all_are_scored() -> Iterator[None]:
         yield
 
 
-def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
+def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
     """Output of TRL's fused head for the tokens ``chosen`` ``[1, n]``, each from the backbone's output at its entry of
     ``places`` ``[n]`` in the flattened batch; no other position reaches the head."""
 
@@ -111,8 +111,8 @@ def score(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], places: 
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
         return output
 
-    hook = backbone(trainer, model).register_forward_hook(pick)
-    with trainer.accelerator.autocast(), hook, one_sequence_a_row(places.device), all_are_scored():
+    hook = backbone(accelerator, model).register_forward_hook(pick)
+    with accelerator.autocast(), hook, one_sequence_a_row(places.device), all_are_scored():
         return model(**inputs, shift_labels=chosen, fused_lm_head=True)
 
 
@@ -156,15 +156,15 @@ def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: 
     )
 
 
-def is_compiled(trainer: Any, model: torch.nn.Module) -> bool:
+def is_compiled(accelerator: Any, model: torch.nn.Module) -> bool:
     """Return whether ``model`` or the layers below its head run through ``torch.compile``."""
-    modules = (trainer.accelerator.unwrap_model(model), backbone(trainer, model))
+    modules = (accelerator.unwrap_model(model), backbone(accelerator, model))
     return any(is_compiled_module(module) or module._compiled_call_impl is not None for module in modules)
 
 
-def backbone(trainer: Any, model: torch.nn.Module) -> torch.nn.Module:
+def backbone(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
-    return inside(trainer.accelerator.unwrap_model(model)).base_model
+    return inside(accelerator.unwrap_model(model)).base_model
 
 
 @contextlib.contextmanager
@@ -197,7 +197,7 @@ def forwards_replaced(
 
 
 def positions_given(
-    trainer: Any, model: torch.nn.Module, position_ids: Tensor | None
+    accelerator: Any, model: torch.nn.Module, position_ids: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
     """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
     if position_ids is None:
@@ -206,31 +206,23 @@ def positions_given(
     def give(_module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "position_ids": position_ids}
 
-    return trainer.accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
+    return accelerator.unwrap_model(model).register_forward_pre_hook(give, with_kwargs=True)
 
 
 @contextlib.contextmanager
-def without_autocast(trainer: Any) -> Iterator[None]:
+def without_autocast(accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
     """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
-    inner = trainer.accelerator.unwrap_model(trainer.model)
+    inner = accelerator.unwrap_model(model)
     plain = None
-    if trainer.accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision != "no":
         plain = getattr(inner, "_original_forward", None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(trainer.accelerator, "autocast", contextlib.nullcontext))
+        stack.enter_context(replaced(accelerator, "autocast", contextlib.nullcontext))
         if plain is not None:
             stack.enter_context(replaced(inner, "forward", plain))
         yield
 
 
-def without_checkpointing(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+def without_checkpointing(model: Any, args: Any) -> contextlib.AbstractContextManager[Any]:
     """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
-    return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
-
-
-def wants_old_log_probs(trainer: Any) -> tuple[bool, bool]:
-    """``(misaligned, corrected)``: why TRL would run the policy once more at generation: completions outlive an
-    optimizer step, so that log-probs differ from those in training; the sampler correction wants them."""
-    generate_every = trainer.args.steps_per_generation * trainer.num_iterations
-    misaligned = trainer.args.gradient_accumulation_steps % generate_every != 0
-    return misaligned, bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
+    return disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)

@@ -18,33 +18,32 @@ from grpo_lab.trainer.trl_bridge.names import replaced
 from grpo_lab.trainer.trl_bridge.values import without_critic
 
 
-def without_gradient_sync(trainer: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+def without_gradient_sync(accelerator: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
     DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary)."""
     stack = contextlib.ExitStack()
-    state = trainer.accelerator.gradient_state
+    state = accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
     state._set_sync_gradients(False)
-    if trainer.accelerator.distributed_type != "DEEPSPEED":
-        stack.enter_context(trainer.accelerator.no_sync(model=model))
+    if accelerator.distributed_type != "DEEPSPEED":
+        stack.enter_context(accelerator.no_sync(model=model))
     return stack
 
 
-def backward(trainer: Any, loss: Tensor) -> None:
+def backward(accelerator: Any, loss: Tensor) -> None:
     """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and
     DeepSpeed would divide it by ``gradient_accumulation_steps`` once more."""
-    deepspeed = trainer.accelerator.distributed_type == "DEEPSPEED"
-    trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+    deepspeed = accelerator.distributed_type == "DEEPSPEED"
+    accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
-def put_aside(trainer: Any) -> Tensor:
+def put_aside(accelerator: Any) -> Tensor:
     """The loss of a micro-batch that is only put aside: a constant 0.
 
     Under DeepSpeed HF's backward of it is left out: ZeRO-1 and 2 make their gradient buckets when a gradient arrives
     and read them at the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``), and offloaded gradients
     of the step before would be taken for this step's.
     """
-    accelerator = trainer.accelerator
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
     if accelerator.distributed_type == "DEEPSPEED":
         _leave_out_next(accelerator, "backward", lambda: None)
@@ -84,6 +83,11 @@ def step_was_taken(optimizer: Any) -> None:
     """Take back the mark of ``leave_out_step``, which nobody else does without a scaler."""
     if optimizer.scaler is None:
         optimizer._is_overflow = False
+
+
+def forget_running_loss(trainer: Any) -> None:
+    """Begin HF's sum of losses since the last log anew."""
+    trainer._tr_loss.zero_()
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
@@ -131,11 +135,10 @@ def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
 REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 
-def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def reference_tensors(policy: Any, reference: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are
     sharded. ValueError: there is no reference that could move, or it is built otherwise than the policy."""
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.ref_model is None:
+    if reference is None:
         if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
             raise ValueError(
                 "`reference_every` copies the policy into the reference, which under a new adapter (`peft_config`) is "
@@ -147,7 +150,6 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
         copied = f".{REFERENCE_ADAPTER}."
         names = {name.replace(own, copied): name for name in values if own in name}
         return {copy: (values[copy], values[name]) for copy, name in names.items()}
-    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     ours = [*reference.named_parameters(), *reference.named_buffers()]
     theirs = [*without_critic(policy.named_parameters()), *without_critic(policy.named_buffers())]
     if [value.shape for _, value in ours] != [value.shape for _, value in theirs]:
@@ -158,20 +160,12 @@ def reference_tensors(trainer: Any) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (value, source) for (name, value), (_, source) in zip(ours, theirs, strict=True)}
 
 
-def copy_to_reference(trainer: Any) -> None:
-    """reference := policy, to the bit; each rank its own part."""
-    with torch.no_grad():
-        for reference, policy in reference_tensors(trainer).values():
-            reference.copy_(policy)
-
-
-def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
+def load_policy_adapter(policy: Any, checkpoint: str) -> None:
     """The trained adapter of a checkpoint that holds TRL's copy beside it (the folder ``ref``); without one nothing.
 
     transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them:
     the copy alone, so that the policy would start where it began.
     """
-    policy = trainer.accelerator.unwrap_model(trainer.model)
     saved = Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
         return
@@ -180,12 +174,12 @@ def load_policy_adapter(trainer: Any, checkpoint: str) -> None:
         policy.set_adapter(POLICY_ADAPTER)
 
 
-def whole_by_names(trainer: Any) -> str | None:
+def whole_by_names(accelerator: Any) -> str | None:
     """Say why a rank cannot read and write the reference tensor by tensor, or ``None``."""
-    plugin = trainer.accelerator.state.deepspeed_plugin
+    plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3, which keeps weights in partitions of its own"
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None and not accelerator.is_fsdp2:
         return "FSDP 1, which keeps weights in flat pieces of its own"
     return None
 
@@ -198,41 +192,36 @@ SAMPLING_METRICS: tuple[str, ...] = (
 )
 
 
-def forget_sampling_metrics(trainer: Any, mode: str) -> None:
+def forget_sampling_metrics(seen: dict[str, list[Any]]) -> None:
     """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
-    seen = trainer._metrics[mode]
     for name in [name for name in SAMPLING_METRICS if name in seen]:
         seen[name].pop()
         if not seen[name]:
             del seen[name]
 
 
-def logged_rows(trainer: Any, count: int) -> dict[str, list[Any]]:
-    """The last ``count`` rows of TRL's completions table by column; without columns that not every row has."""
-    logged = trainer._logs
+def logged_rows(logged: dict[str, Any], count: int) -> dict[str, list[Any]]:
+    """The last ``count`` rows of TRL's completions table ``logged`` by column, without columns that not every row
+    has."""
     columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
     columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
     return {name: list(rows)[-count:] for name, rows in columns.items() if len(rows) >= count}
 
 
-def replace_logged_rows(trainer: Any, columns: dict[str, list[Any]]) -> None:
+def replace_logged_rows(logged: dict[str, Any], columns: dict[str, list[Any]]) -> None:
     """Put ``columns`` (as ``logged_rows`` gives them) in the place of as many of the last rows."""
     for name, rows in columns.items():
         part, _, column = name.partition("/")
         if column:
-            logged = trainer._logs[part][column]
+            held = logged[part][column]
         else:
-            logged = trainer._logs[part]
-        for _ in range(min(len(logged), len(rows))):
-            logged.pop()
-        logged.extend(rows)
+            held = logged[part]
+        for _ in range(min(len(held), len(rows))):
+            held.pop()
+        held.extend(rows)
 
 
-def _is_fsdp2(trainer: Any) -> bool:
-    return bool(trainer.is_fsdp_enabled and trainer.accelerator.is_fsdp2)
-
-
-def optimizer_saved_as_it_is(trainer: Any) -> contextlib.AbstractContextManager[Any]:
+def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextManager[Any]:
     """Context while a checkpoint is written: torch makes up no moments.
 
     Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
@@ -240,37 +229,38 @@ def optimizer_saved_as_it_is(trainer: Any) -> contextlib.AbstractContextManager[
     (by a step with zero gradients, counted in AdamW's bias correction, in the running training, too), and refuses the
     checkpoint that lacks some. So a checkpoint names them; those alone may be missing, and are again after the load.
     """
-    if not _is_fsdp2(trainer):
+    if not accelerator.is_fsdp2:
         return contextlib.nullcontext()
     return replaced(torchs, "_init_optim_state", lambda optimizer: None)
 
 
-def without_moments(trainer: Any) -> dict[str, Any] | None:
+def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> dict[str, Any] | None:
     """The optimizer's weights for which it holds nothing, alike on every rank; None where torch asks for none."""
-    if not _is_fsdp2(trainer):
+    if not accelerator.is_fsdp2:
         return None
-    optimizer = trainer.optimizer
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, p in trainer.model.named_parameters() if id(p) in own and not optimizer.state.get(p)]
+    missing = [name for name, p in model.named_parameters() if id(p) in own and not optimizer.state.get(p)]
     if missing:
         return {"without_moments": missing}
     return None
 
 
 @contextlib.contextmanager
-def optimizer_loaded_as_it_was(trainer: Any, named: set[str]) -> Iterator[None]:
+def optimizer_loaded_as_it_was(
+    accelerator: Any, model: torch.nn.Module, optimizer: Any, named: set[str]
+) -> Iterator[None]:
     """Inside the block a checkpoint's optimizer is loaded; the weights ``named`` in it have no moments afterwards."""
-    if not named or not _is_fsdp2(trainer):
+    if not named or not accelerator.is_fsdp2:
         yield
         return
     split = torchs._split_optim_state_dict
 
-    def lenient(model: Any, optimizer: Any, state: Any, info: Any) -> Any:
+    def lenient(whole: Any, theirs: Any, state: Any, info: Any) -> Any:
         lacking = {name for group in state["param_groups"] for name in group["params"]} - set(state["state"])
-        return split(model, optimizer, state, dataclasses.replace(info, strict=not lacking <= named))
+        return split(whole, theirs, state, dataclasses.replace(info, strict=not lacking <= named))
 
     with replaced(torchs, "_split_optim_state_dict", lenient):
         yield
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in model.named_parameters():
         if name in named:
-            trainer.optimizer.state.pop(parameter, None)
+            optimizer.state.pop(parameter, None)

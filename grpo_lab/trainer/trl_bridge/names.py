@@ -4,8 +4,9 @@ tested with; whose a method is."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -161,6 +162,34 @@ COMPLETION_FIELDS: tuple[str, ...] = (
 LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "functools", "torch")
 
 
+class PlainNames:
+    """Plain names for what TRL's trainer keeps, most of it under private ones; stands before it among the bases."""
+
+    @property
+    def last_logged_step(self: Any) -> int:
+        return int(self._globalstep_last_logged)
+
+    @property
+    def current_group_size(self: Any) -> int:
+        """Completions of a prompt, in the mode that the run is in."""
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    @property
+    def text_tokenizer(self: Any) -> Any:
+        """The tokenizer, also of a processor of texts and images."""
+        return self._tokenizer
+
+    @property
+    def end_token_ids(self: Any) -> frozenset[int]:
+        """Tokens after which a completion is at its end, padding among them."""
+        return frozenset((*self.eos_token_ids, self._tokenizer.pad_token_id))
+
+    @property
+    def buffered_micro_batches(self: Any) -> list[dict[str, Any]]:
+        """Micro-batches of the generation batch at hand, in TRL's buffer; a change of one is trained on."""
+        return list(self._buffered_inputs or [])
+
+
 def is_multimodal(inputs: dict[str, Any]) -> bool:
     """Return whether a micro-batch carries anything besides text."""
     return any(inputs.get(name) is not None for name in MULTIMODAL_FIELDS)
@@ -214,6 +243,17 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
             delattr(obj, name)
 
 
+@contextlib.contextmanager
+def scored_through(trainer: Any, generate: Callable[..., Any], reward: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``generate`` and ``reward`` stand around ``_generate`` and ``_calculate_rewards``: each is
+    called with the outermost method, a team's included, and its arguments."""
+    with (
+        replaced(trainer, "_generate", functools.partial(generate, trainer._generate)),
+        replaced(trainer, "_calculate_rewards", functools.partial(reward, trainer._calculate_rewards)),
+    ):
+        yield
+
+
 def teams(trainer: Any, method: str) -> str | None:
     """``Class.method`` where a team's code stands in the place of ``method`` or over it; None where nobody's does.
 
@@ -227,6 +267,11 @@ def teams(trainer: Any, method: str) -> str | None:
     homes = [kind for kind in trainer.__mro__ if method in vars(kind)]
     of_team = (kind for kind in homes if not (is_librarys(kind) and is_librarys(vars(kind)[method])))
     return next((f"{kind.__name__}.{method}" for kind in of_team), None)
+
+
+def home_of(trainer: Any, method: str) -> str:
+    """The class whose ``method`` is called."""
+    return next(kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind))
 
 
 def hf_runs_the_step() -> bool:

@@ -204,7 +204,7 @@ def _rectangle(rows: list[Ints]) -> Ints:
 
 
 def shared_log_probs(
-    trainer: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
+    accelerator: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what ``completion_log_probs`` does for the bin of ``shape`` ``[B, L]`` that was packed; the model's
     attention must read rows of that form (``form_of``, ``served_as``). Only scored positions leave the backbone, on
@@ -214,7 +214,7 @@ def shared_log_probs(
         # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
         "attention_mask": packed.input_ids.new_ones(1, 1, 1, 1),
     }  # fmt: skip
-    output = score(trainer, model, inputs, packed.scored, packed.targets.unsqueeze(0))
+    output = score(accelerator, model, inputs, packed.scored, packed.targets.unsqueeze(0))
 
     def spread(values: Tensor) -> Tensor:
         flat = values.new_zeros(shape[0] * (shape[1] - 1))

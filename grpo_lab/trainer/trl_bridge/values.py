@@ -99,7 +99,7 @@ def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = N
 
 
 @contextlib.contextmanager
-def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
+def values_heard(accelerator: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
     """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each, read
     off the outermost wrapper's output, so that its hooks for the backward see them. Unless ``trunk_learns`` the
     policy's hidden states are detached first."""
@@ -112,7 +112,7 @@ def values_heard(trainer: Any, model: nn.Module, trunk_learns: bool = True) -> I
     def listen(_module: Any, _args: Any, output: Any) -> None:
         heard.append(output.state_values)
 
-    policy = trainer.accelerator.unwrap_model(model)
+    policy = accelerator.unwrap_model(model)
     with policy.register_forward_pre_hook(ask, with_kwargs=True), model.register_forward_hook(listen):
         yield heard
 
