@@ -45,7 +45,7 @@ from trl import GRPOTrainer
 from grpo_lab import LabTrainer
 from grpo_lab.evaluation import evaluate
 from grpo_lab.io import write_whole_text
-from grpo_lab.labs.experiment import Experiment, Found, Options, Record, carry_out, changes_asked, parser, records
+from grpo_lab.labs.experiment import Experiment, Found, Options, Record, changes_asked, parser, records, run_experiment
 from grpo_lab.labs.tables import draw, markdown
 from grpo_lab.recipe import build
 from grpo_lab.recipe.data import load_rows
@@ -197,7 +197,7 @@ def carried_out(names: Sequence[str], seeds: Sequence[int], options: Options) ->
     own = argparse.Namespace(**{**vars(options), "seeds": list(seeds), "arms": None})
     before = recorded(names, seeds, options)
     try:
-        carry_out(experiment(names), own)
+        run_experiment(experiment(names), own)
     finally:
         found = recorded(names, seeds, options)
         if options.at_most is not None:
@@ -290,7 +290,7 @@ def main() -> None:
     options = options_of(parser(__doc__, "runs/bench_accuracy"))
     hf_logging.set_verbosity_error()
     if options.run_one is not None:
-        carry_out(experiment([]), options)
+        run_experiment(experiment([]), options)
         return
     started(options.start, options.tiny)
     taken, searched = search(options)

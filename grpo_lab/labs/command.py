@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_lab.labs import LABS
 from grpo_lab.labs.arms import Arms, shipped_labs
-from grpo_lab.labs.experiment import Experiment, add_options, carry_out
+from grpo_lab.labs.experiment import Experiment, add_options, run_experiment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,4 +36,4 @@ def run(known: argparse.Namespace) -> None:
     file = Path(known.name)
     known.folder = known.folder or Path("runs/labs") / (file.stem if file.stem != "lab" else file.resolve().parent.name)
     known.seeds = known.seeds or [*lab.seeds]
-    carry_out(lab, known)
+    run_experiment(lab, known)

@@ -138,7 +138,7 @@ def changes_asked(options: Options) -> dict[str, Any]:
     return {key: parsed(value, f"`--set {key}` {value!r}") for key, value in options.set}
 
 
-def carry_out(experiment: Experiment, options: Options) -> None:
+def run_experiment(experiment: Experiment, options: Options) -> None:
     """Every cell that has no record of what is asked for, then ``records.json`` and the report of those that have one.
     ValueError: an arm that there is not, or a mistake in what is asked for. SystemExit: cells failed; the others have
     run, and the report is of them."""

@@ -7,7 +7,7 @@ The folder: `pass_rates.jsonl` and `guesses.jsonl` (samples, kept as they come),
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,8 +18,10 @@ from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.result import write_parquet
 from grpo_lab.evaluation.terminal import duration
 from grpo_lab.io import write_json, write_json_lines
+from grpo_lab.pipelines.stage_engine import Stage, Work, carry_out
+from grpo_lab.pipelines.staged_command import Resolved, StagedCommand, locked_run, plan_of, resolve
 from grpo_lab.recipe.data import load_rows, rows_here
-from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.job import Questions, check_model
 from grpo_lab.recipe.sections import (
     OF_A_SAMPLED_MODEL,
     STRICT_ACCURACY,
@@ -32,8 +34,7 @@ from grpo_lab.recipe.sections import (
 )
 from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.differences import versions
-from grpo_lab.runs.folder import record_of
-from grpo_lab.runs.stage import Stage, Words, carry_out, console, locked_run, plan_of
+from grpo_lab.runs.stage import Words, console
 from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, read, settings
 from grpo_lab.stages.filter import (
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MARKER, KEPT = "curation.json", "curated.parquet"
+BY_TEXT = ("kind", "duplicates", "contamination")
+"""Filters that read the text alone."""
 _BATCH = 1000
 """Rows that are taken out of a table, or into it, at once."""
 
@@ -114,14 +117,14 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
     not a curation's, samples made with other settings, or a setting that does not fit; Interrupted: asked to stop."""
     began = time.perf_counter()
     folder = recipe.output_dir
-    asked, against = resolve(recipe, overwrite)
-    with locked_run(recipe, lambda: {} if overwrite else record_of(folder, "curate", MARKER)) as (stop, earlier):
+    ready = resolve(CURATE, recipe, overwrite)
+    with locked_run(recipe, lambda: CURATE.earlier(recipe, overwrite)) as (stop, earlier):
         if overwrite:
             for name in (PASS_RATES, GUESSES):
                 (folder / name).unlink(missing_ok=True)
         if not earlier:
             write_json(folder / MARKER, {"name": recipe.name, "finished": False})
-        filtering = _loaded(recipe, asked, against, stop)
+        filtering = _loaded(recipe, ready, stop)
         carry_out(stages_of(recipe), filtering)
         report = filtering.selection.report(filtering.notes)
         kept = write_rows(folder, filtering.selection)
@@ -145,8 +148,31 @@ def curate(recipe: CurationRecipe, overwrite: bool = False) -> Curated:
         return Curated(folder, kept, report)
 
 
-def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: StopRequests) -> Filtering:
-    loaded = asked.rows
+def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
+    """Say what `grpo-lab curate` will do. ValueError for what would stop it."""
+    return plan_of(CURATE, recipe, overwrite)
+
+
+def stages_of(recipe: CurationRecipe) -> list[Stage]:
+    """List the filters over the text → room → pass rates → guesses → balance. None leaves a marker: samples are kept in
+    their file, and the filters may be others next time."""
+    folder = recipe.output_dir
+    filters = recipe.filters
+
+    def stage(name: str, run: Callable[[Filtering], None], whole: bool = True) -> Stage:
+        return Stage(name, Work(run, whole=whole), folder, remembered=False)
+
+    found = [stage(name, rules.apply) for name, rules in filters.asked(*BY_TEXT)]
+    if recipe.model is not None:
+        found.append(stage("room", partial(leave_room, model=str(recipe.model.path))))
+        found.append(stage("band", partial(measure_pass_rates, filters=filters), whole=False))
+        found += [stage(name, rules.apply, whole=False) for name, rules in filters.asked("guessable")]
+    return found + [stage(name, rules.apply) for name, rules in filters.asked("balance", "hardest")]
+
+
+def _loaded(recipe: CurationRecipe, ready: Resolved, stop: StopRequests) -> Filtering:
+    """Put the rows, which an earlier curation may have scored, at the beginning of their way."""
+    loaded = ready.asked.rows
     notes = []
     if earlier := [name for name in loaded.column_names if name in (*SCORES, "kept", "dropped_by")]:
         loaded = loaded.remove_columns(earlier)
@@ -160,76 +186,60 @@ def _loaded(recipe: CurationRecipe, asked: Questions, against: list[Any], stop: 
         selection=Selection(rows, shown=shown, title=recipe.name),
         shown=shown,
         sampling=recipe.sampling,
-        reward=asked.reward,
+        reward=ready.asked.reward,
         judge=describe(recipe.reward),
-        against=against,
+        against=ready.more,
         notes=notes,
     )
 
 
-def stages_of(recipe: CurationRecipe, samples: Words | None = None) -> list[Stage]:
-    """Filters over the text → room → pass rates → guesses → balance. None leaves a marker: samples are kept in their
-    file, and the filters may be others next time. ``samples``: what a dry run says of them."""
-    filters = recipe.filters
-
-    def stage(name: str, run: Any, rules: Any, whole: bool = True, inputs: tuple[str, ...] = ()) -> Stage:
-        words = {}
-        if rules is not None:
-            words = {f"filter: {name}": describe(rules)}
-        return Stage(name, run, lambda: words, inputs, remembered=False, whole=whole)
-
-    by_text = ("kind", "duplicates", "contamination")
-    found = [stage(name, rules.apply, rules) for name in by_text if (rules := getattr(filters, name)) is not None]
-    if recipe.model is not None:
-        room = partial(leave_room, model=str(recipe.model.path))
-        found.append(Stage("room", room, lambda: samples or {}, remembered=False, whole=True))
-        found.append(stage("band", partial(measure_pass_rates, filters=filters), filters.band, False, ("room",)))
-        if filters.guessable is not None:
-            found.append(stage("guessable", filters.guessable.apply, filters.guessable, False, ("room",)))
-    last = [(name, rules) for name in ("balance", "hardest") if (rules := getattr(filters, name)) is not None]
-    return [*found, *(stage(name, rules.apply, rules) for name, rules in last)]
-
-
-def plan_of_curation(recipe: CurationRecipe, overwrite: bool = False) -> Words:
-    """Say what `grpo-lab curate` will do. ValueError for what would stop it."""
-    rows = resolve(recipe, overwrite, here_only=True)[0].rows
-    samples = None
-    file = recipe.output_dir / PASS_RATES
-    columns = []
-    if rows is not None:
-        columns = rows.column_names
-    if recipe.model is not None and to_be_measured(columns, recipe.filters):
-        samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
-    plan = plan_of(stages_of(recipe, samples))
-    return {"rows": count_of(rows, recipe.data), **plan, "output folder": str(recipe.output_dir)}
-
-
-def resolve(recipe: CurationRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, list[Any]]:
-    """The rows and what judges them, and the rows of evaluation sets; nothing is written. In a dry run (``here_only``)
-    rows that are on the hub and not here are None. ValueError: what cannot be loaded, judged, sampled or balanced; a
-    folder of something else, or one with another number of samples."""
+def _check(recipe: CurationRecipe, overwrite: bool) -> None:
+    """ValueError for samples in another number."""
+    if overwrite:
+        return
+    instead = "give --overwrite to sample anew, or another `--output_dir`"
     folder = recipe.output_dir
+    refuse_other_count(folder / PASS_RATES, recipe.sampling.n_samples, "n_samples", instead)
+    if recipe.filters.guessable is not None:
+        refuse_other_count(folder / GUESSES, recipe.filters.guessable.tries, "filters.guessable.tries", instead)
+
+
+def _load(recipe: CurationRecipe, asked: Questions, overwrite: bool, here_only: bool) -> list[Any]:
+    """Load the rows of evaluation sets. ValueError: what cannot be loaded, sampled or balanced."""
     filters = recipe.filters
-    record_of(folder, "curate", MARKER)
-    if not overwrite:
-        instead = "give --overwrite to sample anew, or another `--output_dir`"
-        refuse_other_count(folder / PASS_RATES, recipe.sampling.n_samples, "n_samples", instead)
-        if filters.guessable is not None:
-            refuse_other_count(folder / GUESSES, filters.guessable.tries, "filters.guessable.tries", instead)
-    found = questions(recipe.data, recipe.reward, here_only=here_only)
     by = filters.balance and filters.balance.by
-    if by and found.rows is not None:
+    if by and asked.rows is not None:
         of = {"kind": filters.kind, "guesses_right": filters.guessable}
         made = [*(name for name in SCORES if of.get(name, recipe.model) is not None), DOMAIN]
-        own = [name for name in found.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
+        own = [name for name in asked.rows.column_names if name not in SCORES]  # an earlier curation's are made anew
         if by not in (*own, *made):
             raise ValueError(f"`filters.balance.by` is {by!r}; the columns are {own}, the scores made here {made}")
     load = rows_here if here_only else load_rows
     sections = filters.contamination and filters.contamination.against
     against = [load(one, f"filters.contamination.against.{place}") for place, one in enumerate(sections or ())]
     if recipe.model is not None:
-        check_model(found, recipe.model, recipe.sampling, here_only=here_only)
-    return found, against
+        check_model(asked, recipe.model, recipe.sampling, here_only=here_only)
+    return against
+
+
+def _words(recipe: CurationRecipe, ready: Resolved, overwrite: bool) -> Words:
+    """Say which filters run, and what is sampled for them."""
+    rows = ready.asked.rows
+    filters = recipe.filters
+    samples = {}
+    if recipe.model is not None and to_be_measured([] if rows is None else rows.column_names, filters):
+        file = recipe.output_dir / PASS_RATES
+        samples = plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, rows, file, overwrite)
+    by_model = ("band", "guessable", "balance", "hardest")
+    return {
+        "rows": count_of(rows, recipe.data),
+        **{f"filter: {name}": describe(rules) for name, rules in filters.asked(*BY_TEXT)},
+        **samples,
+        **{f"filter: {name}": describe(rules) for name, rules in filters.asked(*by_model)},
+    }
+
+
+CURATE = StagedCommand("curate", _check, _load, _words, marker=MARKER)
 
 
 def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:

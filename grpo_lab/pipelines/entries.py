@@ -15,40 +15,39 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.run_record import DONE, PIPELINE, STAGES
+from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, PIPELINE, STAGES
 from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.kinds import kind_of
 from grpo_lab.pipelines.outlook import in_stage
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, StageSection, plain_recipe
-from grpo_lab.pipelines.stage_record import StageRecord, named_in
-from grpo_lab.pipelines.standing import Asked, Standing, look_at, standing, state_of
+from grpo_lab.pipelines.stage_engine import Stage
+from grpo_lab.pipelines.stage_record import StageRecord, digests_at, named_in, seen_at
+from grpo_lab.pipelines.standing import NOTHING, Asked, Standing, look_at, standing, state_of
 from grpo_lab.recipe.elsewhere import SUPERVISED, refuse_words_from_elsewhere
 from grpo_lab.recipe.yaml import set_at, written
 from grpo_lab.runs.differences import OF_NO_FILE, versions
 from grpo_lab.runs.folder import STAGE, write_run
 from grpo_lab.runs.stage import plain_facts
+from grpo_lab.runs.stop_requests import Interrupted
 from grpo_lab.settings import all_of, read
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A stage that can be carried out: its section, its folder, the places of what it reads (stage.thing → place in the
-    pipeline's folder), its kind with its settings."""
+@dataclass(frozen=True, kw_only=True)
+class Entry(Stage):
+    """Stage of a pipeline, which has its folder to itself; what it is made from says whether it is done again.
+
+    Args:
+        section: as the recipe has it; ``number``: its place in the order.
+        takes: stage.thing → place in the pipeline's folder.
+    """
 
     number: int
     section: StageSection
-    folder: Path
     takes: Mapping[str, str]
-    kind: Any
 
     @property
-    def name(self) -> str:
-        return self.section.name
-
-    @property
-    def results(self) -> list[str]:
-        """Places in its folder of all that it leaves and keeps."""
-        return [*getattr(self.kind, "leaves", {}).values(), *getattr(self.kind, "keeps", ())]
+    def whole(self) -> bool:
+        return super().whole and not self.section.launch
 
     @cached_property
     def asked(self) -> Asked:
@@ -69,9 +68,30 @@ class Entry:
         found.inputs = {setting: {"from": one, "digest": found.digests.get(one, "")} for setting, one in taken}
         return found
 
-    def standing(self, record: StageRecord, before: Mapping[str, Standing]) -> Standing:
-        """Find what has to be done with the stage (``pipelines.standing``)."""
-        return standing(record, self.asked, look_at(self.folder.parent, self.name, record, self.asked), before)
+    def due(self, record: StageRecord) -> str:
+        """Say why the stage is to be done, those before which are done (``pipelines.standing``)."""
+        before = {name: Standing(NOTHING, "") for name in self.asked.before}
+        look = look_at(self.folder.parent, self.name, record, self.asked)
+        stands = standing(record, self.asked, look, before)
+        if stands.state == NOTHING:
+            return ""
+        return stands.why
+
+    def begin(self, record: StageRecord, why: str) -> None:
+        places = self.asked.places(self.folder.parent)
+        record.taken = seen_at(places.values())
+        record.prepare(self.folder, why, self.asked.settings, digests_at(places))
+
+    def finish(self, record: StageRecord) -> None:
+        record.finish(self.folder, self.places)
+
+    def fail(self, record: StageRecord, error: BaseException) -> None:
+        """Record how ``error`` has ended the stage; a stop may have been heard after its last word."""
+        if record.status == DONE:
+            return
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        with suppress(OSError):  # the folder is gone, or the disk is full: that is what is said
+            record.end(self.folder, BROKEN_OFF if stopped else FAILED, "" if stopped else error)
 
 
 def entries_of(recipe: PipelineRecipe) -> list[Entry]:
@@ -120,7 +140,8 @@ def _entry(number: int, section: StageSection, recipe: PipelineRecipe, kinds: Ma
             others = [name for name in given if name not in own]
             refuse_words_from_elsewhere(others, f"`stages.{section.name}`", SUPERVISED)
         settled = read(kind, given, f"stages.{section.name}")
-    return Entry(number, section, recipe.output_dir / section.name, takes, settled)
+    folder = recipe.output_dir / section.name
+    return Entry(section.name, settled, folder, number=number, section=section, takes=takes)
 
 
 @dataclass

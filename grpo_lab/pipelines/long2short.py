@@ -11,20 +11,20 @@ counts is accuracy *and* tokens of right answers."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_lab.curation import sampled
 from grpo_lab.evaluation import EvaluationResult, terminal_summary, write_report
-from grpo_lab.evaluation.run_record import gone_from, in_few_words
-from grpo_lab.io import write_json
-from grpo_lab.pipelines.standing import again_in_words, left_in
+from grpo_lab.pipelines.stage_engine import Stage, Work, carry_out
+from grpo_lab.pipelines.staged_command import Resolved, StagedCommand, plan_of, resolve, running
+from grpo_lab.pipelines.standing import left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers
 from grpo_lab.recipe.elsewhere import SUPERVISED, refuse_words_from_elsewhere
-from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.job import Questions, check_model
 from grpo_lab.recipe.models import model_files
 from grpo_lab.recipe.sections import (
     OF_A_SAMPLED_MODEL,
@@ -38,20 +38,18 @@ from grpo_lab.recipe.sections import (
     refuse_every,
     with_name,
 )
-from grpo_lab.runs import differences
 from grpo_lab.runs.console import count_of, describe, settings_in_words
-from grpo_lab.runs.differences import OF_NO_FILE, earlier_run, refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.differences import OF_NO_FILE, settings_of
 from grpo_lab.runs.folder import check_writable
-from grpo_lab.runs.stage import Facts, Stage, Words, Workspace, carry_out, console, plan_of, staged_run
+from grpo_lab.runs.stage import Facts, Words, Workspace, console
 from grpo_lab.runs.stop_requests import identity_of
 from grpo_lab.settings import NULL_IS_DEFAULT, Hours, Number, read, settings
-from grpo_lab.stages.held_out import EVALUATION, Evaluate
+from grpo_lab.stages.held_out import EVALUATION, Measure
 from grpo_lab.stages.sample import SAMPLES, ModelGenerator, plan_of_samples, refuse_other_count, with_room
 from grpo_lab.stages.select import ROWS, Shorter, Shortest, choose
 from grpo_lab.stages.supervised import MODEL, STOPPED, Dpo, Merge, Simpo, Train, check_merged
 from grpo_lab.trainer.supervised.methods import check_training
 
-LONG2SHORT = "long2short"
 EVALUATION_THEN = ("data", "reward", "max_new_tokens", "batch_size", "n_samples", "temperature", "before")
 
 
@@ -134,39 +132,31 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder. ``overwrite`` begins anew (a file
     named by ``samples`` is shared with other runs, and stays). ValueError: another run or something else in the folder,
     no rows to train on, or a setting that does not fit; Interrupted: asked to stop."""
-    asked = resolve(recipe, overwrite)
+    ready = resolve(LONG2SHORT, recipe, overwrite)
     folder = recipe.output_dir
     about = {
-        "pipeline": LONG2SHORT,
         "method": recipe.method,
         "model": recipe.model.path,
         "short_model": recipe.short_model,
         "data": describe(recipe.data),
-        "data_digest": None if asked.rows is None else rows_fingerprint(asked.rows),
-        "recipe": settings_of(recipe),
+        "data_digest": ready.fingerprint,
+        "recipe": LONG2SHORT.settings(recipe),
         "sampling": describe(recipe.sampling),
         "training": dict(recipe.training),
     }
-    stages = ("before", "select", "train", "merge", "after")
-    forget = [*(folder / f"{stage}.json" for stage in stages), folder / STOPPED, folder / SAMPLES]
-    if overwrite and recipe.samples_file.is_file() and recipe.samples is not None:
-        console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
-
-    def earlier() -> Facts:
-        found = check_folder(recipe, overwrite)
-        if found and "recipe" not in found:
-            _mark_stages(recipe, found)
-        if make_again(recipe, gone_from(folder, found)):
-            found["finished"] = False
-        return found
-
-    with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
+    stages = stages_of(recipe, ready.asked)
+    forget = None
+    if overwrite:
+        forget = [*(folder / stage.marker for stage in stages), folder / STOPPED, folder / SAMPLES]
+        if recipe.samples is not None and recipe.samples_file.is_file():
+            console.print(f"samples: {recipe.samples} is kept, as it is no file of this run; remove it to sample anew")
+    page = None
+    with running(LONG2SHORT, recipe, stages, about, forget) as run:
         workspace = Workspace(folder, run.stop)
-        carry_out(_stages(recipe, asked), workspace, run.report)
+        carry_out(stages, workspace, run)
         count = workspace.facts.get("select", {}).get("rows", 0)
-        page = None
         run.write(rows=count)
-        if run.about["finished"]:
+        if run.finished:
             console.print(f"{folder} is finished: nothing to do", soft_wrap=True)
         else:
             page = write_report(folder)
@@ -179,27 +169,14 @@ def long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Shortened:
     return Shortened(folder, count, before, after)
 
 
-def make_again(recipe: Long2ShortRecipe, gone: Sequence[str]) -> bool:
-    """Return whether something is ``gone`` from the folder of a finished run: the stage that made it has no marker any
-    more."""
+def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Words:
+    """Say what `grpo-lab long2short` will do. ValueError for what would stop it."""
+    return plan_of(LONG2SHORT, recipe, overwrite)
+
+
+def stages_of(recipe: Long2ShortRecipe, asked: Questions) -> list[Stage]:
+    """List the stages: before? → select → train, or merge → after?"""
     folder = recipe.output_dir
-    for which in {one.split("/")[1] for one in gone if one.startswith(f"{EVALUATION}/")}:
-        shutil.rmtree(folder / EVALUATION / which, ignore_errors=True)
-        (folder / f"{which}.json").unlink(missing_ok=True)
-    if any(not one.startswith(f"{EVALUATION}/") for one in gone):
-        if (folder / ROWS).is_file():
-            stages = ["merge", "train"]
-        else:
-            stages = ["merge", "train", "select"]
-        for stage in stages:
-            (folder / f"{stage}.json").unlink(missing_ok=True)
-    if gone:
-        console.print(f"{folder}: {in_few_words(gone)} gone, and made again", soft_wrap=True)
-    return bool(gone)
-
-
-def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False) -> list[Stage]:
-    """List the stages: List the stages: before? → select → train, or merge → after?"""
     path = str(recipe.model.path)
     sampling = recipe.sampling
 
@@ -214,34 +191,32 @@ def _stages(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool = False)
     def train(workspace: Workspace) -> Facts:
         kind: Any = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
         training = {"use_cpu": sampling.use_cpu, **recipe.training}
-        stage = kind(path, str(workspace.folder / ROWS), sampling.seed, training, sampling.chat_template_kwargs)
-        return _delivered(workspace, stage.run(workspace, made_from=_fingerprint(recipe)))
+        stage = kind(path, str(folder / ROWS), sampling.seed, training, sampling.chat_template_kwargs)
+        return _delivered(workspace, stage.run(workspace, made_from=_made_from(recipe)))
 
-    def measure(name: str, model: str) -> Stage:
-        assert recipe.evaluation is not None
-        section = recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
-        kind = Evaluate(model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
-        return Stage(name, lambda workspace: kind.measured(workspace.folder / EVALUATION / name), whole=True)
+    def merge(workspace: Workspace) -> Facts:
+        return _delivered(workspace, Merge(path, str(recipe.short_model), recipe.alpha).run(workspace))
 
+    def measure(which: str, model: str) -> list[Stage]:
+        if recipe.evaluation is None:
+            return []
+        return [Stage(which, Measure(model, recipe.evaluation, sampling, f"{EVALUATION}/{which}"), folder)]
+
+    model = {"model": "."}
     if recipe.method == "merge":
-        merge = Merge(path, str(recipe.short_model), recipe.alpha)
-        merged = {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
-        stages = [Stage("merge", lambda workspace: _delivered(workspace, merge.run(workspace)), lambda: merged)]
+        stages = [Stage("merge", Work(merge, model), folder)]
     else:
         stages = [
-            Stage("select", select, lambda: _plan_of_rows(recipe, asked, overwrite)),
-            Stage("train", train, lambda: {"training": settings_in_words(recipe.training)}, inputs=("select",)),
+            Stage("select", Work(select, {"rows": ROWS}), folder),
+            Stage("train", Work(train, model), folder, reads=[folder / ROWS]),
         ]
-    if recipe.evaluation is None:
-        return stages
-    before = []
-    if recipe.evaluation.before:
-        before = [measure("before", path)]
-    return [*before, *stages, measure("after", str(recipe.output_dir))]
+    if recipe.evaluation is not None and recipe.evaluation.before:
+        stages = measure("before", path) + stages
+    return stages + measure("after", str(folder))
 
 
 def _delivered(workspace: Workspace, facts: Facts) -> Facts:
-    """The files of `model/` into the run's own folder, where every other command looks for a model."""
+    """Move the files of `model/` into the run's own folder, where every other command looks for a model."""
     for file in (workspace.folder / MODEL).iterdir():
         if file.name != "run.json":
             shutil.move(file, workspace.folder / file.name)
@@ -249,86 +224,62 @@ def _delivered(workspace: Workspace, facts: Facts) -> Facts:
     return facts
 
 
-def resolve(recipe: Long2ShortRecipe, overwrite: bool, here_only: bool = False) -> Questions:
-    """Load what the recipe names; nothing is written. ValueError for what would stop the run; a dry run asks it,
-    too."""
-    before = check_folder(recipe, overwrite)
+def _check(recipe: Long2ShortRecipe, overwrite: bool) -> None:
+    """Refuse a training, a merge or samples that cannot be."""
     if recipe.method == "merge":
         check_merged(str(recipe.model.path), str(recipe.short_model), recipe.alpha, "model.path")
+        return
+    check_whole_model(recipe.model)
+    check_trackers(check_training(recipe.method, recipe.training).get("report_to"), "training.report_to")
+    file = recipe.samples_file
+    check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
+    if recipe.samples is not None or not overwrite:
+        instead = "remove it, or name another with `--samples`"
+        refuse_other_count(file, recipe.sampling.n_samples, "n_samples", instead)
+
+
+def _load(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool, here_only: bool) -> None:
+    """Refuse a model that there is not, or prompts that leave no room in its context."""
+    check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
+
+
+def _words(recipe: Long2ShortRecipe, ready: Resolved, overwrite: bool) -> Words:
+    """Say how the new model is made, and on what it is measured."""
+    asked = ready.asked
+    words = {"method": recipe.method, "model": str(recipe.model.path)}
+    if recipe.data is None:
+        words |= {"short model": str(recipe.short_model), "share of the model": f"{recipe.alpha:g}"}
     else:
-        check_whole_model(recipe.model)
-        check_trackers(check_training(recipe.method, recipe.training).get("report_to"), "training.report_to")
         file = recipe.samples_file
-        check_writable(file.parent, "output_dir" if recipe.samples is None else "samples")
-        if recipe.samples is not None or not overwrite:
-            instead = "remove it, or name another with `--samples`"
-            refuse_other_count(file, recipe.sampling.n_samples, "n_samples", instead)
-    found = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
-    if found.rows is not None:
-        refuse_other_rows(recipe.output_dir, before.get("data_digest"), rows_fingerprint(found.rows))
-    check_model(found, recipe.model, recipe.sampling, recipe.evaluation, here_only)
-    return found
-
-
-def plan_of_long2short(recipe: Long2ShortRecipe, overwrite: bool = False) -> Words:
-    """Say what `grpo-lab long2short` will do. ValueError for what would stop it."""
-    asked = resolve(recipe, overwrite, here_only=True)
-    facts = {"method": recipe.method, "model": str(recipe.model.path), **plan_of(_stages(recipe, asked, overwrite))}
+        anew = overwrite and recipe.samples is None
+        words["rows"] = count_of(asked.rows, recipe.data)
+        words |= plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, asked.rows, file, anew)
+        if recipe.method != "shortest_sft":
+            words["pairs"] = describe(recipe.way)
+        words["training"] = settings_in_words(recipe.training)
     if recipe.evaluation is not None:
         when = "before and after" if recipe.evaluation.before else "after"
         count = count_of(asked.held_out, recipe.evaluation.data)
-        facts["evaluation"] = f"{when}: {count}, judged by {describe(recipe.evaluation.reward)}"
-    return {**facts, **again_in_words(recipe.output_dir, overwrite), "output folder": str(recipe.output_dir)}
+        words["evaluation"] = f"{when}: {count}, judged by {describe(recipe.evaluation.reward)}"
+    return words
 
 
-def _plan_of_rows(recipe: Long2ShortRecipe, asked: Questions, overwrite: bool) -> Words:
-    assert recipe.data is not None
-    file = recipe.samples_file
-    anew = overwrite and recipe.samples is None
-    facts = {"rows": count_of(asked.rows, recipe.data)}
-    facts |= plan_of_samples(recipe.model.path, recipe.reward, recipe.sampling, asked.rows, file, anew)
-    if recipe.method == "shortest_sft":
-        return facts
-    return {**facts, "pairs": describe(recipe.way)}
+def _settings(recipe: Long2ShortRecipe) -> dict[str, Any]:
+    """Return the settings that the new model and its evaluations follow from; local models count by their content."""
+    return settings_of(recipe, recipe.model.path, recipe.short_model)
 
 
-def settings_of(recipe: Long2ShortRecipe) -> dict[str, Any]:
-    """Settings that the new model and its evaluations follow from; local models count by their content, too."""
-    return differences.settings_of(recipe, recipe.model.path, recipe.short_model)
+LONG2SHORT = StagedCommand("long2short", _check, _load, _words, _settings, rows="data_digest")
 
 
-def check_folder(recipe: Long2ShortRecipe, overwrite: bool) -> dict[str, Any]:
-    """Read what marks the folder, `{}` for a new one. ValueError: it holds something else, or a run of another
-    recipe."""
-    found = earlier_run(recipe, LONG2SHORT, overwrite, settings_of)
-    if "recipe" not in found and found.get("fingerprint", "") not in ("", _fingerprint(recipe)):  # an earlier version's
-        here = f"`output_dir` {str(recipe.output_dir)!r}"
-        raise ValueError(f"{here} holds a run with other settings. Choose another, or give --overwrite")
-    return found
-
-
-def _fingerprint(recipe: Long2ShortRecipe) -> str:
-    """Digest that a training that was stopped is known by, as in an earlier version's ``run.json``."""
+def _made_from(recipe: Long2ShortRecipe) -> str:
+    """Digest what a training that was stopped is known by."""
     said = {name: value for name, value in asdict(recipe).items() if name not in OF_NO_FILE}
     if not said["sampling"]["chat_template_kwargs"]:
         del said["sampling"]["chat_template_kwargs"]
-    if asked := said["evaluation"]:  # what it did not know counts where it is set
+    if asked := said["evaluation"]:  # settings that came later count where they are set
         said["evaluation"] = {name: value for name, value in asked.items() if value or name in EVALUATION_THEN}
     return identity_of(said, [model_files(str(path)) for path in (recipe.model.path, recipe.short_model) if path])
-
-
-def _mark_stages(recipe: Long2ShortRecipe, found: Mapping[str, Any]) -> None:
-    """The markers of a folder that an earlier version left: ``run.json`` said how far it had come."""
-    folder = recipe.output_dir
-    before = _measured(folder / EVALUATION / "before")
-    finished = found.get("finished")
-    if before is not None and before.stopped is None:
-        write_json(folder / "before.json", {})
-    if finished or found.get("trained"):
-        write_json(folder / "select.json", {"rows": found["rows"]})
-        write_json(folder / f"{'merge' if recipe.method == 'merge' else 'train'}.json", {})
-    if finished:
-        write_json(folder / "after.json", {})
 
 
 def _measured(folder: Path) -> EvaluationResult | None:

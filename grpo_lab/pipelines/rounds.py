@@ -11,49 +11,38 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_lab.evaluation import write_report
 from grpo_lab.evaluation.run_page import COLUMNS, rounds_table
-from grpo_lab.evaluation.run_record import gone_from, in_few_words
 from grpo_lab.evaluation.terminal import print_table
 from grpo_lab.io import saving, write_json_lines
 from grpo_lab.pipelines.rounds_recipe import RoundsRecipe, questions_of, seed_of, stages_in_words
-from grpo_lab.pipelines.standing import again_in_words, left_in
+from grpo_lab.pipelines.stage_engine import Stage, Work, carry_out
+from grpo_lab.pipelines.staged_command import CommandRun, Resolved, StagedCommand, plan_of, resolve, running
+from grpo_lab.pipelines.standing import left_in
 from grpo_lab.recipe.ahead import check_whole_model
 from grpo_lab.recipe.checks import check_trackers, cold_start_rows
-from grpo_lab.recipe.job import Questions, check_model, questions
+from grpo_lab.recipe.job import Questions, check_model
 from grpo_lab.recipe.models import load_model
 from grpo_lab.recipe.sections import ModelSection
-from grpo_lab.runs import differences
 from grpo_lab.runs.console import count_of, describe, model_of, settings_in_words
-from grpo_lab.runs.differences import earlier_run, refuse_other_rows, rows_fingerprint
+from grpo_lab.runs.differences import settings_of
 from grpo_lab.runs.folder import kept
-from grpo_lab.runs.stage import (
-    Facts,
-    Report,
-    Stage,
-    StagedRun,
-    Words,
-    Workspace,
-    carry_out,
-    console,
-    no_report,
-    read_facts,
-    staged_run,
-)  # fmt: skip
-from grpo_lab.stages.held_out import EVALUATION, Evaluate
+from grpo_lab.runs.stage import Facts, Words, Workspace, console
+from grpo_lab.stages.held_out import EVALUATION, Measure
 from grpo_lab.stages.sample import SAMPLES, sample, sample_facts, samples_in
 from grpo_lab.stages.select import GOLD, ROWS, choose
 from grpo_lab.stages.supervised import MODEL, ColdStart, Dpo, Simpo, Train
 from grpo_lab.trainer.supervised.methods import check_training
 
-ROUNDS = "rounds"
 Line = dict[str, Any]
+Rounds = Sequence[Sequence[Stage]]
+"""The stages of the start (0), and of each round."""
 SHOWN = ("", "held-out accuracy", "length", "right", "kept", "ways a solved problem", "rows (gold)", "tokens generated")
 """Columns of the page's table that fit on a terminal."""
 
@@ -62,90 +51,207 @@ def run_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> list[Line]:
     """Run ``recipe``, or go on with what an earlier, killed run left in the folder: one line for the start (round 0)
     and each round, as in `rounds.jsonl`. ``overwrite`` begins anew. ValueError: another run or something else there, a
     setting that does not fit, a round without rows; Interrupted: asked to stop."""
-    asked, cold_rows = resolve(recipe, overwrite)
+    ready = resolve(ROUNDS, recipe, overwrite)
     folder = recipe.output_dir
-    count = recipe.rounds.count
-    about = {"pipeline": ROUNDS, "method": recipe.method, "count": count, "recipe": settings_of(recipe)}
-    about["rows"] = rows_fingerprint(asked.rows)
-    forget = [*folder.glob("round-*"), folder / "start", folder / EVALUATION, folder / "rounds.jsonl"]
-
-    def earlier() -> dict[str, Any]:
-        found = check_folder(recipe, overwrite)
-        whole = not make_again(folder, gone_from(folder, found)) and found.get("count") == count
-        if found:
-            return {**found, "finished": found.get("finished") and whole}
-        return {}
-
-    with staged_run(recipe, earlier, about, forget if overwrite else ()) as run:
-        if run.about["finished"]:
+    about = {
+        "method": recipe.method,
+        "count": recipe.rounds.count,
+        "recipe": ROUNDS.settings(recipe),
+        "rows": ready.fingerprint,
+    }
+    forget = None
+    if overwrite:
+        forget = [*folder.glob("round-*"), folder / "start", folder / EVALUATION, folder / "rounds.jsonl"]
+    rounds = stages_of(recipe, ready.asked, ready.more)
+    with running(ROUNDS, recipe, [one for stages in rounds for one in stages], about, forget) as run:
+        if run.finished:
             console.print(
                 f"{folder} is finished: nothing to do. A larger `rounds.count` goes on with it", soft_wrap=True
             )
             if not (folder / "report.html").is_file():  # killed before it
                 write_report(folder)
-            return _lines(folder, count)
-        return _carried_out(recipe, RoundStages(recipe, asked, cold_rows), run)
+            return lines_of({one.name: one.record().results for one in stages} for stages in rounds)
+        lines = _one_by_one(recipe, rounds, run)
+        _finish(recipe, lines, run)
+        return lines
 
 
-def _carried_out(recipe: RoundsRecipe, work: RoundStages, run: StagedRun) -> list[Line]:
+def _one_by_one(recipe: RoundsRecipe, rounds: Rounds, run: CommandRun) -> list[Line]:
     folder = run.folder
-    first = str(recipe.model.path or "")
-    start = Round(folder=round_folder(folder, 0), stop=run.stop, number=0, current=first, start=first)
-    carry_out(work.of_start(), start, run.report)
-    lines = _lines(folder, 0)
-    for done in rounds(folder, recipe.rounds.count, start, work.of_round(), run.report):
-        lines = _lines(folder, done.number)
-        write_json_lines(folder / "rounds.jsonl", lines)
-        if not recipe.keep_models and done.number > 1:
-            shutil.rmtree(round_folder(folder, done.number - 1) / MODEL, ignore_errors=True)
-    last = round_folder(folder, recipe.rounds.count)
-    with saving(folder):
-        shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)  # where every other command looks for them
-        for name, at in (("before", start.folder), ("after", last)):
-            if (at / EVALUATION).is_dir():
-                shutil.copytree(at / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
-    inside = [f"{place.name}/{what}" for place in folder.glob("round-*") for what in (EVALUATION, MODEL)]
-    left = left_in(folder, ["rounds.jsonl", EVALUATION, f"{start.folder.name}/{EVALUATION}", *inside])
-    run.write(left=left, finished=True)
-    found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
-    print_table(console, f"{recipe.name}: {recipe.method}", found.head, found.rows)
-    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
+    facts: list[Mapping[str, Facts]] = []
+    lines: list[Line] = []
+    for number, stages in enumerate(rounds):
+        workspace = Workspace(round_folder(folder, number), run.stop)
+        carry_out(stages, workspace, run)
+        facts.append(workspace.facts)
+        lines = lines_of(facts)
+        if number > 0:
+            write_json_lines(folder / "rounds.jsonl", lines)
+        if number > 1 and not recipe.keep_models:
+            shutil.rmtree(round_folder(folder, number - 1) / MODEL, ignore_errors=True)
     return lines
 
 
-def make_again(folder: Path, gone: Sequence[str]) -> bool:
-    """Return whether something is ``gone`` from the ``folder`` of finished rounds: the stage of a round that made it
-    has no marker any more. ValueError: the model that it was made of is not there either."""
-    made = dict.fromkeys(tuple(one.split("/")[:2]) for one in gone if one.startswith(("start/", "round-")))
-    for place, what in made:
-        number = int(place.removeprefix("round-").replace("start", "0"))
-        of = round_folder(folder, number if what == EVALUATION else number - 1)
-        is_kept = (of / MODEL).is_dir() or (of.name, MODEL) in made
-        if not is_kept and (of / "train.json").is_file():
-            raise ValueError(
-                f"{place}/{what} is gone from the finished rounds in `output_dir` {str(folder)!r}, and so is "
-                f"{of.name}/{MODEL}, of which it was made (`keep_models`); put a copy back, choose another "
-                "`--output_dir`, or give --overwrite"
-            )
-    for place, what in made:
-        shutil.rmtree(folder / place / what, ignore_errors=True)
-        marker = "evaluate.json" if what == EVALUATION else "train.json"
-        (folder / place / marker).unlink(missing_ok=True)
-    if gone:
-        console.print(f"{folder}: {in_few_words(gone)} gone, and made again", soft_wrap=True)
-    return bool(gone)
+def _finish(recipe: RoundsRecipe, lines: Sequence[Line], run: CommandRun) -> None:
+    """Put the last model and both evaluations where every other command looks for them, and write the page."""
+    folder = run.folder
+    first = round_folder(folder, 0)
+    last = round_folder(folder, recipe.rounds.count)
+    with saving(folder):
+        shutil.copytree(last / MODEL, folder, dirs_exist_ok=True)
+        for name, place in (("before", first), ("after", last)):
+            if (place / EVALUATION).is_dir():
+                shutil.copytree(place / EVALUATION, folder / EVALUATION / name, dirs_exist_ok=True)
+    inside = [f"{place.name}/{what}" for place in folder.glob("round-*") for what in (EVALUATION, MODEL)]
+    run.write(left=left_in(folder, ["rounds.jsonl", EVALUATION, f"{first.name}/{EVALUATION}", *inside]), finished=True)
+    found = rounds_table(lines, [column for column in COLUMNS if column[0] in SHOWN])
+    print_table(console, f"{recipe.name}: {recipe.method}", found.head, found.rows)
+    console.print(f"model: {folder}\nreport: {write_report(folder)}", soft_wrap=True)
 
 
 def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
     """Say what `grpo-lab rounds` will do. ValueError for what would stop it."""
-    asked, cold_rows = resolve(recipe, overwrite, here_only=True)
+    return plan_of(ROUNDS, recipe, overwrite)
+
+
+def round_folder(folder: Path, number: int) -> Path:
+    """Return ``start`` for 0, else ``round-<number>``."""
+    return folder / (f"round-{number}" if number else "start")
+
+
+def left_by(recipe: RoundsRecipe, number: int) -> str:
+    """Return the model that a round leaves: a folder; of the start perhaps the recipe's own, or its hub name."""
+    if number == 0 and recipe.model.path is not None and recipe.cold_start is None:
+        return recipe.model.path
+    return str(round_folder(recipe.output_dir, number) / MODEL)
+
+
+def stages_of(recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> Rounds:
+    """List the stages of the start, and of each round."""
+    rows = [dict(row) for row in asked.rows]
+    each = [of_round(recipe, number, rows, asked.reward) for number in range(1, recipe.rounds.count + 1)]
+    return [of_start(recipe, cold_rows), *each]
+
+
+def of_start(recipe: RoundsRecipe, cold_rows: Any = None) -> list[Stage]:
+    """List the stages of the start: its model is built, or loaded and given its cold start, where the recipe says so,
+    and measured where it has held-out rows."""
+    folder = round_folder(recipe.output_dir, 0)
+    sampling = recipe.sampling
+    model = left_by(recipe, 0)
+    stages = []
+    if model == str(folder / MODEL):
+        kind = ColdStart(recipe.model, None, sampling.seed)
+        if (cold := recipe.cold_start) is not None:
+            training = {"use_cpu": sampling.use_cpu, **cold.arguments}
+            kind = ColdStart(recipe.model, cold.data, sampling.seed, training, sampling.chat_template_kwargs)
+        stages = [Stage("train", Work(partial(kind.run, rows=cold_rows), kind.leaves), folder)]
+    if recipe.evaluation is not None and recipe.evaluation.before:
+        stages.append(Stage("evaluate", Measure(model, recipe.evaluation, sampling), folder, [Path(model)]))
+    return stages
+
+
+def of_round(recipe: RoundsRecipe, number: int, rows: Sequence[Mapping[str, Any]], reward: Any) -> list[Stage]:
+    """List the stages of round ``number``: sample → select → train → evaluate?"""
+    folder = round_folder(recipe.output_dir, number)
+    sampling = recipe.sampling
+    current = left_by(recipe, number - 1)
+    start = left_by(recipe, 0)
+    begin = current
+    if recipe.rounds.train_from == "base":
+        begin = start if recipe.base is None else str(recipe.base.path)
+
+    def ask(workspace: Workspace) -> Facts:
+        """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
+        questions = questions_of(number, len(rows), recipe.rounds.questions, sampling.seed)
+        drawn = replace(sampling, seed=seed_of(sampling.seed, number, "sample"))
+        said = {"model": None, "reward": describe(recipe.reward)}  # which model, its files say
+        problems = {row: rows[row] for row in questions}
+        lines = sample(workspace, problems, current, drawn, reward, said, f"round {number}: samples")
+        return sample_facts(lines, len(questions))
+
+    def select(workspace: Workspace) -> Facts:
+        """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
+        who = f"round {number}, `method: {recipe.method}`: "
+        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {current}"
+        return choose(samples_in(folder / SAMPLES, rows), recipe.way, folder, who, otherwise)
+
+    def train(workspace: Workspace) -> Facts:
+        """`model/`: TRL's trainer on the round's rows; a fresh optimizer."""
+        seed = seed_of(sampling.seed, number, "train")
+        training = {"use_cpu": sampling.use_cpu, **recipe.training}
+        reference = None
+        if recipe.method == "dpo" and recipe.pairs is not None and recipe.pairs.reference == "base":
+            reference = load_model(ModelSection(path=start), sampling.seed)[0]  # the start model in every round
+        method = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
+        kind = method(begin, str(folder / ROWS), seed, training, sampling.chat_template_kwargs)
+        return {"from": "base" if begin != current else "last", **kind.run(workspace, reference)}
+
+    model = {"model": MODEL}
+    stages = [
+        Stage("sample", Work(ask, {"samples": SAMPLES}), folder, [Path(current)]),
+        Stage("select", Work(select, {"rows": ROWS}), folder, [folder / SAMPLES]),
+        Stage("train", Work(train, model), folder, [folder / ROWS, Path(begin)]),
+    ]
+    if (held_out := recipe.evaluation) is not None:
+        measure = Measure(left_by(recipe, number), held_out, sampling)
+        stages.append(Stage("evaluate", measure, folder, [folder / MODEL]))
+    return stages
+
+
+def _check(recipe: RoundsRecipe, overwrite: bool) -> None:
+    """Refuse trainings that cannot be, and several processes."""
+    settings = check_training(recipe.method, recipe.training)
+    check_trackers(settings.get("report_to"), "training.report_to")
+    if recipe.cold_start is not None:
+        check_training("sft", recipe.cold_start.arguments, "cold_start")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
+
+
+def _follow(recipe: RoundsRecipe, earlier: Facts) -> None:
+    """Refuse fewer rounds than there are."""
+    if recipe.rounds.count < earlier.get("count", 0):
+        raise ValueError(
+            f"`rounds.count` is {recipe.rounds.count} and `output_dir` {str(recipe.output_dir)!r} has a run of "
+            f"{earlier['count']}; it can only grow"
+        )
+
+
+def _load(recipe: RoundsRecipe, asked: Questions, overwrite: bool, here_only: bool) -> Any:
+    """Load the rows of the cold start that is still to be made. ValueError: rows or models that do not fit."""
+    number = recipe.rounds.questions
+    if asked.rows is not None:
+        if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
+            raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {asked.rows.column_names}")
+        if number is not None and number > len(asked.rows):
+            raise ValueError(
+                f"`rounds.questions` is {number} and `data` has {len(asked.rows)} rows; ask fewer, or leave it out for "
+                "all"
+            )
+    if recipe.base is not None:
+        check_whole_model(recipe.base, "base.path")
+    if recipe.base is None or recipe.cold_start is not None:  # else it only samples
+        check_whole_model(recipe.model)
+    model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
+    if recipe.cold_start is None:
+        return None
+    made = of_start(recipe)[0]
+    if not overwrite and not made.due(made.record()):
+        return None
+    return cold_start_rows(recipe.cold_start, model, here_only)
+
+
+def _words(recipe: RoundsRecipe, ready: Resolved, overwrite: bool) -> Words:
+    """Say how a round goes, and how far an earlier run has come."""
+    asked = ready.asked
     count = recipe.rounds.count
     done = kept(recipe)
     start = recipe.model.name
     if recipe.model.path is not None:
         start = model_of(recipe.model.path)
     if (section := recipe.cold_start) is not None:
-        rows = count_of(cold_rows, section.data)
+        rows = count_of(ready.more, section.data)
         start = f"{start}, after a cold start on {rows}; {settings_in_words(section.arguments)}"
     plan = stages_in_words(recipe, None if asked.rows is None else len(asked.rows))
     if (held_out := recipe.evaluation) is not None:
@@ -163,189 +269,24 @@ def plan_of_rounds(recipe: RoundsRecipe, overwrite: bool = False) -> Words:
         "rounds": "once" if count == 1 else f"{count} times: {', '.join(name[3:] for name in plan)}",
         **plan,
         "done already": f"{done}{' (--overwrite begins anew)' if overwrite and done != 'nothing' else ''}",
-        **again_in_words(recipe.output_dir, overwrite),
-        "output folder": str(recipe.output_dir),
     }
 
 
-def resolve(recipe: RoundsRecipe, overwrite: bool, here_only: bool = False) -> tuple[Questions, Any]:
-    """Load what the recipe names, and the rows of its cold start; nothing is written. ValueError for what would stop
-    the run."""
-    settings = check_training(recipe.method, recipe.training)
-    check_trackers(settings.get("report_to"), "training.report_to")
-    if recipe.cold_start is not None:
-        check_training("sft", recipe.cold_start.arguments, "cold_start")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("`grpo-lab rounds` runs in one process; start it without `accelerate launch` or torchrun")
-    found = check_folder(recipe, overwrite)
-    asked = questions(recipe.data, recipe.reward, recipe.evaluation, here_only)
-    number = recipe.rounds.questions
-    if asked.rows is not None:
-        if recipe.keep is not None and recipe.keep.gold and GOLD not in asked.rows.column_names:
-            raise ValueError(f"`keep.gold` needs a column {GOLD!r} in `data`; it has {asked.rows.column_names}")
-        if number is not None and number > len(asked.rows):
-            raise ValueError(
-                f"`rounds.questions` is {number} and `data` has {len(asked.rows)} rows; ask fewer, or leave it out for "
-                "all"
-            )
-        refuse_other_rows(recipe.output_dir, found.get("rows"), rows_fingerprint(asked.rows))
-    if recipe.base is not None:
-        check_whole_model(recipe.base, "base.path")
-    if recipe.base is None or recipe.cold_start is not None:  # else it only samples
-        check_whole_model(recipe.model)
-    model = check_model(asked, recipe.model, recipe.sampling, recipe.evaluation, here_only)
-    started = bool(found) and (round_folder(recipe.output_dir, 0) / "train.json").is_file()
-    if recipe.cold_start is None or started:
-        return asked, None
-    return asked, cold_start_rows(recipe.cold_start, model, here_only)
-
-
-def check_folder(recipe: RoundsRecipe, overwrite: bool) -> dict[str, Any]:
-    """Read what marks the folder, `{}` for a new one. ValueError: it holds something else, another recipe's rounds, or
-    more of them."""
-    found = earlier_run(recipe, ROUNDS, overwrite, settings_of)
-    if recipe.rounds.count < found.get("count", 0):
-        raise ValueError(
-            f"`rounds.count` is {recipe.rounds.count} and `output_dir` {str(recipe.output_dir)!r} has a run of "
-            f"{found['count']}; it can only grow"
-        )
-    return found
-
-
-def settings_of(recipe: RoundsRecipe) -> dict[str, Any]:
-    """Settings that the files of the rounds depend on; `rounds.count` may grow."""
-    said = differences.settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
+def _settings(recipe: RoundsRecipe) -> dict[str, Any]:
+    """Return the settings that the files of the rounds depend on; `rounds.count` may grow."""
+    said = settings_of(recipe, recipe.model.path, recipe.base and recipe.base.path)
     said["rounds"].pop("count")
     return said
 
 
-@dataclass(kw_only=True)
-class Round(Workspace):
-    """The workspace of a round: its number (0: the start), the model that samples (``current``: of the round before, or
-    the start's), and the one that sampled first (``start``); folders or hub names."""
-
-    number: int
-    current: str
-    start: str
-
-    @property
-    def model(self) -> str:
-        """The model that the round leaves: its own, where a stage made one, else the one it began with."""
-        if "train" in self.facts:
-            return str(self.folder / MODEL)
-        return self.current
+ROUNDS = StagedCommand("rounds", _check, _load, _words, _settings, rows="rows", follow=_follow)
 
 
-def rounds(
-    folder: Path, count: int, start: Round, stages: Sequence[Stage], report: Report = no_report
-) -> Iterator[Round]:
-    """Rounds 1 … ``count`` after ``start``, each when it is done."""
-    current = start.model
-    for number in range(1, count + 1):
-        place = round_folder(folder, number)
-        done = Round(folder=place, stop=start.stop, number=number, current=current, start=start.model)
-        carry_out(stages, done, report)
-        current = done.model
-        yield done
-
-
-def round_folder(folder: Path, number: int) -> Path:
-    """``start`` for 0, else ``round-<number>``."""
-    return folder / (f"round-{number}" if number else "start")
-
-
-class RoundStages:
-    """Stages of the rounds of one recipe, with its rows and its reward."""
-
-    def __init__(self, recipe: RoundsRecipe, asked: Questions, cold_rows: Any = None) -> None:
-        self.recipe = recipe
-        self.asked = asked
-        self.cold_rows = cold_rows
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        return [dict(row) for row in self.asked.rows]
-
-    def of_start(self) -> list[Stage]:
-        """The start model is made where the recipe makes one, and measured where it has held-out rows."""
-        recipe = self.recipe
-        made = []
-        if recipe.model.path is None or recipe.cold_start:
-            made = [Stage("train", self.begin)]
-        measured = recipe.evaluation is not None and recipe.evaluation.before
-        return made + ([Stage("evaluate", self.evaluate, whole=True)] if measured else [])
-
-    def of_round(self) -> list[Stage]:
-        stages = [
-            Stage("sample", self.sample),
-            Stage("select", self.select, inputs=("sample",)),
-            Stage("train", self.train, inputs=("select",)),
-        ]
-        if self.recipe.evaluation is None:
-            return stages
-        return [*stages, Stage("evaluate", self.evaluate, whole=True)]
-
-    def begin(self, round_: Round) -> Facts:
-        """The start model: built from config, or loaded, and given its cold start."""
-        recipe = self.recipe
-        cold = self.recipe.cold_start
-        if cold is None:
-            return ColdStart(recipe.model, None, recipe.sampling.seed).run(round_)
-        training = {"use_cpu": recipe.sampling.use_cpu, **cold.arguments}
-        template = recipe.sampling.chat_template_kwargs
-        return ColdStart(recipe.model, cold.data, recipe.sampling.seed, training, template).run(round_, self.cold_rows)
-
-    def sample(self, round_: Round) -> Facts:
-        """`samples.jsonl`: n completions of each of the round's questions by the current model, scored."""
-        sampling = self.recipe.sampling
-        asked = questions_of(round_.number, len(self.rows), self.recipe.rounds.questions, sampling.seed)
-        drawn = replace(sampling, seed=seed_of(sampling.seed, round_.number, "sample"))
-        said = {"model": None, "reward": describe(self.recipe.reward)}  # which model, its files say
-        label = f"round {round_.number}: samples"
-        problems = {row: self.rows[row] for row in asked}
-        return sample_facts(sample(round_, problems, round_.current, drawn, self.asked.reward, said, label), len(asked))
-
-    def select(self, round_: Round) -> Facts:
-        """`rows.jsonl`: what the round is trained on. ValueError where nothing can be."""
-        who = f"round {round_.number}, `method: {self.recipe.method}`: "
-        otherwise = f", in another `output_dir` or with --overwrite; the model so far is {round_.current}"
-        return choose(samples_in(round_.folder / SAMPLES, self.rows), self.recipe.way, round_.folder, who, otherwise)
-
-    def train(self, round_: Round) -> Facts:
-        """`model/`: TRL's trainer on the round's rows, from the last model or from the base; a fresh optimizer."""
-        recipe = self.recipe
-        seed = seed_of(self.recipe.sampling.seed, round_.number, "train")
-        if recipe.base is None:
-            base = round_.start
-        else:
-            base = str(recipe.base.path)
-        begin = round_.current if recipe.rounds.train_from == "last" else base
-        kind = {"dpo": Dpo, "simpo": Simpo}.get(recipe.method, Train)
-        training = {"use_cpu": recipe.sampling.use_cpu, **recipe.training}
-        reference = None
-        pairs = recipe.pairs
-        if recipe.method == "dpo" and pairs is not None and pairs.reference == "base":  # the start model in every round
-            reference = load_model(ModelSection(path=round_.start), recipe.sampling.seed)[0]
-        template = recipe.sampling.chat_template_kwargs
-        facts = kind(begin, str(round_.folder / ROWS), seed, training, template).run(round_, reference)
-        return {"from": "base" if begin != round_.current else "last", **facts}
-
-    def evaluate(self, round_: Round) -> Facts:
-        """`evaluation/`: the model that the round leaves on the held-out rows."""
-        assert self.recipe.evaluation is not None
-        sampling = self.recipe.sampling
-        section = self.recipe.evaluation.rendered_as(sampling.chat_template_kwargs)
-        kind = Evaluate(round_.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
-        return kind.measured(round_.folder / EVALUATION)
-
-
-def _lines(folder: Path, count: int) -> list[Line]:
-    """Make the lines of the start and the rounds up to ``count`` from their markers."""
+def lines_of(rounds: Iterable[Mapping[str, Facts]]) -> list[Line]:
+    """Make the lines of the start and the rounds from the facts of their stages."""
     lines: list[Line] = []
-    for number in range(count + 1):
-        place = round_folder(folder, number)
-        parts = ("sample", "select", "train", "evaluate")
-        lines.append(line_of(number, {part: read_facts(place / f"{part}.json") or {} for part in parts}, lines))
+    for number, facts in enumerate(rounds):
+        lines.append(line_of(number, facts, lines))
     return lines
 
 

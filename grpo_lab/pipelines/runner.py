@@ -11,24 +11,28 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from grpo_lab.evaluation.run_record import BROKEN_OFF, DONE, FAILED, PIPELINE, RUNNING
+from grpo_lab.evaluation.run_record import PIPELINE, RUNNING
 from grpo_lab.pipelines.entries import Entry, PipelineFiles, entries_of
 from grpo_lab.pipelines.estimate import Estimates
 from grpo_lab.pipelines.outlook import Outlook, in_stage, processes_of
 from grpo_lab.pipelines.pipeline_recipe import RECIPE, PipelineRecipe, plain_recipe
-from grpo_lab.pipelines.stage_record import AGAIN, NEW, StageRecord
+from grpo_lab.pipelines.stage_engine import Caller, carry_out
+from grpo_lab.pipelines.stage_record import NEW, StageRecord
+from grpo_lab.pipelines.staged_command import locked_run
 from grpo_lab.pipelines.standing import LOCK_OF_STAGE, NOTHING, Standing, report, status, survey
 from grpo_lab.recipe.data import asking_the_hub_once
 from grpo_lab.runs.differences import earlier_run
 from grpo_lab.runs.folder import LOCK, STAGE, one_writer
-from grpo_lab.runs.stage import Facts, Words, Workspace, console, locked_run, plain_facts, run_stage
+from grpo_lab.runs.stage import Facts, Words, Workspace, console, plain_facts
 from grpo_lab.runs.stop_requests import Interrupted, StopRequests
 from grpo_lab.sandbox.kernel import die_with_parent
 from grpo_lab.settings import all_of
@@ -51,27 +55,59 @@ def run_pipeline(
     entries = entries_of(recipe)
     files = PipelineFiles(recipe, entries)
     if only is not None:
-        entry = next(one for one in entries if one.name == only)
+        entries = [one for one in entries if one.name == only]
         files.begin()
         with StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
-            found = _carry_out(entry, files, Workspace(folder, stop))
-        if found is None:
+            workspace = Workspace(folder, stop)
+            done = _go_through(entries, files, workspace)
+        if not done:
             console.print(f"stage {only!r} is done: nothing to do", soft_wrap=True)
-        files.write()
         status(folder, console)
-        return {only: found if found is not None else entry.record().results}
+        return workspace.facts
     with locked_run(recipe, lambda: earlier_run(recipe, PIPELINE, overwrite, plain_recipe)) as (stop, _):
         if overwrite:
             forget_stages(recipe)
         files.begin()
         workspace = Workspace(folder, stop)
-        for entry in entries:
-            found = _carry_out(entry, files, workspace)
-            workspace.facts[entry.name] = found if found is not None else entry.record().results
-        files.write()
+        _go_through(entries, files, workspace)
         status(folder, console)
         console.print(f"report: {report(folder)}", soft_wrap=True)
         return workspace.facts
+
+
+def _go_through(entries: Sequence[Entry], files: PipelineFiles, workspace: Workspace) -> list[str]:
+    """Carry the stages out, and keep `pipeline.json`; return the names of those that were done now."""
+    try:
+        return carry_out(entries, workspace, PipelineRun(files))
+    finally:
+        files.write()
+
+
+@dataclass
+class PipelineRun(Caller):
+    """A run of a pipeline: while a stage is done its lock is held, and the pipeline's files say how far it is."""
+
+    files: PipelineFiles
+
+    def hold(self, stage: Entry) -> AbstractContextManager[object]:
+        return _held(stage.folder)
+
+    def begins(self, stage: Entry, record: StageRecord) -> None:
+        self.files.write()
+        console.rule(f"stage {stage.number} of {len(self.files.entries)}: {stage.name}")
+        console.print(record.why, style="dim", soft_wrap=True)
+
+    def run(self, stage: Entry, workspace: Workspace) -> Mapping[str, Any] | None:
+        """Do the stage, here or on its processes."""
+        if not stage.section.launch:
+            with in_stage(stage.name):
+                return super().run(stage, Workspace(stage.folder, workspace.stop, workspace.facts))
+        try:
+            _launch(stage, self.files.recipe, workspace.stop)
+        except ValueError as failed:
+            said = stage.record().error  # of its first process
+            raise ValueError(f"{failed} ({said})" if said else str(failed)) from failed
+        return stage.record().results
 
 
 def forget_stages(recipe: PipelineRecipe) -> None:
@@ -98,59 +134,6 @@ def _held(place: Path) -> Iterator[None]:
             with one_writer(place, what=f"stage {name!r} of {str(place.parent)!r}"):
                 pass
         yield
-
-
-def _carry_out(entry: Entry, files: PipelineFiles, workspace: Workspace) -> Facts | None:
-    """Do a stage, those before which are done; return its facts, None where there is nothing to do."""
-    before = {name: Standing(NOTHING, "") for name in entry.asked.before}
-    if entry.standing(entry.record(), before).state == NOTHING:
-        return None
-    with _held(entry.folder):
-        record = entry.record()
-        stands = entry.standing(record, before)
-        if stands.state == NOTHING:  # meanwhile another process has done it
-            return None
-        anew = stands.state in (NEW, AGAIN)
-        record.prepare(entry.folder, stands.why, entry.asked.settings, entry.asked.places(workspace.folder), anew)
-        files.write()
-        console.rule(f"stage {entry.number} of {len(files.entries)}: {entry.name}")
-        console.print(record.why, style="dim", soft_wrap=True)
-        began = time.perf_counter()
-        done_before = record.seconds or 0.0
-        try:
-            with run_stage(workspace.stop, getattr(entry.kind, "whole", False) and not entry.section.launch):
-                try:
-                    record.results = _do(entry, files.recipe, workspace)
-                finally:
-                    record.seconds = done_before + time.perf_counter() - began
-                record.finish(entry.folder, entry.results)
-        except BaseException as error:
-            _end(entry, record, error)
-            files.write()
-            raise
-    return record.results
-
-
-def _do(entry: Entry, recipe: PipelineRecipe, workspace: Workspace) -> Facts:
-    """The stage itself, here or on its processes; its results."""
-    if not entry.section.launch:
-        with in_stage(entry.name):
-            return plain_facts(entry.kind.run(Workspace(entry.folder, workspace.stop, workspace.facts)))
-    try:
-        _launch(entry, recipe, workspace.stop)
-    except ValueError as failed:
-        said = entry.record().error  # of its first process
-        raise ValueError(f"{failed} ({said})" if said else str(failed)) from failed
-    return entry.record().results
-
-
-def _end(entry: Entry, record: StageRecord, error: BaseException) -> None:
-    """Record how ``error`` has ended a stage; a stop may have been heard after its last word."""
-    if record.status == DONE:
-        return
-    stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-    with suppress(OSError):  # the folder is gone, or the disk is full: that is what is said
-        record.end(entry.folder, BROKEN_OFF if stopped else FAILED, "" if stopped else error)
 
 
 def _as_launched(entry: Entry, folder: Path) -> Facts:

@@ -1,10 +1,11 @@
-"""`stage.json` in a stage's folder: what the stage was made from, how far it is, its results and what it left.
+"""Marker of a stage, `stage.json` in its folder: what it was made from, how far it is, its results and what it left.
 
     {"name", "kind", "status": "running" | "failed" | "broken off" | "done", "why", "error", "settings", "inputs",
      "before", "seconds", "results", "digests", "versions", "left", "taken"}
 
 Written whole before the stage begins and when it ends. Whether it is to be done again ``pipelines.standing`` says, from
-this and from what is asked. ``left``: the files of its results; ``taken``: those that it was made from."""
+this and from what is asked. ``left``: the files of its results; ``taken``: those that it was made from. Where several
+stages of a command share a folder, their markers are called `<stage>.json`, and are written when they are done."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 
 from grpo_lab.evaluation.run_record import DONE, RUNNING, WAITING, PipelineStage
 from grpo_lab.io import write_json
-from grpo_lab.reading import Fields, checked_object
+from grpo_lab.reading import Fields
 from grpo_lab.recipe.digests import Seen, file_digest, remember, seen
 from grpo_lab.recipe.models import files_of_model, model_files
 from grpo_lab.runs.differences import differing, flat, versions
@@ -49,31 +50,32 @@ class StageRecord(PipelineStage):
     taken: Seen = field(default_factory=dict)
 
     FIELDS: ClassVar[Fields] = {
-        **dict.fromkeys(("name", "kind", "status", "why"), str),
-        **dict.fromkeys(("settings", "inputs", "results", "digests", "versions"), dict),
+        **dict.fromkeys(("name", "kind", "status", "why", "error"), str),
+        **dict.fromkeys(("settings", "inputs", "results", "digests", "versions", "left", "taken"), dict),
         "before": list,
         "seconds": float | None,
     }
-    LATER: ClassVar[Fields] = {"error": str, "left": dict, "taken": dict}
-    """Fields that an earlier release did not write."""
 
     @classmethod
-    def read(cls, folder: Path, name: str, kind: str) -> StageRecord:
+    def read(cls, folder: Path, name: str, kind: str, marker: str = STAGE) -> StageRecord:
         """Read the record of the stage that worked in ``folder``. ValueError for a damaged file."""
-        advice = "move the folder away, and the stage is done again"
-        found = read_marker(folder / STAGE, advice, cls.FIELDS)
-        try:
-            checked_object(found, {name: kind for name, kind in cls.LATER.items() if name in found})
-        except ValueError as error:
-            raise ValueError(f"{folder / STAGE} is damaged ({error}): {advice}") from error
+        file = folder / marker
+        if marker == STAGE:
+            advice = "move the folder away, and the stage is done again"
+        else:
+            advice = "remove it, and the stage is done again"
+            facts = facts_alone(file, advice)
+            if facts is not None:
+                return cls(name, kind, DONE, results=facts)
+        found = read_marker(file, advice, cls.FIELDS)
         record = cls(**{"name": name, "kind": kind, **{f.name: found[f.name] for f in fields(cls) if f.name in found}})
         remember(record.left, folder)
         remember(record.taken)
         return record
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, marker: str = STAGE) -> None:
         """Write the record into ``folder``, whole."""
-        write_json(folder / STAGE, asdict(self))
+        write_json(folder / marker, asdict(self))
 
     def reason(self, settings: Mapping[str, Any], digests: Mapping[str, str], gone: Sequence[str]) -> str:
         """Say why a stage that is asked for with ``settings`` and made from ``digests`` is to be done; empty where it
@@ -99,22 +101,13 @@ class StageRecord(PipelineStage):
         """Return whether the stage in ``folder`` is to be done (``due``); its folder is ready then."""
         why = self.due(folder, settings, digests, left)
         if why:
-            self._prepare(folder, why, settings, digests, why != GOES_ON)
+            self.prepare(folder, why, settings, digests)
         return bool(why)
 
-    def prepare(
-        self, folder: Path, why: str, settings: Mapping[str, Any], places: Mapping[str, Path], anew: bool
-    ) -> None:
-        """Make the ``folder`` of a stage that is to be done ready. ``places``: of what it is made from."""
-        self.taken = {file: one for place in places.values() for file, one in _few(files_of(place), None).items()}
-        self._prepare(folder, why, settings, digests_at(places), anew)
-
-    def _prepare(
-        self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str], anew: bool
-    ) -> None:
-        """Leave the folder as a killed stage left it, or (``anew``) empty it: what was in it stands beside it as
-        `<name>.before-<n>`."""
-        if anew:
+    def prepare(self, folder: Path, why: str, settings: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+        """Make the ``folder`` of a stage that is to be done ready: as a killed stage left it, or empty; what was in it
+        stands beside it then as `<name>.before-<n>`."""
+        if not why.startswith(GOES_ON):
             self.seconds = None
             if folder.is_dir() and not is_empty(folder):  # never emptied
                 beside = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
@@ -135,7 +128,7 @@ class StageRecord(PipelineStage):
     def finish(self, folder: Path, places: Iterable[str]) -> None:
         """Done, with what is at ``places`` of ``folder``."""
         self.status = DONE
-        self.left = {file: one for place in places for file, one in _few(files_of(folder / place), folder).items()}
+        self.left = seen_at([folder / place for place in places], folder)
         self.write(folder)
 
     def end(self, folder: Path, status: str, error: BaseException | str = "") -> None:
@@ -149,10 +142,23 @@ class StageRecord(PipelineStage):
         self.write(folder)
 
 
-def _few(files: list[Path], folder: Path | None) -> Seen:
-    if len(files) <= _MOST_FILES:
-        return seen(files, folder)
-    return {}
+def facts_alone(file: Path, advice: str) -> Facts | None:
+    """Read the marker of a command's stage as it was until 2026-11-27: the facts of a stage that is done, and nothing
+    else. None: there is no such file, or it holds a whole record."""
+    found = read_marker(file, advice)
+    if file.is_file() and "status" not in found:
+        return found
+    return None
+
+
+def seen_at(places: Iterable[Path], folder: Path | None = None) -> Seen:
+    """See the files at each of ``places`` (``recipe.digests.seen``), but where they are very many."""
+    found: Seen = {}
+    for place in places:
+        files = files_of(place)
+        if len(files) <= _MOST_FILES:
+            found |= seen(files, folder)
+    return found
 
 
 def named_in(settings: Mapping[str, Any]) -> Iterator[str]:

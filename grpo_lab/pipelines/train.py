@@ -22,6 +22,7 @@ from grpo_lab.evaluation.run_record import DONE, last_verdict, left_out, read_ru
 from grpo_lab.io import saving
 from grpo_lab.pipelines.open_run import OpenRun, claimed
 from grpo_lab.pipelines.run_folder import RunFolder, State
+from grpo_lab.pipelines.stage_engine import Caller, Stage, Work, carry_out
 from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.pipelines.standing import left_in
 from grpo_lab.recipe.data import load_rows
@@ -31,7 +32,7 @@ from grpo_lab.recipe.sections import ColdStartSection, EvaluationSection, ModelS
 from grpo_lab.rewards.schedules import Schedule
 from grpo_lab.runs.differences import versions
 from grpo_lab.runs.metrics import MetricsFile
-from grpo_lab.runs.stage import Report, Stage, Workspace, carry_out, console, plain_facts
+from grpo_lab.runs.stage import Workspace, console, plain_facts
 from grpo_lab.runs.stop_requests import SIGNALS, Interrupted, StopRequests, ended_by_signals
 from grpo_lab.stages.held_out import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import LoadedGenerator
@@ -67,7 +68,7 @@ def train(recipe: Recipe, overwrite: bool = False, resume: bool = False) -> Trai
         with claimed(folder, job) as run:
             if folder.state is State.FINISHED:
                 return _left_alone(run)
-            carry_out(_stages(job, run), Workspace(job.folder, StopRequests(job.folder)), _reporter(job, run))
+            carry_out(_stages(job, run), Workspace(job.folder, StopRequests(job.folder)), TrainingRun(job, run))
             return _report(job, run)
 
 
@@ -78,38 +79,44 @@ def _stages(job: Job, run: OpenRun) -> list[Stage]:
     cold = job.cold_start is not None
     made = cold or job.model.path is None or job.model.tokenizer is not None
     start = str(place if made else job.model.path)
-    here: Any = {"remembered": False, "whole": True}
     left = []
+
+    def add(name: str, work: Callable[[Workspace], None]) -> None:
+        left.append(Stage(name, Work(work, whole=True), job.folder, remembered=False))
+
     if made and not run.folder.start_is_whole:
-        left.append(Stage("cold_start" if cold else "start", lambda workspace: _make_start(job, place), **here))
+        add("cold_start" if cold else "start", lambda _: _make_start(job, place))
     if job.evaluation is not None and job.evaluation.before:
         if run.folder.is_measured:
             console.print("evaluation before reinforcement: as it was made")
         else:
-            left.append(Stage("evaluation_before", lambda workspace: _evaluate(job, start, "before"), **here))
+            add("evaluation_before", lambda _: _evaluate(job, start, "before"))
     if run.folder.trained is not None:
         console.print(f"{job.folder} is trained: only the evaluation is left", soft_wrap=True)
     else:
-        left.append(Stage(REINFORCEMENT, lambda workspace: _reinforce(job, start, run), **here))
+        add(REINFORCEMENT, lambda _: _reinforce(job, start, run))
     if job.evaluation is not None:
-        left.append(Stage("evaluation_after", lambda workspace: _evaluate(job, str(job.folder), "after"), **here))
+        add("evaluation_after", lambda _: _evaluate(job, str(job.folder), "after"))
     return left
 
 
-def _reporter(job: Job, run: OpenRun) -> Report:
-    """Make what draws a rule before each stage, and keeps its seconds."""
+@dataclass
+class TrainingRun(Caller):
+    """A run of `grpo-lab train`: a rule before each stage, its seconds in ``run.json``."""
 
-    def report(_workspace: Any, stage: str, took: float | None) -> None:
-        if took is None:
-            of = ""
-            if stage == REINFORCEMENT:
-                of = f": {job.trainer.__name__}"
-            console.rule(f"{stage.replace('_', ' ')}{of}")
-        elif stage != REINFORCEMENT:  # which counts its own, over all resumes
-            run.seconds[stage] = round(took, 1)
-            run.write()
+    job: Job
+    opened: OpenRun
 
-    return report
+    def begins(self, stage: Stage, record: StageRecord) -> None:
+        of = ""
+        if stage.name == REINFORCEMENT:
+            of = f": {self.job.trainer.__name__}"
+        console.rule(f"{stage.name.replace('_', ' ')}{of}")
+
+    def ends(self, stage: Stage, seconds: float) -> None:
+        if stage.name != REINFORCEMENT:  # which counts its own, over all resumes
+            self.opened.seconds[stage.name] = round(seconds, 1)
+            self.opened.write()
 
 
 def _report(job: Job, run: OpenRun) -> TrainingOutcome:
@@ -141,19 +148,6 @@ def _left_alone(run: OpenRun) -> TrainingOutcome:
     return TrainingOutcome(folder, page, found.before, found.after)
 
 
-def made_once(folder: Path, settings: Mapping[str, Any], make: Callable[[], object]) -> None:
-    """Have ``make`` save a model in ``folder``, its tokenizer last, where it is not there, or was made from other
-    ``settings``; that one then stands beside it."""
-    plain = plain_facts(settings)
-    record = StageRecord.read(folder, folder.name, "start")
-    if record.begin(folder, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
-        console.print(f"{folder}: {record.why}", soft_wrap=True)
-        with saving(folder):
-            make()
-        record.status = DONE
-        record.write(folder)
-
-
 def shared_start(
     model: ModelSection,
     cold: ColdStartSection | None,
@@ -175,10 +169,17 @@ def shared_start(
         cold_start(loaded, tokenizer, rows, start, arguments, chat_template_kwargs=chat_template_kwargs)
         tokenizer.save_pretrained(start)
 
-    template = {}
+    settings: dict[str, Any] = {"model": asdict(model), "cold_start": asdict(cold), "seed": seed}
     if chat_template_kwargs:
-        template = {"chat_template_kwargs": dict(chat_template_kwargs)}
-    made_once(start, {"model": asdict(model), "cold_start": asdict(cold), "seed": seed, **template}, make)
+        settings["chat_template_kwargs"] = dict(chat_template_kwargs)
+    plain = plain_facts(settings)
+    record = StageRecord.read(start, start.name, "start")
+    if record.begin(start, plain, digests_of(plain, {}), ["tokenizer_config.json"]):
+        console.print(f"{start}: {record.why}", soft_wrap=True)
+        with saving(start):
+            make()
+        record.status = DONE
+        record.write(start)
     return start
 
 

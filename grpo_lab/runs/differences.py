@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_lab.io import is_local
 from grpo_lab.recipe.models import model_files
-from grpo_lab.runs.folder import is_only_marked, record_of
+from grpo_lab.runs.folder import RUN, is_only_marked, record_of
 
 FLAT = ("arguments", "sampling")
 """Sections whose settings stand in a recipe without a section's name."""
@@ -53,13 +53,13 @@ def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
 
 
 def earlier_run(
-    recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]]
+    recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]], marker: str = RUN
 ) -> dict[str, Any]:
-    """Read what ``run.json`` says of an earlier run of ``command`` in the recipe's folder; `{}` for a new folder, and
-    with ``overwrite``. ValueError where the folder holds something else, or a run of other ``settings`` (what two runs
-    must have in common, of a recipe), which are named; one that failed before it had written anything leaves the
-    folder."""
-    found = record_of(recipe.output_dir, command)
+    """Read what ``run.json``, or another ``marker``, says of an earlier run of ``command`` in the recipe's folder; `{}`
+    for a new folder, and with ``overwrite``. ValueError where the folder holds something else, or a run of other
+    ``settings`` (what two runs must have in common, of a recipe), which are named; one that failed before it had
+    written anything leaves the folder."""
+    found = record_of(recipe.output_dir, command, marker)
     failed = not found.get("finished") and is_only_marked(recipe.output_dir)
     if overwrite or not found or failed:
         return {}

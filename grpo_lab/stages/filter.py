@@ -280,6 +280,10 @@ class Filters:
     balance: BalanceFilter | None = None
     hardest: HardestFilter | None = None
 
+    def asked(self, *names: str) -> list[tuple[str, Any]]:
+        """List those of ``names`` that run, with their settings."""
+        return [(name, rules) for name in names if (rules := getattr(self, name)) is not None]
+
     @field_validator("*", mode="before")
     @classmethod
     def _switched(cls, written: Any) -> Any:

@@ -22,7 +22,7 @@ from grpo_lab.recipe.ahead import check_engine, known_model
 from grpo_lab.recipe.checks import check_by, check_held_out
 from grpo_lab.recipe.data import every_argument, load_rows, rows_here
 from grpo_lab.recipe.models import model_files
-from grpo_lab.recipe.sections import NEW_TOKENS, EvaluationSection, ModelSection
+from grpo_lab.recipe.sections import NEW_TOKENS, EvaluationSection, ModelSection, SamplingSettings
 from grpo_lab.runs.console import count_of, describe
 from grpo_lab.runs.stage import Facts, Workspace
 from grpo_lab.settings import Positive, Switch, Whole, settings
@@ -117,6 +117,28 @@ class Evaluate:
     def _measured(self, target: Path) -> list[Measured]:
         how: Any = {"use_cpu": self.use_cpu, "max_new_tokens": self.max_completion_length, "seed": self.seed}
         return measure_conditions(self.model, self.section, target, against=self.against, timed=False, **how)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Kind of stage that measures a model within a command: its answers to the recipe's held-out rows, at ``place`` of
+    the folder; prompts are rendered as the command samples."""
+
+    whole: ClassVar[bool] = True
+    model: str
+    section: EvaluationSection
+    sampling: SamplingSettings
+    place: str = EVALUATION
+
+    @property
+    def keeps(self) -> tuple[str]:
+        return (self.place,)
+
+    def run(self, workspace: Workspace) -> Facts:
+        sampling = self.sampling
+        section = self.section.rendered_as(sampling.chat_template_kwargs)
+        kind = Evaluate(self.model, section, sampling.seed, sampling.use_cpu, sampling.max_completion_length)
+        return kind.measured(workspace.folder / self.place)
 
 
 def flat_facts(result: EvaluationResult) -> Facts:

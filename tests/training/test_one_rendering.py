@@ -21,7 +21,7 @@ from grpo_lab.cli import main
 from grpo_lab.engines import generators as engines
 from grpo_lab.pipelines.curate import curate, curation_recipe_from
 from grpo_lab.pipelines.dry_run import first_prompt, plan_of_training
-from grpo_lab.pipelines.rounds import Round, RoundStages
+from grpo_lab.pipelines.rounds import stages_of
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
 from grpo_lab.pipelines.train import EvaluationOnTheWay, _evaluate, _make_start
 from grpo_lab.recipe.job import Job, lab_config, numbers_read, questions
@@ -189,28 +189,24 @@ def curation(world: World) -> None:
     curate(curation_recipe_from({**recipe, **world.sampling}))
 
 
-def rounds_of(world: World) -> tuple[RoundStages, Round]:
+def of_a_round(world: World, name: str) -> None:
+    """Do a stage of the first round; the model that it leaves is the one that it began with."""
     written = {"method": "online_rft", "model": {"path": world.model}, "data": world.data}
     written |= {"evaluation": {"data": world.data}, "output_dir": str(world.folder / "r"), **world.sampling}
     recipe = rounds_recipe_from(written)
-    round_ = Round(
-        folder=world.at("round").folder,
-        stop=StopRequests(world.folder),
-        number=1,
-        current=world.model,
-        start=world.model,
-    )
-    return RoundStages(recipe, questions(recipe.data, recipe.reward, recipe.evaluation)), round_
+    asked = questions(recipe.data, recipe.reward, recipe.evaluation)
+    stage = next(one for one in stages_of(recipe, asked)[1] if one.name == name)
+    stage.folder.mkdir(parents=True)
+    (stage.folder / "model").symlink_to(world.model)
+    stage.kind.run(Workspace(stage.folder, StopRequests(world.folder)))
 
 
 def round_samples(world: World) -> None:
-    stages, round_ = rounds_of(world)
-    stages.sample(round_)
+    of_a_round(world, "sample")
 
 
 def round_measures(world: World) -> None:
-    stages, round_ = rounds_of(world)
-    stages.evaluate(round_)
+    of_a_round(world, "evaluate")
 
 
 PATHS: list[Callable[[World], None]] = [

@@ -34,6 +34,8 @@ TRAINING = {
     "logging_steps": 1,
 }
 
+MARKERS = ("sample", "select", "train", "evaluate")
+
 
 def recipe(model: Path, **changes: Any) -> dict[str, Any]:
     return {
@@ -60,9 +62,17 @@ def recipe(model: Path, **changes: Any) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All that a run leaves but its times: `run.json` has the seconds, the page the hour at which it was written."""
+    """All that a run leaves but its times: `run.json` and markers have the seconds, the page the hour at which it was
+    written."""
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in MARKERS:
+        found |= {file: results(content) for file, content in found.items() if file.endswith(f"/{name}.json")}
     return {name: content for name, content in found.items() if name not in ("run.json", "report.html")}
+
+
+def results(marker: bytes) -> bytes:
+    """What a stage has found, by its marker."""
+    return json.dumps(json.loads(marker)["results"]).encode()
 
 
 @pytest.mark.slow

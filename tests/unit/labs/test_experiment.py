@@ -17,7 +17,7 @@ from grpo_lab.visible import print_errors_visibly
 
 SCRIPT = """
 import os
-from grpo_lab.labs.experiment import Experiment, carry_out, parser, write_whole_text
+from grpo_lab.labs.experiment import Experiment, run_experiment, parser, write_whole_text
 from grpo_lab.labs.tables import table
 
 def run(arm, seed, folder, options):
@@ -29,7 +29,7 @@ def prepare(options):
     with (options.folder / "prepared").open("a") as file:
         file.write("once\\n")
 
-carry_out(Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare), \
+run_experiment(Experiment(["one, two", "breaks"], run, lambda found, _: table(found), prepare), \
 parser(None, "x").parse_args())
 """
 

@@ -17,7 +17,7 @@ from grpo_lab.evaluation import EvaluationResult
 from grpo_lab.labs import experiment
 from grpo_lab.labs.arms import Arms
 from grpo_lab.labs.cells import LabCell
-from grpo_lab.labs.experiment import Experiment, carry_out
+from grpo_lab.labs.experiment import Experiment, run_experiment
 from grpo_lab.labs.tables import draw, table
 from grpo_lab.registry import load_named
 from unit.reports.test_report import outcome
@@ -60,26 +60,26 @@ def counted(ran: list[tuple[str, int]], **more: Any) -> Experiment:
 def test_a_new_question_is_not_answered_with_old_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cells of other options stand in no table with the rest, and run again; what was there stands beside them."""
     ran: list[tuple[str, int]] = []
-    carry_out(counted(ran), words(tmp_path, steps=60))
-    carry_out(counted(ran), words(tmp_path, steps=60))
+    run_experiment(counted(ran), words(tmp_path, steps=60))
+    run_experiment(counted(ran), words(tmp_path, steps=60))
     assert len(ran) == 4
     capsys.readouterr()
-    carry_out(counted(ran), words(tmp_path, steps=2, at_most=0))
+    run_experiment(counted(ran), words(tmp_path, steps=2, at_most=0))
     assert "not in the table: a, seed 0 (again: steps: 60 → 2)" in capsys.readouterr().out
-    carry_out(counted(ran), words(tmp_path, steps=2, at_most=1))
+    run_experiment(counted(ran), words(tmp_path, steps=2, at_most=1))
     said = capsys.readouterr().out
     assert "| a | 1 | 5.000 |" in said
     assert "| b |" not in said
     assert json.loads((tmp_path / "a-0.before-1" / "arm.json").read_text())["after"] == {"runs": 1.0}
-    carry_out(counted(ran), words(tmp_path, steps=2))
+    run_experiment(counted(ran), words(tmp_path, steps=2))
     assert len(ran) == 8
     assert [*json.loads((tmp_path / "records.json").read_text())] == ["a", "b"]
 
 
 def test_which_cells_run_is_no_setting_of_a_cell(tmp_path: Path) -> None:
     ran: list[tuple[str, int]] = []
-    carry_out(counted(ran), words(tmp_path))
-    carry_out(counted(ran), words(tmp_path, seeds=[1], jobs=2, arms=["b"], difference=3.0, at_most=7))
+    run_experiment(counted(ran), words(tmp_path))
+    run_experiment(counted(ran), words(tmp_path, seeds=[1], jobs=2, arms=["b"], difference=3.0, at_most=7))
     assert len(ran) == 4
 
 
@@ -87,9 +87,9 @@ def test_one_arm_edited_runs_again_and_the_other_does_not(tmp_path: Path) -> Non
     ran: list[tuple[str, int]] = []
     of_arm: dict[str, Mapping[str, Any]] = {"a": {"rate": 0.1}, "b": {"rate": 0.2}}
     made = counted(ran, settings=lambda arm, seed, options: of_arm[arm])
-    carry_out(made, words(tmp_path))
+    run_experiment(made, words(tmp_path))
     of_arm["b"] = {"rate": 0.3}
-    carry_out(made, words(tmp_path))
+    run_experiment(made, words(tmp_path))
     assert ran[4:] == [("b", 0), ("b", 1)]
 
 
@@ -100,11 +100,11 @@ def test_the_start_counts_by_what_it_holds(tmp_path: Path) -> None:
         place.mkdir()
         (place / "weights").write_text(held)
     for start in (one, moved, other):
-        carry_out(counted(ran, start=lambda _, at=start: at, settings=lambda *_: {}), words(tmp_path / "lab"))
+        run_experiment(counted(ran, start=lambda _, at=start: at, settings=lambda *_: {}), words(tmp_path / "lab"))
     assert len(ran) == 8
     (other / "weights").unlink()
     other.rmdir()  # the table is drawn without it
-    carry_out(counted(ran, start=lambda _: other, settings=lambda *_: {}), words(tmp_path / "lab"))
+    run_experiment(counted(ran, start=lambda _: other, settings=lambda *_: {}), words(tmp_path / "lab"))
     assert len(ran) == 8
 
 
@@ -113,12 +113,12 @@ def test_a_folder_that_was_moved_holds_the_same_cells(tmp_path: Path) -> None:
     (tmp_path / "lab" / "rows.jsonl").write_text("{}\n")
     settings: Any = {"settings": lambda arm, seed, options: {"data": {"source": str(options.folder / "rows.jsonl")}}}
     ran: list[tuple[str, int]] = []
-    carry_out(counted(ran, **settings), words(tmp_path / "lab"))
+    run_experiment(counted(ran, **settings), words(tmp_path / "lab"))
     (tmp_path / "lab").rename(tmp_path / "moved")
-    carry_out(counted(ran, **settings), words(tmp_path / "moved"))
+    run_experiment(counted(ran, **settings), words(tmp_path / "moved"))
     assert len(ran) == 4
     (tmp_path / "moved" / "rows.jsonl").write_text("{}\n{}\n")
-    carry_out(counted(ran, **settings), words(tmp_path / "moved"))
+    run_experiment(counted(ran, **settings), words(tmp_path / "moved"))
     assert len(ran) == 8
 
 
@@ -129,7 +129,7 @@ def test_a_record_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
     ran: list[tuple[str, int]] = []
     for at_most in (None, 0):
         with pytest.raises(ValueError, match=r"a-0/arm\.json is of an earlier release and does not say what it was"):
-            carry_out(counted(ran), words(tmp_path, at_most=at_most))
+            run_experiment(counted(ran), words(tmp_path, at_most=at_most))
     assert not ran
 
 
@@ -140,9 +140,9 @@ def test_settings_that_are_known_after_the_start_is_made(tmp_path: Path) -> None
         "prepare": lambda options: made.append("x"),
         "settings": lambda *_: {"pool": "".join(made)} if made else None,
     }
-    carry_out(counted(ran, **how), words(tmp_path))
+    run_experiment(counted(ran, **how), words(tmp_path))
     assert len(ran) == 4
-    carry_out(counted(ran, **how), words(tmp_path))
+    run_experiment(counted(ran, **how), words(tmp_path))
     assert made == ["x"]  # all is there
 
 

@@ -13,12 +13,13 @@ import httpx
 import pytest
 
 from grpo_lab.cli import _parser, main
-from grpo_lab.pipelines import curate, long2short, rounds
-from grpo_lab.pipelines.curate import curation_recipe_from
+from grpo_lab.pipelines.curate import CURATE, curation_recipe_from
 from grpo_lab.pipelines.evaluate import plan_of
-from grpo_lab.pipelines.long2short import long2short_recipe_from
+from grpo_lab.pipelines.long2short import LONG2SHORT, long2short_recipe_from
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
+from grpo_lab.pipelines.rounds import ROUNDS
 from grpo_lab.pipelines.rounds_recipe import rounds_recipe_from
+from grpo_lab.pipelines.staged_command import resolve
 from grpo_lab.recipe.build import build_reward, reach_reward_models
 from grpo_lab.recipe.data import load_rows
 from grpo_lab.recipe.job import numbers_read
@@ -228,7 +229,7 @@ def test_a_filter_that_cannot_be_applied_is_refused_before_anything_is_sampled(
 def test_a_column_to_balance_by_is_looked_for_before_anything_is_sampled(tmp_path: Path) -> None:
     written = {"data": DATA, "model": {"path": "m"}, "filters": {"balance": {"by": "subject"}}}
     with pytest.raises(ValueError, match=r"`filters\.balance\.by` is 'subject'.*family"):
-        curate.resolve(curation_recipe_from({**written, "output_dir": str(tmp_path / "out")}), overwrite=False)
+        resolve(CURATE, curation_recipe_from({**written, "output_dir": str(tmp_path / "out")}), overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -357,26 +358,24 @@ def test_a_run_does_not_go_on_with_other_rows(command: str, team: str, tmp_path:
     written = {"model": {"path": str(tiny_folder)}, "data": {"loader": f"{team}:questions", "count": 3}}
     written |= {"max_completion_length": 8, "output_dir": str(tmp_path / "out"), "training": {"max_steps": 1}}
     given: Any = long2short_recipe_from if command == "long2short" else rounds_recipe_from
-    resolve: Any = long2short.resolve if command == "long2short" else rounds.resolve
+    of = {"long2short": LONG2SHORT, "rounds": ROUNDS}[command]
     recipe = given({**written, "method": "dpo"})
-    found = resolve(recipe, overwrite=False)
-    asked = found if command == "long2short" else found[0]
-    before = rows_fingerprint(asked.rows)
-    changed = asked.rows.map(lambda row: {"solution": row["solution"] + "0"})
+    found = resolve(of, recipe, overwrite=False)
+    before = found.fingerprint
+    changed = found.asked.rows.map(lambda row: {"solution": row["solution"] + "0"})
     (tmp_path / "out").mkdir()
-    settings = (long2short if command == "long2short" else rounds).settings_of(recipe)
-    said = {"pipeline": command, "recipe": settings, "data_digest" if command == "long2short" else "rows": before}
+    said = {"pipeline": command, "recipe": of.settings(recipe), of.rows: before}
     write_run(tmp_path / "out", said)
     (tmp_path / "out" / "samples.jsonl").write_text("{}\n")  # it has begun
-    resolve(recipe, overwrite=False)
+    resolve(of, recipe, overwrite=False)
     refuse: Any = pytest.raises(ValueError, match=r"the data of the run in .* has changed since: 3 rows")
     with refuse:
         refuse_other_rows(tmp_path / "out", before, rows_fingerprint(changed))
     (tmp_path / f"{team}.py").write_text(TEAM.replace("str(i + 1)", "str(i)"))
     importlib.reload(sys.modules[team])
     with refuse:
-        resolve(recipe, overwrite=False)
-    resolve(recipe, overwrite=True)
+        resolve(of, recipe, overwrite=False)
+    resolve(of, recipe, overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ def test_every_pipeline_asks(
     ("check", "recipe", "first"),
     [
         (RunFolder.open, training, "run.json"),
-        (curate.resolve, curation, "curation.json"),
-        (long2short.check_folder, shortening, "run.json"),
-        (rounds.check_folder, by_rounds, "run.json"),
+        (curate.CURATE.earlier, curation, "curation.json"),
+        (long2short.LONG2SHORT.earlier, shortening, "run.json"),
+        (rounds.ROUNDS.earlier, by_rounds, "run.json"),
     ],
     ids=["train", "curate", "long2short", "rounds"],
 )

@@ -16,12 +16,12 @@ import pytest
 from grpo_lab import io
 from grpo_lab.cli import main
 from grpo_lab.io import write_whole_text
+from grpo_lab.pipelines import stage_engine
 from grpo_lab.pipelines.pipeline_recipe import pipeline_from
 from grpo_lab.pipelines.runner import plan_of_pipeline, run_pipeline
 from grpo_lab.pipelines.stage_record import AGAIN, GOES_ON, NEW, StageRecord, digest_of
 from grpo_lab.pipelines.standing import NOTHING, WAITS, Asked, Look, Standing, standing
 from grpo_lab.recipe import digests
-from grpo_lab.runs import stage as runs_stage
 from grpo_lab.runs.folder import kept
 from grpo_lab.settings import Positive, settings
 
@@ -72,7 +72,7 @@ def recipe(out: Path, *stages: dict[str, Any]) -> Any:
 @pytest.fixture(autouse=True)
 def uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection in a process that has torch and transformers takes a third of a second, and a run makes several."""
-    monkeypatch.setattr(runs_stage.gc, "collect", lambda: 0)
+    monkeypatch.setattr(stage_engine.gc, "collect", lambda: 0)
 
 
 @pytest.fixture
@@ -308,10 +308,10 @@ def test_what_is_kept_is_said_of_the_stage_under_way(out: Path) -> None:
 def test_a_stage_costs_the_same_in_a_long_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files written and read for a stage; each of 1,000 that work 6 ms cost over a second."""
     written, read, collected = [], [], []
-    whole, of, collect = io.write_whole, StageRecord.read.__func__, runs_stage.gc.collect  # type: ignore[attr-defined]
+    whole, of, collect = io.write_whole, StageRecord.read.__func__, stage_engine.gc.collect  # type: ignore[attr-defined]
     monkeypatch.setattr(io, "write_whole", lambda place, write: (written.append(place), whole(place, write)))
     monkeypatch.setattr(StageRecord, "read", classmethod(lambda *args: (read.append(args), of(*args))[1]))
-    monkeypatch.setattr(runs_stage.gc, "collect", lambda: (collected.append(1), collect()))
+    monkeypatch.setattr(stage_engine.gc, "collect", lambda: (collected.append(1), collect()))
     run_pipeline(recipe(tmp_path / "out", *({**OTHER, "name": f"s{number}"} for number in range(20))))
     assert len([place for place in written if Path(place).name == "pipeline.json"]) <= 20 + 2
     assert len([place for place in written if Path(place).name in ("run.json", "pipeline.yaml")]) == 2

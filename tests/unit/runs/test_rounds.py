@@ -8,26 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from grpo_lab.cli import main
 from grpo_lab.evaluation.run_page import rounds_figures as figures
 from grpo_lab.evaluation.run_page import rounds_page, rounds_table
 from grpo_lab.evaluation.run_record import read_run
 from grpo_lab.io import write_json, write_json_lines
-from grpo_lab.pipelines.rounds import (
-    Round,
-    RoundStages,
-    check_folder,
-    line_of,
-    plan_of_rounds,
-    rounds,
-    settings_of,
-)
+from grpo_lab.pipelines.rounds import ROUNDS as COMMAND
+from grpo_lab.pipelines.rounds import line_of, plan_of_rounds, stages_of
 from grpo_lab.pipelines.rounds_recipe import METHODS, RoundsRecipe, questions_of, rounds_recipe_from, seed_of
+from grpo_lab.pipelines.stage_engine import Stage, Work, carry_out, make_again
 from grpo_lab.recipe.job import Questions
 from grpo_lab.recipe.yaml import read_yaml
 from grpo_lab.runs import stage
-from grpo_lab.runs.stage import Stage, carry_out, read_facts
+from grpo_lab.runs.stage import Workspace
 from grpo_lab.runs.stop_requests import StopRequests
 from grpo_lab.stages.sample import SAMPLES
 
@@ -43,38 +38,63 @@ GOOD: dict[str, Any] = {"method": "expert_iteration", "model": {"path": "m"}, "d
 
 
 @pytest.mark.not_fast
-def test_a_part_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_path: Path) -> None:
+def test_a_stage_with_a_marker_is_not_done_again_and_one_that_broke_off_is(tmp_path: Path) -> None:
     done: list[str] = []
 
-    def part(name: str, broken: bool = False, inputs: tuple[str, ...] = ()) -> Stage:
-        def make(round_: Round) -> dict[str, Any]:
-            done.append(f"{round_.number} {name}")
+    def stage_of(name: str, broken: bool = False) -> Stage:
+        def make(workspace: Workspace) -> dict[str, Any]:
+            done.append(name)
             if broken:
                 raise RuntimeError("killed")
-            return {"name": name, "before": sorted(round_.facts)}
+            return {"name": name, "before": sorted(workspace.facts)}
 
-        return Stage(name, make, inputs=inputs)
+        return Stage(name, Work(make), tmp_path)
 
-    stop = StopRequests(tmp_path)
-    start = Round(folder=tmp_path / "start", stop=stop, number=0, current="m", start="m")
-    parts = [part("sample"), part("train", broken=True)]
-    whole = [part("sample"), part("train", inputs=("sample",))]
+    workspace = Workspace(tmp_path, StopRequests(tmp_path))
     with pytest.raises(RuntimeError):
-        list(rounds(tmp_path, 2, start, parts))
-    assert done == ["1 sample", "1 train"]
-    assert read_facts(tmp_path / "round-1" / "train.json") is None
-    seen = list(rounds(tmp_path, 2, start, whole))
-    assert done[2:] == ["1 train", "2 sample", "2 train"]
-    assert [one.facts["train"] for one in seen] == [{"name": "train", "before": ["sample"]}] * 2
-    assert [one.current for one in seen] == ["m", str(tmp_path / "round-1" / "model")]
-    assert seen[-1].start == "m"
-    list(rounds(tmp_path, 2, start, whole))
-    assert len(done) == 5
-    (tmp_path / "round-1" / "train.json").write_text("{")
-    with pytest.raises(ValueError, match=r"train\.json, line 1: not JSON.*the part is done again"):
-        carry_out(parts, Round(folder=tmp_path / "round-1", stop=stop, number=1, current="m", start="m"))
-    with pytest.raises(ValueError, match=r"stage 'train' reads \['sample'\], and before it come \[\]"):
-        carry_out(whole[::-1], Round(folder=tmp_path / "round-3", stop=stop, number=3, current="m", start="m"))
+        carry_out([stage_of("sample"), stage_of("train", broken=True)], workspace)
+    assert not (tmp_path / "train.json").exists()
+    whole = [stage_of("sample"), stage_of("train")]
+    assert carry_out(whole, workspace) == ["train"]
+    assert done == ["sample", "train", "train"]
+    assert workspace.facts["train"] == {"name": "train", "before": ["sample"]}
+    assert carry_out(whole, Workspace(tmp_path, workspace.stop)) == []
+    (tmp_path / "train.json").write_text('{"steps": 3}')  # as it was written until November 2026
+    assert whole[1].record().results == {"steps": 3}
+    assert carry_out(whole, workspace) == []
+    (tmp_path / "train.json").write_text("{")
+    with pytest.raises(ValueError, match=r"train\.json, line 1: not JSON.*the stage is done again"):
+        carry_out(whole, workspace)
+
+
+def test_what_is_gone_is_made_again_with_what_it_was_made_of(tmp_path: Path) -> None:
+    def made(_: Workspace) -> None: ...
+
+    def stages(number: int, before: Path) -> list[Stage]:
+        folder = tmp_path / f"round-{number}"
+        return [
+            Stage("select", Work(made, {"rows": "rows.jsonl"}), folder),
+            Stage("train", Work(made, {"model": "model"}), folder, [folder / "rows.jsonl", before]),
+            Stage("evaluate", Work(made, keeps=["evaluation"]), folder, [folder / "model"]),
+        ]
+
+    first, second = stages(1, tmp_path / "start"), stages(2, tmp_path / "round-1" / "model")
+    every = [*first, *second]
+
+    def due(gone: str, *kept: str) -> list[str]:
+        for name in kept:
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        for one in every:
+            one.begin(one.record(), "")
+            one.finish(one.record())
+        make_again(every, [tmp_path / gone])
+        return [f"{one.folder.name} {one.name}" for one in every if one.due(one.record())]
+
+    assert due("round-2/evaluation/x", "round-2/model") == ["round-2 evaluate"]
+    assert due("round-2/model/w", "round-2/rows.jsonl", "round-1/model") == ["round-2 train"]
+    assert not (tmp_path / "round-2" / "model").exists()
+    (tmp_path / "round-1" / "model").rmdir()
+    assert due("round-2/model/w", "round-1/rows.jsonl", "start") == ["round-1 train", "round-2 train"]
 
 
 def test_a_workspace_can_still_be_imported_by_its_earlier_name() -> None:
@@ -177,21 +197,21 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     def recipe(**changes: Any) -> RoundsRecipe:
         return rounds_recipe_from({**GOOD, "output_dir": str(tmp_path), **changes})
 
-    assert check_folder(recipe(), False) == {}
-    run = {"pipeline": "rounds", "count": 3, "recipe": settings_of(recipe()), "finished": True}
+    assert COMMAND.earlier(recipe(), False) == {}
+    run = {"pipeline": "rounds", "count": 3, "recipe": COMMAND.settings(recipe()), "finished": True}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert check_folder(recipe(), False) == run
-    assert check_folder(recipe(rounds={"count": 4}, name="another", keep_models=False), False) == run
+    assert COMMAND.earlier(recipe(), False) == run
+    assert COMMAND.earlier(recipe(rounds={"count": 4}, name="another", keep_models=False), False) == run
     with pytest.raises(ValueError, match=r"other settings: temperature: 1\.0 → 0\.5\. Choose"):
-        check_folder(recipe(temperature=0.5), False)
+        COMMAND.earlier(recipe(temperature=0.5), False)
     with pytest.raises(ValueError, match=r"keep\.per_problem: not set → 2; training\.beta2: not set → 1\. Choose"):
-        check_folder(recipe(keep={"per_problem": 2}, training={"beta2": 1}), False)
+        COMMAND.earlier(recipe(keep={"per_problem": 2}, training={"beta2": 1}), False)
     with pytest.raises(ValueError, match="it can only grow"):
-        check_folder(recipe(rounds={"count": 2}), False)
-    assert check_folder(recipe(temperature=0.5), True) == {}
+        COMMAND.earlier(recipe(rounds={"count": 2}), False)
+    assert COMMAND.earlier(recipe(temperature=0.5), True) == {}
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="holds something else"):
-        check_folder(recipe(), False)
+        COMMAND.earlier(recipe(), False)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +219,14 @@ def test_a_folder_of_other_settings_is_refused_and_more_rounds_go_on(tmp_path: P
     [([None, None], "0 could be scored and 0 are right"), ([1.0, 1.0], "2 could be scored and 2 are")],
 )
 def test_a_round_without_rows_says_why(scores: list[float | None], said: str, tmp_path: Path) -> None:
-    stages = RoundStages(rounds_recipe_from({**GOOD, "method": "dpo"}), Questions([{"prompt": "q"}], None))
+    recipe = rounds_recipe_from({**GOOD, "method": "dpo", "output_dir": str(tmp_path), "rounds": {"count": 1}})
     line = {"row": 0, "completions": ["a", "b"], "scores": scores, "lengths": [1, 1]}
-    (tmp_path / SAMPLES).write_text(json.dumps(line) + "\n")
-    with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is last/model"):
-        stages.select(
-            Round(folder=tmp_path, stop=StopRequests(tmp_path), number=1, current="last/model", start="start")
-        )
+    folder = tmp_path / "round-1"
+    folder.mkdir()
+    (folder / SAMPLES).write_text(json.dumps(line) + "\n")
+    select = stages_of(recipe, Questions(Dataset.from_list([{"prompt": "q"}]), None))[1][1]
+    with pytest.raises(ValueError, match=rf"of 2 samples {said}.*the model so far is m$"):
+        select.kind.run(Workspace(folder, StopRequests(tmp_path)))
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------

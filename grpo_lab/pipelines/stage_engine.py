@@ -1,0 +1,194 @@
+"""The engine of every command: it carries out a list of stages in their order, each of them once; killed anywhere, the
+same command goes on.
+
+A stage is a kind (``pipelines/kinds.py`` says what one is) under a name, in the folder where it works. Its marker is a
+``StageRecord``, written whole. A stage whose marker says `done` is not done again; any other is done from its beginning
+(samples are kept by their batches, a training by its checkpoint). Whatever a stage draws follows from the run's seed,
+its folder and its name, so that a run that was killed leaves the same files as one that was not."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_lab.evaluation.run_record import DONE
+from grpo_lab.pipelines.stage_record import NEW, StageRecord
+from grpo_lab.runs.stage import Workspace, plain_facts
+from grpo_lab.runs.stop_requests import StopRequests
+
+SECONDS_BETWEEN_COLLECTIONS = 0.5
+"""Less than loading a model takes, and as much as looking for what nobody holds takes beside all libraries."""
+_collected = [0.0]
+"""When that was last done."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kind of stage that one command alone has: a function of the workspace, and what a kind says of itself."""
+
+    run: Callable[[Any], Mapping[str, Any] | None]
+    leaves: Mapping[str, str] = field(default_factory=dict)
+    keeps: Collection[str] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A kind at its place in a command.
+
+    Args:
+        name: of the stage; its marker is `<name>.json` in ``folder``.
+        kind: what is done, and what it leaves there; a place `.` is a model in the folder itself.
+        reads: files and folders of earlier stages that it is made from.
+        remembered: false leaves no marker: the stage is cheap, or its own files say whether it is done.
+    """
+
+    name: str
+    kind: Any
+    folder: Path
+    reads: Collection[Path] = ()
+    remembered: bool = True
+
+    @property
+    def marker(self) -> str:
+        return f"{self.name}.json"
+
+    @property
+    def whole(self) -> bool:
+        """Return whether a stop breaks it off, so that it is done again; else a stop ends it where it looks
+        (``runs.stop_requests``)."""
+        return bool(getattr(self.kind, "whole", False))
+
+    @property
+    def places(self) -> list[str]:
+        """Places in its folder of all that it leaves and keeps."""
+        return [*getattr(self.kind, "leaves", {}).values(), *getattr(self.kind, "keeps", ())]
+
+    def record(self) -> StageRecord:
+        """Read the stage's record. ValueError: the marker is damaged."""
+        if self.remembered:
+            return StageRecord.read(self.folder, self.name, self.name, self.marker)
+        return StageRecord(self.name, self.name)
+
+    def due(self, record: StageRecord) -> str:
+        """Say why the stage is to be done; empty where it is not."""
+        if record.status == DONE:
+            return ""
+        return NEW
+
+    def begin(self, record: StageRecord, why: str) -> None:
+        """Make its folder ready."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def finish(self, record: StageRecord) -> None:
+        """Write the marker."""
+        record.status = DONE
+        if self.remembered:
+            record.write(self.folder, self.marker)
+
+    def fail(self, record: StageRecord, error: BaseException) -> None:
+        """Leave no marker: the command says what has ended it."""
+
+    def lost(self, gone: Collection[Path]) -> list[Path]:
+        """List its places of which something is ``gone``."""
+        found = []
+        for name in self.places:
+            place = self.folder / name
+            if name == ".":
+                is_lost = any(one.parent == place for one in gone)
+            else:
+                is_lost = any(place in (one, *one.parents) for one in gone)
+            if is_lost:
+                found.append(place)
+        return found
+
+
+class Caller:
+    """Caller of the engine, and what it does beside its stages; this one does nothing."""
+
+    def hold(self, stage: Any) -> AbstractContextManager[object]:
+        """Keep other processes away from a stage that is to be done."""
+        return nullcontext()
+
+    def begins(self, stage: Any, record: StageRecord) -> None:
+        """Say that a stage begins."""
+
+    def run(self, stage: Any, workspace: Any) -> Mapping[str, Any] | None:
+        """Do the stage itself, and return its facts."""
+        found: Mapping[str, Any] | None = stage.kind.run(workspace)
+        return found
+
+    def ends(self, stage: Any, seconds: float) -> None:
+        """Say how long a stage has taken; its marker follows, so that a kill loses no time."""
+
+
+def carry_out(stages: Iterable[Stage], workspace: Workspace, caller: Caller | None = None) -> list[str]:
+    """Do every stage that is not done, in order, and return the names of those that were done now;
+    ``workspace.facts`` has the facts of all of them afterwards. ValueError: a damaged marker; Interrupted: asked to
+    stop."""
+    caller = caller or Caller()
+    done = []
+    for stage in stages:
+        record = stage.record()
+        if stage.due(record):
+            with caller.hold(stage):
+                record = stage.record()
+                why = stage.due(record)
+                if why:  # else another process has done it meanwhile
+                    _do(stage, record, why, workspace, caller)
+                    done.append(stage.name)
+        workspace.facts[stage.name] = record.results
+    return done
+
+
+def _do(stage: Stage, record: StageRecord, why: str, workspace: Workspace, caller: Caller) -> None:
+    stage.begin(record, why)
+    caller.begins(stage, record)
+    began = time.perf_counter()
+    before = record.seconds or 0.0
+    try:
+        with _stopped_where_it_looks(workspace.stop, stage.whole):
+            try:
+                record.results = plain_facts(caller.run(stage, workspace))
+            finally:
+                record.seconds = before + time.perf_counter() - began
+            caller.ends(stage, record.seconds)
+            stage.finish(record)
+    except BaseException as error:
+        stage.fail(record, error)
+        raise
+
+
+@contextmanager
+def _stopped_where_it_looks(stop: StopRequests, whole: bool) -> Iterator[None]:
+    """Context around a stage and its marker: a stop ends the stage where it looks, one that is ``whole`` anywhere."""
+    with nullcontext() if whole else stop.defer_stop():
+        yield
+    began = time.perf_counter()
+    if began - _collected[0] > SECONDS_BETWEEN_COLLECTIONS:
+        gc.collect()  # and the accelerator's memory, of models that nobody holds any more
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        _collected[0] = time.perf_counter()
+
+
+def make_again(stages: Sequence[Stage], gone: Collection[Path]) -> None:
+    """Have what is ``gone`` from a finished run made again: the stages that made it have no marker any more, nor have
+    those before them that made what they read, where that is not there either."""
+    wanted = {*gone}
+    for stage in reversed(stages):
+        lost = stage.lost(wanted)
+        if lost:
+            wanted |= {place for place in stage.reads if not place.exists()}
+            (stage.folder / stage.marker).unlink(missing_ok=True)
+        for place in lost:
+            if place != stage.folder:
+                shutil.rmtree(place, ignore_errors=True)  # half an evaluation is none

@@ -1,0 +1,156 @@
+"""Commands whose recipe asks a saved model, as a list of stages: `curate`, `rounds`, `long2short`.
+
+What a command is made of stands here once: what its recipe names is loaded (``resolve``), for the run as for its dry
+run (``plan_of``); its folder is held, and ``run.json`` kept (``running``). The stages are the command's own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_lab.evaluation.run_record import gone_from, in_few_words
+from grpo_lab.pipelines.stage_engine import Caller, Stage, make_again
+from grpo_lab.pipelines.stage_record import StageRecord
+from grpo_lab.pipelines.standing import again_in_words
+from grpo_lab.recipe.job import Questions, questions
+from grpo_lab.runs.differences import earlier_run, refuse_other_rows, rows_fingerprint, settings_of, versions
+from grpo_lab.runs.folder import RUN, one_writer, write_run
+from grpo_lab.runs.stage import Facts, Words, console
+from grpo_lab.runs.stop_requests import StopRequests
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Rows, judge and held-out rows of a recipe, ``more`` that its command alone loads, and the rows' fingerprint."""
+
+    asked: Questions
+    more: Any = None
+    fingerprint: Facts | None = None
+
+
+@dataclass(frozen=True)
+class StagedCommand:
+    """Description of a command by what it does in its own way.
+
+    Args:
+        name: of the command in ``run.json`` (``pipeline``).
+        check: recipe, ``overwrite``; ValueError for settings, or samples of an earlier run, that do not fit.
+        load: recipe, rows and judge, ``overwrite``, ``here_only`` → what else is loaded. ValueError: what does not fit.
+        words: recipe, what was loaded, ``overwrite`` → what it will do, title → words.
+        settings: what two runs of one folder must have in common, of a recipe.
+        rows: name in ``run.json`` of the fingerprint of the rows; empty: another file knows them.
+        marker: file that says whose the folder is.
+        follow: recipe, what an earlier run in its folder says of itself; ValueError where it cannot go on with that.
+    """
+
+    name: str
+    check: Callable[[Any, bool], None]
+    load: Callable[[Any, Questions, bool, bool], Any]
+    words: Callable[[Any, Resolved, bool], Words]
+    settings: Callable[[Any], Facts] = settings_of
+    rows: str = ""
+    marker: str = RUN
+    follow: Callable[[Any, Facts], None] = lambda recipe, earlier: None
+
+    def earlier(self, recipe: Any, overwrite: bool) -> Facts:
+        """Read what an earlier run in the recipe's folder says of itself (``earlier_run``)."""
+        found = earlier_run(recipe, self.name, overwrite, self.settings, self.marker)
+        self.follow(recipe, found)
+        return found
+
+
+def resolve(command: StagedCommand, recipe: Any, overwrite: bool, here_only: bool = False) -> Resolved:
+    """Load what ``recipe`` names; nothing is written. In a dry run (``here_only``) rows that are on the hub and not
+    here are None. ValueError for what would stop the run."""
+    command.check(recipe, overwrite)
+    then = command.earlier(recipe, overwrite).get(command.rows)
+    asked = questions(recipe.data, recipe.reward, getattr(recipe, "evaluation", None), here_only)
+    fingerprint = None
+    if command.rows and asked.rows is not None:
+        fingerprint = rows_fingerprint(asked.rows)
+        refuse_other_rows(recipe.output_dir, then, fingerprint)
+    return Resolved(asked, command.load(recipe, asked, overwrite, here_only), fingerprint)
+
+
+def plan_of(command: StagedCommand, recipe: Any, overwrite: bool = False) -> Words:
+    """Say what the command will do. ValueError for what would stop it."""
+    words = command.words(recipe, resolve(command, recipe, overwrite, here_only=True), overwrite)
+    return {**words, **again_in_words(recipe.output_dir, overwrite), "output folder": str(recipe.output_dir)}
+
+
+@contextmanager
+def locked_run(recipe: Any, earlier: Callable[[], Facts]) -> Iterator[tuple[StopRequests, Facts]]:
+    """Hold the lock of a command's folder for the block, and let the run be asked to stop (``Interrupted``, here or in
+    the block). ``earlier``: what an earlier run, which is gone on with, says of itself; empty: this one is new, and a
+    stop file that waits is an earlier one's."""
+    folder = recipe.output_dir
+    with one_writer(folder), StopRequests(folder, recipe.max_hours, recipe.stop_file) as stop:
+        found = earlier()
+        stop.heed_waiting(new=not found)
+        yield stop, found
+
+
+@dataclass
+class CommandRun(Caller):
+    """A run of a command in its folder; ``about``: what ``run.json`` says of it."""
+
+    folder: Path
+    stop: StopRequests
+    about: dict[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.about["finished"])
+
+    def write(self, **more: Any) -> None:
+        """Write ``run.json`` with what is new."""
+        self.about |= more
+        write_run(self.folder, self.about)
+
+    def begins(self, stage: Stage, record: StageRecord) -> None:
+        console.rule(self._called(stage))
+
+    def ends(self, stage: Stage, seconds: float) -> None:
+        self.about["seconds"][self._called(stage)] = round(seconds, 1)
+        self.write()
+
+    def _called(self, stage: Stage) -> str:
+        if stage.folder == self.folder:
+            return stage.name
+        return f"{stage.folder.name.replace('-', ' ')}, {stage.name}"
+
+
+@contextmanager
+def running(
+    command: StagedCommand,
+    recipe: Any,
+    stages: Sequence[Stage],
+    about: Mapping[str, Any],
+    forget: Iterable[Path] | None = None,
+) -> Iterator[CommandRun]:
+    """Hold the recipe's folder for the block (``locked_run``), and keep ``run.json``. What a finished run has lost is
+    made again by the ``stages`` that made it.
+
+    Args:
+        about: what ``run.json`` says of the run, besides name, versions, seconds and whether it is finished.
+        forget: files and folders of an earlier run that this one takes the place of; None: that one is gone on with.
+    """
+    folder = recipe.output_dir
+    with locked_run(recipe, lambda: command.earlier(recipe, overwrite=forget is not None)) as (stop, found):
+        gone = gone_from(folder, found)
+        if gone:
+            console.print(f"{folder}: {in_few_words(gone)} gone, and made again", soft_wrap=True)
+            make_again(stages, [folder / one for one in gone])
+        for place in forget or ():
+            shutil.rmtree(place, ignore_errors=True)
+            if place.is_file():
+                place.unlink()
+        finished = bool(found.get("finished")) and not gone
+        run = CommandRun(folder, stop, {"name": recipe.name, "pipeline": command.name, **about, "versions": versions()})
+        left = any(stage.due(stage.record()) for stage in stages)
+        run.write(seconds=dict(found.get("seconds", {})), finished=finished and not left)
+        yield run
