@@ -113,7 +113,7 @@ INSTEAD = "leave it out, or set it to 'stock'"
 
 
 def refuse_compiled(model: Any, config: GenerationConfig, more: Mapping[str, Any] | None = None) -> None:
-    """ValueError where completions cannot be made by compiled forwards."""
+    """Raise ValueError where completions cannot be made by compiled forwards."""
     beside = {name: value for name, value in (more or {}).items() if name not in _SERVED}
     reason = not_by_groups(model, config, beside)
     if reason is None and not getattr(model, "_can_compile_fullgraph", False):
@@ -148,7 +148,7 @@ class _OpenRows:
         return cls(ids, mask, rows, torch.ones_like(rows, dtype=torch.bool)).of_rows(_filled_up(rows))
 
     def of_rows(self, kept: Tensor) -> _OpenRows:
-        """Some of its rows. One that stands there twice is live once."""
+        """Pick some of its rows; one that is picked twice is live once."""
         again = torch.zeros_like(kept, dtype=torch.bool)
         again[1:] = kept[1:] <= kept[:-1]
         return _OpenRows(self.ids[kept], self.mask[kept], self.rows[kept], self.live[kept] & ~again)
@@ -171,7 +171,7 @@ class _OpenRows:
 
 
 def _filled_up(rows: Tensor) -> Tensor:
-    """``rows`` and its first one again, up to a power of two."""
+    """Fill ``rows`` up to a power of two with its first one."""
     return torch.cat([rows, rows[:1].expand(power_of_two(len(rows)) - len(rows))])
 
 

@@ -104,9 +104,9 @@ def generate_by_groups(
 
 @contextmanager
 def one_number_a_draw() -> Iterator[None]:
-    """Inside, and in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a row: the
-    first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a quarter of a
-    small model's generation. Where p is not finite torch is asked, and says so."""
+    """Context in which, in this thread, ``torch.multinomial(p, 1)`` on a CPU takes one uniform number u of 53 bits a
+    row: the first token whose cumulated p is above u Σp. torch takes a number a token of the vocabulary, which is a
+    quarter of a small model's generation. Where p is not finite torch is asked, and says so."""
     thread = threading.get_ident()
     with _LOCK:
         if not +_INSIDE:

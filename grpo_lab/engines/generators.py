@@ -47,7 +47,7 @@ class Completion:
 
     @property
     def was_cut(self) -> bool:
-        """True where a budget cut the thinking."""
+        """Return whether a budget cut the thinking."""
         return 0 in (self.mask or ())
 
 
@@ -130,8 +130,8 @@ def render_pairs(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[RenderedPrompt, RenderedPrompt]]:
-    """`render_pair` of many rows (prompt, completion, ``continues``); the tokenizer is called once, which takes a
-    quarter of the time of a call a text."""
+    """Render many rows (prompt, completion, ``continues``) as `render_pair` does; the tokenizer is called once, which
+    takes a quarter of the time of a call a text."""
     texts: list[str] = []
     for prompt, completion, continues in rows:
         turns = [*prompt, *completion]
@@ -189,7 +189,7 @@ def in_form_of(prompt: str | Messages, text: str) -> Any:
 
 @dataclass(frozen=True)
 class TransformersGenerator:
-    """`generate_by_groups` in left-padded batches of similar length.
+    """A transformers model that generates by groups, in left-padded batches of similar length.
 
     Temperature is the only knob, whatever the model's own generation_config says. Greedy answers do not depend on
     ``batch_size`` except through the rounding of padded attention; sampled ones do, since a batch shares one random

@@ -81,8 +81,8 @@ class GroupedEngine:
 
 
 def check_logprobs(outputs: Sequence[Any]) -> None:
-    """EngineFault where the log-prob of a sampled token is NaN or infinite. TRL turns such a value into `None` and then
-    into an importance ratio of one: a broken engine would train on."""
+    """Raise EngineFault where the log-prob of a sampled token is NaN or infinite. TRL turns such a value into `None`
+    and then into an importance ratio of one: a broken engine would train on."""
     for row, output in enumerate(outputs):
         for completion in output.outputs:
             scored = zip(completion.token_ids, completion.logprobs or [], strict=completion.logprobs is not None)

@@ -83,16 +83,17 @@ class ThinkingBudget:
         return self.max_completion_length - self.budget - len(self.stop_ids)
 
     def is_finished(self, ids: Sequence[int]) -> bool:
-        """True where these first tokens of a completion ended by themselves within the budget."""
+        """Return whether these first tokens of a completion ended by themselves within the budget."""
         return len(ids) < self.budget or (len(ids) > 0 and ids[-1] in self.eos_ids)
 
     def thinks(self, prompt_ids: Sequence[int]) -> bool:
-        """False for a prompt that ends in a closed thinking block: the completion is an answer from its first token."""
+        """Return whether a completion begins with thinking; not where the prompt ends in a closed thinking block."""
         tail = list(prompt_ids[-8 - len(self.stop_ids) :])
         return not self.decode(tail).rstrip().endswith(END_TEXT)
 
     def must_cut(self, prompt_ids: Sequence[int], head: Sequence[int]) -> bool:
-        """True where these first tokens of a completion use up the budget without ending or closing the thinking."""
+        """Return whether these first tokens of a completion use up the budget without ending or closing the
+        thinking."""
         closed = END_TEXT in self.decode(list(head))
         return self.thinks(prompt_ids) and not self.is_finished(head) and not closed
 
@@ -183,7 +184,7 @@ def _joined(head: Completion, inserted: list[int], tail: Completion, settings: T
 
 
 def _checked(found: list[Completion], limit: int) -> list[Completion]:
-    """ValueError where an engine answers with another number of tokens than it was asked for."""
+    """Raise ValueError where an engine answers with another number of tokens than it was asked for."""
     for row, one in enumerate(found):
         if len(one.ids) > limit:
             raise ValueError(f"completion {row} has {len(one.ids)} tokens; the engine was asked for {limit}")

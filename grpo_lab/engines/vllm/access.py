@@ -166,7 +166,7 @@ class LoadAdapter(Unload):  # never in place: cached prompts would stay
 
 
 def refuse_unfit(file: Path) -> None:
-    """ValueError where a file of tensors holds what no engine should: vLLM loads it as it is."""
+    """Refuse (ValueError) a file of tensors that holds what no engine should: vLLM loads it as it is."""
     from grpo_lab.engines.vllm.worker import tensors_of  # with torch, which this process has by then
     from grpo_lab.engines.weights.sync import WeightSyncError, fit
 
@@ -302,7 +302,7 @@ def only(headers: Headers, name: str) -> str:
 
 
 def host_of(header: str) -> str:
-    """`Host` without its port, in lower case; "" for one that is none."""
+    """Return the `Host` without its port, in lower case; "" for one that is none."""
     try:
         url = urlsplit(f"//{header}")
         _ = url.port

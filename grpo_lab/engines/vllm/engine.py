@@ -106,8 +106,8 @@ def config_of(model: str) -> Any:
 
 
 def refuse_beyond_positions(tokens: int | None, config: Any, setting: str) -> None:
-    """ValueError where an engine is to have a context of more tokens than the model has positions; vLLM says so at the
-    end of a long traceback. A model whose rotary positions are stretched is left to vLLM, which knows by how much."""
+    """Refuse (ValueError) a context of more tokens than the model has positions; vLLM says so at the end of a long
+    traceback. A model whose rotary positions are stretched is left to vLLM, which knows by how much."""
     if config is None:
         return
     text = config.get_text_config()
@@ -151,7 +151,7 @@ def engine_environment() -> Iterator[None]:
 
 
 def runs_on_cpu() -> bool:
-    """True where the installed vLLM drives the CPU (a CPU build, whatever the trainer runs on)."""
+    """Return whether the installed vLLM drives the CPU (a CPU build, whatever the trainer runs on)."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

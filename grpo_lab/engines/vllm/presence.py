@@ -43,7 +43,7 @@ def why_not(kernels: bool = True) -> str | None:
 
 
 def refuse_without_engine(setting: str, kernels: bool = True) -> None:
-    """ValueError where ``setting`` asks for an engine and none can be started."""
+    """Raise ValueError where ``setting`` asks for an engine and none can be started."""
     why = why_not(kernels)
     if why is not None:
         raise ValueError(

@@ -74,7 +74,8 @@ WRONG_NUMBERS = {
 
 
 def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
-    """ValueError for the first key of `generation_kwargs` that this engine ignores or that makes wrong numbers."""
+    """Raise ValueError for the first key of `generation_kwargs` that this engine ignores or that makes wrong
+    numbers."""
     for key, value in extra.items():
         if key in PASS[engine] or (engine, key, value) == ("transformers", "do_sample", True):  # as TRL sets it
             continue
@@ -91,8 +92,8 @@ def refuse_keys(extra: Mapping[str, Any], engine: str) -> None:
 
 
 def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """ValueError where a key says something else than the setting of TRL that it is another name for. `settings`: the
-    setting's name -> its value; one that is None or left out decides nothing."""
+    """Raise ValueError where a key says something else than the setting of TRL that it is another name for. `settings`:
+    the setting's name -> its value; one that is None or left out decides nothing."""
     for key, setting in ALIAS.items():
         ours = settings.get(setting)
         if key in extra and ours is not None and extra[key] != ours:
@@ -107,7 +108,7 @@ def refuse_two_names(extra: Mapping[str, Any], settings: Mapping[str, Any]) -> N
 
 
 def refuse_ends(extra: Mapping[str, Any]) -> None:
-    """ValueError for stops that TRL takes for truncation, where truncated completions are masked."""
+    """Raise ValueError for stops that TRL takes for truncation, where truncated completions are masked."""
     for key in ("stop", "stop_token_ids"):
         if extra.get(key):
             raise ValueError(

@@ -326,8 +326,8 @@ def options_from(chosen: argparse.Namespace) -> ServerOptions:
 
 
 def refuse_no_model(model: str) -> None:
-    """ValueError where there is no model to serve; vLLM would say so at the end of a long traceback. A folder must hold
-    a config, weights and a tokenizer; a hub name is asked for its config."""
+    """Raise ValueError where there is no model to serve; vLLM would say so at the end of a long traceback. A folder
+    must hold a config, weights and a tokenizer; a hub name is asked for its config."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         for what, patterns in NEEDED.items():

@@ -143,7 +143,7 @@ def bound_session(session: Any, *, timeout: float, retries: int = 2, backoff: fl
 
 @contextmanager
 def read_as_vllms(base_url: str) -> Iterator[None]:
-    """Inside the block answers are read; `ServerGone` for one that is not of the form of vLLM's."""
+    """Context in which answers are read; `ServerGone` for one that is not of the form of vLLM's."""
     try:
         yield
     except (json.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError) as odd:
@@ -205,7 +205,7 @@ NAN_ADVICE = (
 
 
 def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any], url: str) -> None:
-    """`ServerGone` where an answer does not hold the completions that a body asked for, each whole and scored."""
+    """Raise `ServerGone` where an answer does not hold the completions that a body asked for, each whole and scored."""
     sampling = asked.get("sampling_params", asked)
     if isinstance(asked.get("prompt"), list):  # images, chat: one a request
         prompts = asked["prompt"]
@@ -239,7 +239,8 @@ def refuse_other_completions(asked: Mapping[str, Any], answer: Mapping[str, Any]
 
 
 def check_answer(logprobs: list[list[list[float | None]]] | None) -> None:
-    """`EngineFault` where a log-prob `[completion][token][rank]` of a server's answer is None, NaN or infinite."""
+    """Raise `EngineFault` where a log-prob `[completion][token][rank]` of a server's answer is None, NaN or
+    infinite."""
     for row, completion in enumerate(logprobs or []):
         for position, values in enumerate(completion):
             for value in values:
@@ -265,9 +266,8 @@ def look(base_url: str, token: str | None = None) -> tuple[str | None, str]:
     return " ".join(_COUNTED.findall(page.decode(errors="replace"))), "it answers, and counts no token"
 
 
-def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
-    """The result of `call`, a request to a server; its own exception likewise. ServerGone where the server showed no
-    sign of work for `silence` seconds; `call` goes on in its thread, for nobody."""
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Begin `call` in a thread that does not keep the process alive -> where its result, or its exception, will be."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -276,11 +276,20 @@ def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str
         except BaseException as failure:
             answer.set_exception(failure)
 
-    threading.Thread(target=run, daemon=True).start()
-    start = moved = time.monotonic()
+    threading.Thread(target=run, name="grpo_lab request", daemon=True).start()
+    return answer
+
+
+def watched(call: Callable[[], Any], base_url: str, *, silence: float, what: str, token: str | None = None) -> Any:
+    """The result of `call`, a request to a server; its own exception likewise. ServerGone where the server showed no
+    sign of work for `silence` seconds; `call` goes on in its thread, for nobody."""
+    answer = in_thread(call)
+    start = time.monotonic()
+    moved = start
     seen: str | None = ""
     while not wait([answer], min(max(silence / 6, 0.05), 5.0)).done:
-        before, (seen, state) = seen, look(base_url, token)
+        before = seen
+        seen, state = look(base_url, token)
         if seen is not None and seen != before:
             moved = time.monotonic()
         if time.monotonic() - moved > silence and not answer.done():

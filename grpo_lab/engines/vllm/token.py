@@ -56,7 +56,7 @@ class AccessToken:
 
 
 class Bearer:
-    """`requests` authentication with a token; unlike a header of the session it wins over a `~/.netrc`."""
+    """Authentication of `requests` with a token; unlike a header of the session it wins over a `~/.netrc`."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -127,8 +127,8 @@ def of_trainer(base_url: str, named: str | None) -> str | None:
 
 
 def write(file: Path, token: str, *, anew: bool = False) -> None:
-    """`token` into `file` with mode 0600; its folder is made with 0700 where it is not there. Raises ValueError where
-    others could put a file of theirs in its place, and where it must be `anew` FileExistsError."""
+    """Write `token` into `file` with mode 0600; its folder is made with 0700 where it is not there. Raises ValueError
+    where others could put a file of theirs in its place, and where it must be `anew` FileExistsError."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = file.parent.stat()
     if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -113,7 +113,7 @@ class WeightCourier:
         self._version = ""  # of the last push that arrived
 
     def try_shared_memory(self) -> None:
-        """ValueError where the server's workers do not see this process's shared memory."""
+        """Raise ValueError where the server's workers do not see this process's shared memory."""
         with own_folder(FOLDER_PREFIX, SHARED_MEMORY) as folder:
             reports = self._call("grpo_lab_sees", folder=str(folder))
         if not all(report.get("sees") is True for report in reports):
@@ -154,7 +154,7 @@ class WeightCourier:
         self._call("grpo_lab_clear_cache")
 
     def is_current(self) -> bool:
-        """True where the server holds the weights of the last `push`. False before the first, after a restart behind
+        """Return whether the server holds the weights of the last `push`; not before the first, after a restart behind
         the same address, and where another run pushed its own."""
         return self._version != "" and all(
             report.get("version") == self._version for report in self._call("grpo_lab_weights_version")

@@ -107,8 +107,8 @@ def _refuse_embeddings(model: Any, adapter: str) -> None:
 
 
 def refuse_untied(model: Any) -> None:
-    """ValueError where an adapter gives embedding and head weights of their own and the model ties them: an engine,
-    which ties them too, would hold the one for both. It shows after the first step, when the two part."""
+    """Raise ValueError where an adapter gives embedding and head weights of their own and the model ties them: an
+    engine, which ties them too, would hold the one for both. It shows after the first step, when the two part."""
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
 

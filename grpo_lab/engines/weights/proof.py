@@ -160,9 +160,16 @@ def differing_tensors(engine_model: nn.Module, named_params: NamedTensors) -> li
             if not torch.equal(actual, expected):
                 label = part if name in trainer or len(parts) > 1 else name
                 delta = actual.float() - expected.float()
-                gaps = float(delta.norm() / expected.float().norm().clamp_min(1e-30)), float(delta.abs().max())
-                found.append(TensorDifference(label, *(gap if math.isfinite(gap) else math.inf for gap in gaps)))
+                relative = float(delta.norm() / expected.float().norm().clamp_min(1e-30))
+                largest = float(delta.abs().max())
+                found.append(TensorDifference(label, finite_or_infinity(relative), finite_or_infinity(largest)))
     return sorted(found, key=lambda entry: -entry.relative)
+
+
+def finite_or_infinity(gap: float) -> float:
+    if math.isfinite(gap):
+        return gap
+    return math.inf
 
 
 def trainer_parts(name: str, trainer: Mapping[str, torch.Tensor], fused: Mapping[str, list[str]]) -> list[str]:
@@ -208,7 +215,7 @@ def prove_sync(
 
 
 def judge(gap: SyncGap, found: Sequence[TensorDifference], *, tolerance: float, note: str = "") -> None:
-    """WeightSyncError above the tolerance, or where a tensor differs. Also for an engine behind a server."""
+    """Raise WeightSyncError above the tolerance, or where a tensor differs; for an engine behind a server, too."""
     if gap.mean > tolerance or found:
         if gap.mean > tolerance:
             verdict = "does not sample from the trainer's policy"

@@ -51,12 +51,12 @@ def trainer_names(engine_name: str, fused: Mapping[str, list[str]]) -> list[str]
 
 
 def is_packed(module: nn.Module) -> bool:
-    """True where the module multiplies through a CPU kernel, with or without a packed copy of its weight."""
+    """Return whether the module multiplies through a CPU kernel, with or without a packed copy of its weight."""
     return callable(getattr(module, "cpu_linear", None)) and hasattr(module, "weight")
 
 
 def engine_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(engine's name, tensor it computes with) for every parameter, packed ones probed.
+    """Yield (engine's name, tensor it computes with) for every parameter, packed ones probed.
 
     A tied head is listed too, since it may compute with something else than the embedding. The embedding table is
     looked up, never multiplied, and is read as it stands. Vocabulary rows that vLLM pads are cut off.
@@ -127,7 +127,7 @@ def engine_model(llm: Any) -> nn.Module:
 
 
 def needs_repair(llm: Any) -> bool:
-    """True where the engine packs its weights, so that TRL's own sync does not work: the CPU build."""
+    """Return whether the engine packs its weights, so that TRL's own sync does not work: the CPU build."""
     return any(is_packed(module) for module in engine_model(llm).modules())
 
 
@@ -148,7 +148,7 @@ def dtype_of(runner: Any) -> torch.dtype:
 
 
 def load_into_runner(runner: Any, named_params: NamedTensors) -> int:
-    """`push_weights` for the model runner itself: also what a server's worker calls."""
+    """Load as `push_weights` does, into the model runner itself; a server's worker calls it, too."""
     model = runner.get_model()
     brought: dict[str, str] = {}
     try:

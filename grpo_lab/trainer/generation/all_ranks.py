@@ -28,14 +28,17 @@ def from_main(accelerator: Any, value: Any) -> Any:
 def raise_together(accelerator: Any, failure: Exception | None) -> None:
     """Raise ``failure`` of the main process on every rank, marked as one of all; nothing where it is None. Another
     rank's own is raised there alone, and not marked. Every rank must call this."""
-    news = from_main(accelerator, None if failure is None else (type(failure).__name__, str(failure)))
-    fault = failure
-    if fault is None and news is not None:
-        fault = FAULTS.get(news[0], RuntimeError)(news[1])
-    if fault is None:
+    own = None
+    if failure is not None:
+        own = (type(failure).__name__, str(failure))
+    of_main = from_main(accelerator, own)
+    if of_main is None:
+        if failure is not None:
+            raise failure
         return
-    if news is not None:
-        vars(fault)["of_all_ranks"] = True
+    kind, message = of_main
+    fault = failure or FAULTS.get(kind, RuntimeError)(message)
+    vars(fault)["of_all_ranks"] = True
     raise fault
 
 

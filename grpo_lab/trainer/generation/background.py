@@ -7,11 +7,12 @@ it. Its completions are kept meanwhile, and so is an error, which the main threa
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
+
+from grpo_lab.engines.vllm.talk import in_thread
 
 #: seconds between two looks of the main thread, in which signals are heard
 LOOK = 5.0
@@ -31,14 +32,7 @@ class BackgroundRequest:
         self.waited = 0.0
         self.taken = False
         self._prompts = prompts
-        self._answer: Future[dict[str, Any]] = Future()
-        threading.Thread(target=self._run, args=(ask,), name="grpo_lab background generation", daemon=True).start()
-
-    def _run(self, ask: Callable[[], dict[str, Any]]) -> None:
-        try:
-            self._answer.set_result(ask())
-        except BaseException as failure:
-            self._answer.set_exception(failure)
+        self._answer = in_thread(ask)
 
     def wait(self) -> None:
         """Return when the server is done with it."""

@@ -31,7 +31,7 @@ _COMPILED: MutableMapping[Any, CompiledGenerate] = WeakKeyDictionary()
 
 
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """Inside the block the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks for; not
+    """Context in which the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks for; not
     with an engine, nor in a drop-in run that asks for none, which draws what stock TRL draws.
 
     Raises:
@@ -63,8 +63,8 @@ NOT_ON_A_CPU = (
 
 
 def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
-    """ValueError where ``rollout.generate`` is ``how``, 'groups' or 'compiled', and ``model`` cannot be generated with
-    so."""
+    """Raise ValueError where ``rollout.generate`` is ``how``, 'groups' or 'compiled', and ``model`` cannot be generated
+    with so."""
     reason = _drops(model) or not_by_groups(model, generation_config)
     if reason:
         raise ValueError(f"`rollout.generate` is {how!r}, and {reason}: leave it out, and transformers makes every row")
@@ -107,7 +107,7 @@ class PolicyGenerator:
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
-        """ValueError: samples are asked for."""
+        """Complete greedily. ValueError: samples are asked for."""
         if n != 1 or temperature != 0:
             raise ValueError(f"an evaluation on the way is greedy; got n={n}, temperature={temperature}")
         trainer = self.trainer

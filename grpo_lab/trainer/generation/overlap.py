@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,13 +73,13 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
             yield
             return
         begun = None
-        in_place_of_request: AbstractContextManager[None] = contextlib.nullcontext()
-        if trainer.accelerator.is_main_process:
-            with trainer.vllm_generation.hooks.waiting():
-                begun = self._take_request()
-            if begun is not None:
-                in_place_of_request = replaced(trainer.vllm_generation.vllm_client, "generate", begun.completions)
-        with in_place_of_request:
+        with contextlib.ExitStack() as in_its_place:
+            if trainer.accelerator.is_main_process:
+                with trainer.vllm_generation.hooks.waiting():
+                    begun = self._take_request()
+                if begun is not None:
+                    client = trainer.vllm_generation.vllm_client
+                    in_its_place.enter_context(replaced(client, "generate", begun.completions))
             yield
         step = int(trainer.state.global_step)
         version = step
@@ -113,11 +112,11 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
             return
         prompts = prompt_tokens(trainer, rows)
         generation = trainer.vllm_generation
-        sending: AbstractContextManager[None] = contextlib.nullcontext()
-        if trainer.accelerator.is_main_process:
-            begins = BeginsAlone(generation.vllm_client, int(trainer.state.global_step))
-            sending = replaced(generation, "vllm_client", begins)
-        with sending:  # TRL gathers the prompts of all ranks, puts the request together, and hands round what it gets
+        with contextlib.ExitStack() as in_its_place:
+            if trainer.accelerator.is_main_process:
+                begins = BeginsAlone(generation.vllm_client, int(trainer.state.global_step))
+                in_its_place.enter_context(replaced(generation, "vllm_client", begins))
+            # TRL gathers the prompts of all ranks, puts the request together, and hands round what it gets
             VLLMGeneration.generate(generation, prompts, None, trainer.num_generations)
 
     @property

@@ -170,9 +170,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [dict(group.row) for group, _ in self._rows_of_this_rank()]
 
     def take(self, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]] | None:
-        """(ids, log-probs) of the completions that ``choose`` made ready; None where the engine is to be asked.
-        RuntimeError: they are of other prompts, which can only come of code that makes another prompt of a row the
-        second time."""
+        """Hand over (ids, log-probs) of the completions that ``choose`` made ready; None where the engine is to be
+        asked. RuntimeError: they are of other prompts, which can only come of code that makes another prompt of a row
+        the second time."""
         if self._now.batch is not Batch.CHOSEN or not self.trainer.model.training:
             return None
         self._now = replace(self._now, batch=Batch.TAKEN)
@@ -221,8 +221,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return PartialState(rest, tuple(waiting[place] for place in places))
 
     def _rows(self, inputs: Rows, number: int, ahead: int) -> Rows:
-        """This rank's rows of the generation batch that is ``ahead`` of batch ``number``, whose are ``inputs``; none
-        where it is too far ahead, or there is no such batch in this epoch and training."""
+        """Read this rank's rows of the generation batch that is ``ahead`` of batch ``number``, whose are ``inputs``;
+        none where it is too far ahead, or there is no such batch in this epoch and training."""
         if ahead == 0:
             return inputs
         if ahead > self._batches_ahead:

@@ -38,7 +38,7 @@ def _no_room(who: str, context: int, room: int) -> str:
 def refuse_long(
     prompts: Sequence[Sequence[int]], context: int, room: int, decode: Callable[[list[int]], str] | None = None
 ) -> None:
-    """``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
+    """Raise ``PromptTooLong`` for the first prompt (token ids) with more than ``context`` − ``room`` tokens."""
     for ids in prompts:
         if len(ids) > context - room:
             text = ""
@@ -62,15 +62,17 @@ def fill_rooms(
 
     with ThreadPoolExecutor(max_workers=min(AT_ONCE, len(prompts))) as pool:
         answers = list(pool.map(row, range(len(prompts))))
-    unsaid = {name for name, value in answers[0].items() if value is None}
-    return {
-        name: None if name in unsaid else [value for answer in answers for value in answer[name]] for name in answers[0]
-    }
+    joined: dict[str, Any] = {}
+    for name, value in answers[0].items():
+        joined[name] = None
+        if value is not None:
+            joined[name] = [of_row for answer in answers for of_row in answer[name]]
+    return joined
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """``ValueError`` for a prompt (token ids) that fills the engine's or the model's context, or has no token; a tight
-    one is said."""
+    """Raise ``ValueError`` for a prompt (token ids) that fills the engine's or the model's context, or has no token; a
+    tight one is said."""
     if any(len(ids) == 0 for ids in prompts):
         raise ValueError(
             "a prompt has no token: it is an empty text, and the tokenizer puts no beginning-of-text token in front, "
@@ -89,7 +91,7 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """``ValueError`` with the rows of the data sets that leave no room in the engine's context.
+    """Raise ``ValueError`` with the rows of the data sets that leave no room in the engine's context.
 
     Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a
     subclass that tokenizes in its own way. Every rank looks at all rows, so all of them end together.
@@ -115,8 +117,8 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
 
 
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
-    """(row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a prompt
-    of few bytes is short and is not tokenized; what a chat template adds is measured on the first."""
+    """Find (row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a
+    prompt of few bytes is short and is not tokenized; what a chat template adds is measured on the first."""
     if len(prompts) == 0:
         return []
 
@@ -124,10 +126,16 @@ def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, 
         return [len(ids) for ids in GRPOTrainer._tokenize_prompts(trainer, some)[0]]
 
     def size(prompt: Any) -> int:
-        return len((prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)).encode())
+        text = prompt
+        if not isinstance(prompt, str):
+            text = json.dumps(prompt, ensure_ascii=False)
+        return len(text.encode())
 
     (added,) = tokens([prompts[0]])
     maybe = [row for row, prompt in enumerate(prompts) if size(prompt) + added > limit]
-    batches = (maybe[start : start + BATCH] for start in range(0, len(maybe), BATCH))
-    counted = ((row, n) for rows in batches for row, n in zip(rows, tokens([prompts[r] for r in rows]), strict=True))
-    return [(row, length) for row, length in counted if length > limit]
+    found = []
+    for start in range(0, len(maybe), BATCH):
+        rows = maybe[start : start + BATCH]
+        lengths = tokens([prompts[row] for row in rows])
+        found += [(row, length) for row, length in zip(rows, lengths, strict=True) if length > limit]
+    return found

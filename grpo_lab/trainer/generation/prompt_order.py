@@ -144,7 +144,7 @@ class PromptOrder:
 
 
 def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
-    """(row, right completions, scorable completions), one for each known row, in the rows' order."""
+    """Count (row, right completions, scorable completions), one for each known row, in the rows' order."""
     known = (rows >= 0) & ~correct.isnan().to(rows.device)
     found, place = torch.unique(rows[known], return_inverse=True)
     right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()

@@ -30,14 +30,14 @@ class ReadAhead:
         self.forget()
 
     def forget(self) -> None:
-        """A training begins."""
+        """Forget what an earlier training read: a training begins."""
         self._source: Iterator[Any] | None = None
         self._given: list[Any] = []
         self._coming: deque[Any] = deque()
         self.first = 0  # micro-batches trained on before those of the optimizer step at hand
 
     def read(self, source: Iterator[Any], number: int, first: int) -> Iterator[Any]:
-        """The next ``number`` micro-batches of ``source`` (fewer at its end); ``first``: how many were trained on
+        """Read the next ``number`` micro-batches of ``source`` (fewer at its end); ``first``: how many were trained on
         before them."""
         if self._ahead == 0:
             return source
@@ -62,7 +62,7 @@ class ReadAhead:
         return None
 
     def rows_to_train(self, trainer: RolloutPort, number: int) -> Any | None:
-        """``rows``; None, too, where the training ends before it."""
+        """Return ``rows``; None, too, where the training ends before it."""
         state = trainer.state
         phase = trainer.phase
         left = (state.max_steps - state.global_step) * phase.accumulation  # the step at hand included
@@ -72,8 +72,8 @@ class ReadAhead:
 
 
 def refuse_turns(trainer: RolloutPort, setting: str, turns: str, images: str) -> None:
-    """ValueError: completions that are made in turns (tools, an environment, a rollout function), or bring images; with
-    the reason why ``setting`` cannot have them."""
+    """Refuse (ValueError) completions that are made in turns (tools, an environment, a rollout function), or bring
+    images; with the reason why ``setting`` cannot have them."""
     taken = {"rollout_func": turns, "tools": turns, "environment_factories": turns}
     found = [(f"`{name.replace('ies', 'y')}`", why) for name, why in taken.items() if getattr(trainer, name, None)]
     found += [("data with images", images)] if trl_bridge.may_bring_images(trainer) else []

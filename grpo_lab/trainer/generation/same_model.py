@@ -20,7 +20,7 @@ logger = logging.getLogger("grpo_lab")
 
 
 def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
-    """``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
+    """Raise ``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
 
     Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out; shapes are
     then not compared, and a warning says so. So does one of another chat template, which changes nothing here.

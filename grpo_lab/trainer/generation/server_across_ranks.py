@@ -55,9 +55,9 @@ NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [
 
 
 def connect(generation: EnginePort, settings: ServerSettings, wait: float | None = None) -> None:
-    """``VLLMGeneration._init_vllm`` in server mode: wait for the server (``wait`` seconds; None: as long as at the
-    start), open the way for the weights. ``ValueError`` where it serves another model, or its context has no room
-    beside the longest completion."""
+    """Do what ``VLLMGeneration._init_vllm`` does in server mode: wait for the server (``wait`` seconds; None: as long
+    as at the start), open the way for the weights. ``ValueError`` where it serves another model, or its context has no
+    room beside the longest completion."""
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
     def meet(client: LabVLLMClient) -> None:
@@ -85,7 +85,7 @@ def connect(generation: EnginePort, settings: ServerSettings, wait: float | None
 
 
 def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
-    """``sync_weights`` in server mode: TRL's, after which every rank knows whether it worked."""
+    """Send the weights as TRL does (``stock``); every rank then knows whether it worked."""
     failure = None
     try:
         stock()
@@ -95,7 +95,7 @@ def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
 
 
 def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
-    """``generate`` in server mode: TRL's, with a failure on the main process raised on every rank."""
+    """Generate as TRL does (``stock``), with a failure on the main process raised on every rank."""
     if not generation.accelerator.is_main_process:
         answer = stock()
         raise_together(generation.accelerator, None)
@@ -190,7 +190,7 @@ class ServerReturn:
         self._unproven = False
 
     def sync(self, stock: Callable[[], None]) -> None:
-        """``sync_weights``: the weights are with the server, or with the one that came in its place.
+        """Send the weights to the server, or to the one that came in its place.
 
         A signal ends the wait for a server that stands still; not over NCCL, where the server would wait for the rest.
         """
@@ -203,7 +203,7 @@ class ServerReturn:
             self._reconnect(lost, stock)
 
     def generate(self, stock: Callable[[], Any], stock_sync: Callable[[], None], prompts: list[list[int]]) -> Any:
-        """``generate``: asked again of a server that came back, after its proof."""
+        """Generate; a server that came back is asked again, after its proof."""
 
         def proven_and_asked() -> Any:
             self._prove(prompts)
@@ -219,14 +219,15 @@ class ServerReturn:
         self._since = 0
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
-        """``prove()`` between two generations; after a loss in it again, of the server that came back."""
+        """Call ``prove`` between two generations; where the server is lost meanwhile again, of the one that came
+        back."""
         with self.generation.hooks.waiting():
             proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
 
     def _asked(self, ask: Callable[[], Proven], stock_sync: Callable[[], None], what: str) -> Proven:
-        """``ask()`` of the server, or of those that come after it, ``LOSSES`` times at most."""
+        """Call ``ask`` of the server, or of those that come after it, ``LOSSES`` times at most."""
         for _ in range(LOSSES - 1):
             try:
                 return ask()
@@ -314,7 +315,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iter
 
 
 def record_returns(trainer: RolloutPort) -> None:
-    """``rollout/server_returns`` of the batch that was just made, where there is a server."""
+    """Log ``rollout/server_returns`` of the batch that was just made, where there is a server."""
     returns = getattr(getattr(trainer, "vllm_generation", None), "server_return", None)
     if returns is not None:
         returns.record(trainer.recorder.book())

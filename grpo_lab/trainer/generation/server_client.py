@@ -40,7 +40,7 @@ GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completion
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
-    """``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
+    """Choose ``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     if chosen != "auto":
@@ -73,7 +73,7 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
 
 
 def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
-    """``ValueError`` where a server (its ``vllm_config``) does not take the run's adapters."""
+    """Raise ``ValueError`` where a server (its ``vllm_config``) does not take the run's adapters."""
     lora = server.get("lora_config")
     replicas = (server.get("parallel_config") or {}).get("data_parallel_size") or 1
     start = f"start it with `grpo-lab serve --model … --max-lora-rank {rank}`"
@@ -91,7 +91,8 @@ def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
 
 
 def read_to_end(stream: Iterator[Any]) -> None:
-    """Also after a failure: gathering a shard needs every rank, and merged adapters are unmerged at the end."""
+    """Exhaust a stream of tensors, after a failure, too: gathering a shard needs every rank, and merged adapters are
+    unmerged at the end."""
     for _ in stream:
         pass
 
@@ -123,7 +124,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         talk.wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
     def wait(self, limit: float) -> None:
-        """Until the server answers that was lost."""
+        """Wait until the server that was lost answers."""
         self.close_communicator()
         talk.wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
@@ -270,7 +271,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """``ServerGone`` where the server no longer holds what this run sent last (known where our worker runs)."""
+        """Raise ``ServerGone`` where the server no longer holds what this run sent last (known where our worker
+        runs)."""
         if self.has_worker and not self.courier.is_current():
             raise talk.ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "

@@ -27,7 +27,7 @@ from grpo_lab.trainer.trl_bridge import replaced
 def tool_turns(
     trainer: GRPOTrainer, proof: SyncProof, stock: Callable[..., Any], prompts: Any, prompt_ids: Any, *rest: Any
 ) -> Any:
-    """``_tool_call_loop``: what ``stock``, TRL's, makes of the rows of this rank. Every rank calls."""
+    """Run TRL's ``_tool_call_loop`` (``stock``) on the rows of this rank. Every rank calls."""
     turns = Turns(trainer, list(prompt_ids[0]))
     with (
         replaced(trainer, "_generate_single_turn", turns.ask),
@@ -50,7 +50,8 @@ class Turns:
         self._together = trainer.accelerator.num_processes > 1 and shares_engine_or_weights(trainer)
 
     def ask(self, prompt_ids: Any, images: Any, fields: Any, **options: Any) -> tuple[Any, Any]:
-        """``_generate_single_turn``: completions and log-probs of this rank's rows, of which there is at least one."""
+        """Do what ``_generate_single_turn`` does, for this rank's rows, of which there is at least one: completions and
+        log-probs."""
         made: dict[int, tuple[Any, Any]] = {}
         for tight in self._kinds():
             rows = [row for row, ids in enumerate(prompt_ids) if self._is_tight(ids) is tight]
@@ -89,7 +90,7 @@ class Turns:
     def _asked(
         self, prompts: list[list[int]], images: Any, fields: Any, tight: bool, options: dict[str, Any]
     ) -> list[tuple[Any, Any]] | None:
-        """(completion, log-probs) of each of these rows; None where no rank has any."""
+        """Ask for (completion, log-probs) of each of these rows; None where no rank has any."""
         rows = len(prompts)
         if self._together:
             rows = rows_in_step(self.trainer, rows)
@@ -121,7 +122,7 @@ def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
 
 @contextlib.contextmanager
 def within_context(trainer: GRPOTrainer) -> Iterator[None]:
-    """Inside the block TRL leaves rows as they are whose prompts would fill the server's context: it asks the model's
+    """Context in which TRL leaves rows as they are whose prompts would fill the server's context: it asks the model's
     config for that number."""
     if not trainer.use_vllm or trainer.vllm_mode != "server":
         yield
