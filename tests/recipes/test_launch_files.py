@@ -16,10 +16,15 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from grpo_lab.cli import _parser
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 SLURM = ROOT / "scripts" / "slurm" / "train.sbatch"
 RECIPE = "recipes/gsm8k/qwen2.5-0.5b-dr_grpo.yaml"
+
+
+Sbatch = Callable[..., tuple[int, str, str]]
 
 
 def as_launched(path: Path, *words: str) -> argparse.Namespace:
@@ -79,7 +84,7 @@ STAND_INS = {
 
 
 @pytest.fixture
-def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+def sbatch(tmp_path: Path) -> Sbatch:
     """(words, nodes, **environment) -> (exit status, what was printed, the commands in their order)."""
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)
@@ -109,12 +114,13 @@ def sbatch(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+def test_two_train_and_one_serves(sbatch: Sbatch) -> None:
     status, printed, commands = sbatch(RECIPE, "--max_steps", "5")
     assert status == 0, printed
     lines = commands.splitlines()
     (serve,) = (line for line in lines if line.startswith("grpo-lab"))
     assert serve == "grpo-lab serve --model org/model --host 10.0.0.3 --port 8000 --tensor-parallel-size 1"
+    assert _parser().parse_args(serve.split()[1:]).model == "org/model"  # it takes what the script gives it
     assert "--nodelist=n3" in next(line for line in lines if "grpo-lab serve" in line and line.startswith("srun"))
     (launch,) = (line for line in lines if line.startswith("accelerate"))
     assert launch == (
@@ -128,9 +134,7 @@ def test_two_train_and_one_serves(sbatch: Callable[..., tuple[int, str, str]]) -
 
 
 @pytest.mark.slow
-def test_both_sides_have_the_token_and_nobody_reads_it(
-    sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_both_sides_have_the_token_and_nobody_reads_it(sbatch: Sbatch, tmp_path: Path) -> None:
     for given in ({}, {"GRPO_LAB_SERVER_TOKEN": "mine-" * 8}):
         status, printed, commands = sbatch(RECIPE, **given)
         assert status == 0, printed
@@ -143,19 +147,24 @@ def test_both_sides_have_the_token_and_nobody_reads_it(
     assert (tmp_path / "log.trainer").read_text().splitlines()[-1] == ""
 
 
-@pytest.mark.parametrize("words", [["--model.path", "org/other"], ["--model.path=x", "--model.path=org/other"]])
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        ([], "Qwen/Qwen2.5-0.5B"),
+        (["--model.path", "org/other"], "org/other"),
+        (["--model.path=x", "--model.path=org/other"], "org/other"),
+    ],
+)
 @pytest.mark.slow
-def test_the_server_has_the_model_of_the_command_line(
-    words: list[str], sbatch: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_the_server_has_the_model_of_recipe_and_command_line(words: list[str], model: str, sbatch: Sbatch) -> None:
     """It served the recipe's, and the trainer sent it weights of another shape."""
     status, printed, commands = sbatch(RECIPE, *words, MODEL="")
     assert status == 0, printed
-    assert "--model org/other --host" in commands
+    assert f"--model {model} --host" in commands
 
 
 @pytest.mark.slow
-def test_a_task_has_the_cpus_of_its_node(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_task_has_the_cpus_of_its_node(sbatch: Sbatch) -> None:
     """srun gives one core where nothing is said."""
     for given, expected in (({"SLURM_CPUS_ON_NODE": "96"}, 96), ({"SLURM_CPUS_PER_TASK": "32"}, 32)):
         _, _, commands = sbatch(RECIPE, **given)
@@ -165,7 +174,7 @@ def test_a_task_has_the_cpus_of_its_node(sbatch: Callable[..., tuple[int, str, s
 
 
 @pytest.mark.slow
-def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_job_started_again_goes_on(sbatch: Sbatch) -> None:
     words = (RECIPE, "--overwrite", "--max_steps", "5")
     assert "--resume" not in sbatch(*words)[2]
     for count in ("1", "7"):
@@ -175,9 +184,7 @@ def test_a_job_started_again_goes_on(sbatch: Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.slow
-def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
-    sbatch: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(sbatch: Sbatch, tmp_path: Path) -> None:
     """The signal comes to the batch script alone (B:), which passes it on; Slurm's srun, or its stand-in, hands it
     over."""
     head = SLURM.read_text().split("set -euo")[0]
@@ -191,14 +198,7 @@ def test_a_signalled_job_asks_for_a_checkpoint_and_goes_back_into_the_queue(
 
 
 @pytest.mark.slow
-def test_a_failure_without_a_signal_is_not_queued_again(sbatch: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, commands = sbatch(RECIPE, FAIL="3", SLURM_JOB_ID="17")
-    assert status == 3
-    assert "requeue" not in commands
-
-
-@pytest.mark.slow
-def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, str]]) -> None:
+def test_all_train_where_no_node_serves(sbatch: Sbatch) -> None:
     status, printed, commands = sbatch(RECIPE, ROLLOUT_NODES="0")
     assert status == 0, printed
     assert "grpo-lab" not in commands
@@ -207,13 +207,12 @@ def test_all_train_where_no_node_serves(sbatch: Callable[..., tuple[int, str, st
 
 
 @pytest.mark.slow
-def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
-    sbatch: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_a_failure_is_passed_on_ends_the_server_and_is_not_queued_again(sbatch: Sbatch) -> None:
     """The stand-in server would sleep for an hour; the run has a time limit of less."""
-    status, _, commands = sbatch(RECIPE, FAIL="3")
+    status, _, commands = sbatch(RECIPE, FAIL="3", SLURM_JOB_ID="17")
     assert status == 3
     assert "grpo-lab serve" in commands
+    assert "requeue" not in commands
 
 
 @pytest.mark.parametrize(
@@ -226,19 +225,12 @@ def test_the_server_ends_with_the_training_and_a_failure_is_passed_on(
 )
 @pytest.mark.slow
 def test_mistakes_are_named(
-    words: tuple[str, ...], nodes: int, more: dict[str, str], message: str, sbatch: Callable[..., tuple[int, str, str]]
+    words: tuple[str, ...], nodes: int, more: dict[str, str], message: str, sbatch: Sbatch
 ) -> None:
     status, printed, commands = sbatch(*words, nodes=nodes, **more)
     assert status == 2
     assert message in printed
     assert "accelerate" not in commands
-
-
-@pytest.mark.slow
-def test_the_model_is_read_from_the_recipe(sbatch: Callable[..., tuple[int, str, str]]) -> None:
-    status, printed, commands = sbatch(RECIPE, MODEL="")
-    assert status == 0, printed
-    assert "--model Qwen/Qwen2.5-0.5B --host" in commands
 
 
 def test_the_script_parses_and_uses_no_unset_variable() -> None:
@@ -254,16 +246,3 @@ def test_the_script_parses_and_uses_no_unset_variable() -> None:
     if shutil.which("shellcheck") is not None:
         checked = subprocess.run(["shellcheck", str(SLURM)], capture_output=True, text=True, check=False)
         assert checked.returncode == 0, checked.stdout
-
-
-@pytest.mark.slow
-def test_every_option_of_the_server_is_known(sbatch: Callable[..., tuple[int, str, str]]) -> None:
-    """``grpo-lab serve`` takes what the script gives it."""
-    from grpo_lab.cli import _parser
-
-    _, _, commands = sbatch(RECIPE)
-    words = next(line for line in commands.splitlines() if line.startswith("grpo-lab")).split()[1:]
-    commands_known = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
-    if "serve" not in commands_known:
-        pytest.skip("this checkout has no `grpo-lab serve` yet")
-    assert _parser().parse_args(words).model == "org/model"

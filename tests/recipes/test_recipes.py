@@ -1,4 +1,4 @@
-"""Every recipe is loaded and dry-run; neighbours differ only where the method does; accelerate files parse."""
+"""Every recipe is loaded and dry-run; neighbours differ only where the method does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
 
 from grpo_lab.data import TEMPLATES
 from grpo_lab.pipelines.dry_run import plan_of_training as dry_run
@@ -89,11 +88,7 @@ def test_the_quick_starts_differ_only_in_the_method() -> None:
     dr_grpo, ppo = (
         yaml.safe_load((RECIPES / "quickstart" / f"{name}.yaml").read_text()) for name in ("dr_grpo", "ppo")
     )
-    steps = {
-        "per_device_train_batch_size",
-        "steps_per_generation",
-        "max_steps",
-    }  # PPO cuts a batch of completions into four
+    steps = {"per_device_train_batch_size", "steps_per_generation", "max_steps"}  # PPO cuts a batch into four
     differ = {key for key in {*dr_grpo, *ppo} if dr_grpo.get(key) != ppo.get(key)}
     assert differ == {"name", "objective", "value", *steps}
     made = [one["per_device_train_batch_size"] * one["max_steps"] for one in (dr_grpo, ppo)]
@@ -101,30 +96,13 @@ def test_the_quick_starts_differ_only_in_the_method() -> None:
     assert ppo["per_device_train_batch_size"] * ppo["steps_per_generation"] == dr_grpo["per_device_train_batch_size"]
 
 
-@pytest.mark.parametrize("path", LAUNCH, ids=lambda path: path.stem)
-def test_accelerate_file_is_accepted(path: Path) -> None:
-    config = ClusterConfig.from_yaml_file(str(path))
-    assert config.num_processes >= 1
-
-
-def test_overrides_reach_into_sections(tmp_path: Path) -> None:
-    words = [
-        "--learning_rate",
-        "1e-5",
-        "--data.n",
-        "7",
-        "--rewards.0.mode=lenient",
-        "--use_cpu",
-        "--model.tiny.num_layers",
-        "1",
-    ]
-    recipe = read_recipe(RECIPES / "quickstart" / "dr_grpo.yaml", parse_overrides(words))
-    assert recipe.arguments["learning_rate"] == 1e-5
+def test_overrides_reach_into_sections() -> None:
+    words = "--learning_rate 1e-5 --data.n 7 --rewards.0.mode=lenient --use_cpu --model.tiny.num_layers 1"
+    recipe = read_recipe(RECIPES / "quickstart" / "dr_grpo.yaml", parse_overrides(words.split()))
+    assert (recipe.arguments["learning_rate"], recipe.arguments["use_cpu"]) == (1e-5, True)
     assert recipe.data.arguments["n"] == 7
     assert recipe.rewards[0].arguments["mode"] == "lenient"
-    assert recipe.arguments["use_cpu"] is True
-    assert recipe.model.tiny is not None
-    assert recipe.model.tiny["num_layers"] == 1
+    assert (recipe.model.tiny or {})["num_layers"] == 1
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def made(how: CompiledGenerate, model: Any, ids: Tensor, mask: Tensor, tokens: i
         return how(model.generate, model, ids, mask, config, logits_processor=[scores]), scores
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig])
 def test_each_token_is_drawn_from_what_the_row_alone_says(
     config: type, forwards: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ def test_each_token_is_drawn_from_what_the_row_alone_says(
     assert {rows for rows, _ in forwards} == set(expected)
 
 
+@pytest.mark.not_fast
 @pytest.mark.parametrize("fault", ["rows", "prompts"])
 def test_the_test_sees_a_fault(fault: str, forwards: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "STRETCH", 8)
@@ -110,6 +112,7 @@ def test_one_token_prompts(forwards: list[Any]) -> None:
     assert torch.equal(out[:, :1], ids)
 
 
+@pytest.mark.not_fast
 def test_nan_of_an_earlier_batch_is_no_part_of_the_next(forwards: list[Any]) -> None:
     model, (ids, mask) = model_of(), prompts(3, 2)
     how = CompiledGenerate(on_any_device())
@@ -139,6 +142,7 @@ def test_power_of_two(least: int, found: int) -> None:
     assert power_of_two(least) == found
 
 
+@pytest.mark.not_fast
 def test_a_training_with_lora_generates_so_and_a_cpu_is_refused(
     forwards: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
