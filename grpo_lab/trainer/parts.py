@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trl import GRPOTrainer
 
 from grpo_lab.trainer import trl_bridge
 from grpo_lab.trainer.arguments import ResolvedArguments
@@ -23,6 +24,7 @@ from grpo_lab.trainer.generation.rollout_ports import EngineHooks
 from grpo_lab.trainer.generation.trl_engine import SyncProof, hook_in
 from grpo_lab.trainer.metrics.profile import Profile
 from grpo_lab.trainer.metrics.progress import HealthLine, one_line_for
+from grpo_lab.trainer.ports import Collectives, Numbers
 from grpo_lab.trainer.resume.checkpoint import Together
 from grpo_lab.trainer.resume.generation_buffer import GenerationBuffer
 from grpo_lab.trainer.resume.state import GeneratedTokens, SavedState, Stateful, write_state
@@ -49,7 +51,7 @@ class Parts:
         stateful: what goes on after a resume, by the names of a checkpoint's entries and in their order.
     """
 
-    def __init__(self, trainer: Any, resolved: ResolvedArguments) -> None:
+    def __init__(self, trainer: GRPOTrainer, resolved: ResolvedArguments) -> None:
         check_requires(trainer)
         self._args = trainer.args
         algorithm = resolved.algorithm
@@ -98,7 +100,7 @@ class Parts:
             hook_in(trainer.vllm_generation, self._engine_hooks(trainer))
             check_training_prompts(trainer, trl_bridge.teams(trainer, "_tokenize_prompts") is not None)
 
-    def _engine_hooks(self, trainer: Any) -> EngineHooks:
+    def _engine_hooks(self, trainer: GRPOTrainer) -> EngineHooks:
         def record(moved: int) -> None:
             trainer.recorder.book().add_alike("rollout/sync_bytes", torch.tensor([moved]), 1)
 
@@ -111,7 +113,7 @@ class Parts:
             on_fault = self.guard.engine_fault
         return EngineHooks(self.stop.wait, record, on_fault, prove)
 
-    def _call_back(self, trainer: Any) -> None:
+    def _call_back(self, trainer: GRPOTrainer) -> None:
         trainer.add_callback(self.stop)
         trainer.add_callback(SilencedSettings(trainer))
         if trainer.args.profile:
@@ -162,7 +164,7 @@ class WithoutMoments:
 
     holds = "the weights for which FSDP2's optimizer holds nothing"
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Collectives) -> None:
         self._trainer = trainer
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
@@ -173,14 +175,14 @@ class WithoutMoments:
         """Do nothing: the entry is read while the optimizer is loaded (``SavedState.without_moments``)."""
 
 
-def has_own_loss(trainer: Any) -> bool:
+def has_own_loss(trainer: Numbers) -> bool:
     """Return whether the loss is a team's: its method, or a part without a formula here."""
     objective = trainer.algorithm.objective
     overridden = any(trl_bridge.teams(trainer, hook) is not None for hook in ("token_loss", "_compute_loss"))
     return overridden or (objective is not None and not has_formula(objective))
 
 
-def prove(trainer: Any) -> None:
+def prove(trainer: GRPOTrainer) -> None:
     """The start-up proof of the loss in force, and what is said of it."""
     objective = trainer.algorithm.objective
     if objective is None:

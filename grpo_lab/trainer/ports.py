@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+from trl import GRPOTrainer
 
 from grpo_lab.batch import RewardTable, TokenBatch
 from grpo_lab.rewards.steps import StepScores
@@ -38,7 +39,7 @@ class Phase:
     done: int = 0
 
     @staticmethod
-    def of(trainer: Any) -> Phase:
+    def of(trainer: GRPOTrainer) -> Phase:
         counts = (trainer.args.steps_per_generation, trainer.num_iterations, trainer.args.gradient_accumulation_steps)
         return Phase(*map(int, (*counts, trainer._step)))
 

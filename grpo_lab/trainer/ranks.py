@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather_object
@@ -154,7 +154,7 @@ class RankWatch:
     """Watches the ranks from ``__enter__`` to ``__exit__``, in the thread that trains. With one process it does
     nothing."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
         self.rank = trainer.accelerator.process_index
         self.ranks = trainer.accelerator.num_processes
@@ -306,6 +306,13 @@ class RankAwareTrainer(GRPOTrainer):
         return super().evaluate(*args, **kwargs)
 
 
+class OnRanks(Protocol):
+    """A model that lies on all ranks: a trainer's, or the one that its engine gets."""
+
+    model: Any
+    accelerator: Any
+
+
 def refuse_bad_weights(trainer: Any, which: str) -> None:
     """Refuse weights with a NaN, from which nothing can be sampled (torch says no more than "probability tensor").
     NumbersError: on every rank, naming tensors. ValueError: ``which`` is TRAINED, and no step was."""
@@ -321,16 +328,16 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
         raise ValueError(f"no step was trained: {len(trainer.train_dataset)} rows are no whole batch of {each}")
 
 
-def names_of_bad(trainer: Any) -> str | None:
+def names_of_bad(held: OnRanks) -> str | None:
     """Name the tensors that hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank;
     None where none does. One number is read, and sent."""
-    model = trainer.model
-    device = trainer.accelerator.device
+    model = held.model
+    device = held.accelerator.device
     with named_place("whether the weights are finite"):
         flags = {name: is_bad(one) for name, one in model.named_parameters()}
         flags |= {name: is_bad(one, infinite=False) for name, one in model.named_buffers()}
         bad = torch.stack([torch.zeros((), dtype=torch.bool, device=device), *(f.to(device) for f in flags.values())])
-        if not bool(trainer.accelerator.gather(bad.any().reshape(1)).any()):
+        if not bool(held.accelerator.gather(bad.any().reshape(1)).any()):
             return None
         here = [name for name, one in zip(flags, bad[1:].tolist(), strict=True) if one]
         names = sorted({name for of_rank in gather_object([here]) for name in of_rank})

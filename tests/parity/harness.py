@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_lab.testing import ScriptedRollout
-from grpo_lab.trainer.resume.state import EARLIER, STATE, read_state, write_state
+from grpo_lab.trainer.resume.state import read_state, write_state
 from tolerance import movement_gap
 
 LENGTHS = (3, 5, 9, 14, 21, 30)
@@ -33,17 +32,6 @@ def with_entry(checkpoint: Path, name: str, entry: Any = None) -> None:
     """Another entry in a checkpoint's record; None takes it out."""
     entries = {**read_state(checkpoint).entries, name: entry}
     write_state(checkpoint, {name: value for name, value in entries.items() if value is not None})
-
-
-def as_earlier_releases_wrote_it(checkpoint: Path) -> None:
-    """A file for each entry that they had, in place of the record."""
-    for name, entry in read_state(checkpoint).entries.items():
-        if name not in EARLIER:
-            continue
-        file = checkpoint / EARLIER[name]
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"format": 1, **entry}))
-    (checkpoint / STATE).unlink()
 
 
 def problems(n: int = 12) -> Dataset:

@@ -6,7 +6,6 @@ in every later completion. Compared: weights, the optimizer's moments, and every
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from grpo_lab.trainer.resume.generation_buffer import rows_file
 from grpo_lab.trainer.resume.state import STATE, read_state
 from grpo_lab.trainer.resume.whole import MARK
 from grpo_lab.trainer.row_table import POLICY_VERSION
-from parity.harness import arguments, as_earlier_releases_wrote_it, problems, with_entry
+from parity.harness import arguments, problems, with_entry
 
 pytestmark = pytest.mark.slow
 
@@ -414,22 +413,10 @@ def test_damaged_files_are_an_error(damage: Callable[[Path], None], message: str
     assert f"; take another checkpoint, or {advice}" in str(caught.value)
 
 
-def without_versions(place: Path) -> None:
-    """As an earlier version leaves it: rows that do not say which policy wrote them."""
-    file = unlisted(place / rows_file(0))
-    with safe_open(file, framework="pt") as stored:
-        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-        description = json.loads(stored.metadata()["description"])
-    for row in description["list"]:
-        del row["dict"][POLICY_VERSION]
-    save_file(tensors, file, metadata={"description": json.dumps(description)})
-
-
-@pytest.mark.parametrize("change", [nothing, without_versions, as_earlier_releases_wrote_it])
-def test_every_row_says_which_policy_wrote_it(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_every_row_says_which_policy_wrote_it(tmp_path: Path) -> None:
     """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of
     it."""
-    again, whole = resumed(tmp_path, change, stop=5)
+    again, whole = resumed(tmp_path, nothing, stop=5)
     assert_same(again, whole)
     for run in (again, whole):
         assert {int(version) for batch in run._buffered_inputs for version in batch[POLICY_VERSION]} == {4}

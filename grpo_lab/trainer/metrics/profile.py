@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from grpo_lab.io import write_whole_text
 from grpo_lab.trainer.ranks import counted, named_place
@@ -83,7 +84,7 @@ def host_counted(seconds: dict[str, float]) -> Iterator[None]:
 class Profile(TrainerCallback):  # type: ignore[misc]
     """Counts from the second step on: the first one makes what the others find ready."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
         self.steps = 0
         self.seconds = dict[str, float]()

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
+from trl import GRPOTrainer
 
 from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
@@ -50,7 +51,7 @@ class AsStock(ProgressCallback):  # type: ignore[misc]
     """HF's own, asked for: ``one_line_for`` leaves it."""
 
 
-def one_line_for(trainer: Any) -> None:
+def one_line_for(trainer: GRPOTrainer) -> None:
     """Put ``OneLine`` where HF's own bar is, unless `log_level` asks for ``info`` or more. A notebook's table, a team's
     own callback and `disable_tqdm` (HF's printer of every metric) stay as they are."""
     callbacks = trainer.callback_handler.callbacks

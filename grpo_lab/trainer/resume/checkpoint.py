@@ -27,10 +27,12 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
 
 from grpo_lab.finite import NumbersError, not_finite
 from grpo_lab.io import saving
 from grpo_lab.registry import address
+from grpo_lab.trainer.ports import UpdatePort
 from grpo_lab.trainer.ranks import TRAINED, is_of_lost_rank, named_place, refuse_bad_weights
 from grpo_lab.trainer.resume.whole import SAVING, all_in, keep, newest_whole, step_of
 from grpo_lab.trainer.settings.parse import OUR_FIELDS
@@ -67,7 +69,7 @@ class CheckpointNotWritten(RuntimeError):
     """A checkpoint could not be saved: where, why, and which one is the newest that can be gone on from."""
 
 
-def save_final(trainer: Any, folder: Path, beside: Callable[[Path], Any]) -> None:
+def save_final(trainer: GRPOTrainer, folder: Path, beside: Callable[[Path], Any]) -> None:
     """The trained model into ``folder``: transformers writes it there file by file; then what ``beside`` writes.
 
     Raises:
@@ -93,7 +95,7 @@ def save_final(trainer: Any, folder: Path, beside: Callable[[Path], Any]) -> Non
 
 @named_place("checkpoint")
 def save_whole(
-    trainer: Any,
+    trainer: GRPOTrainer,
     model: Any,
     trial: Any,
     stock: Callable[[Any, Any], None],
@@ -138,7 +140,7 @@ def save_whole(
         _prune(trainer, run)
 
 
-def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Callable[..., None]) -> None:
+def _refuse_not_finite(trainer: UpdatePort, partial: Path, place: Path, together: Callable[..., None]) -> None:
     """Refuse a checkpoint that is not finite, before it has its name and before an earlier one goes: one process of a
     node reads it back."""
     first = trainer.args.local_process_index == 0
@@ -155,7 +157,7 @@ def _refuse_not_finite(trainer: Any, partial: Path, place: Path, together: Calla
         )
 
 
-def _prune(trainer: Any, run: Path) -> None:
+def _prune(trainer: UpdatePort, run: Path) -> None:
     """Old checkpoints go once the new one is whole; each leaves its name in one move: half of one could look whole."""
     best = trainer.state.best_model_checkpoint
     step = trainer.state.global_step
@@ -181,7 +183,7 @@ def surplus(run: Path, limit: int | None, best: str | None, step: int) -> list[P
     return [one for one in ordered if one not in spared][: max(many, 0)]
 
 
-def _together(trainer: Any, place: Path, act: Callable[[], None], alone: bool = False) -> None:
+def _together(trainer: UpdatePort, place: Path, act: Callable[[], None], alone: bool = False) -> None:
     """``act`` on every rank; an error of one is an error of all (``alone``: at once, of this rank)."""
     fault: Exception | None = None
     try:
@@ -224,13 +226,13 @@ def _room(folder: Path) -> str:
         return ""
 
 
-def _writes(trainer: Any, main: bool) -> bool:
+def _writes(trainer: UpdatePort, main: bool) -> bool:
     """Return whether this is the ``main`` process; else: the first one of another node, which may have a disk of its
     own."""
     return trainer.args.local_process_index == 0 and bool(trainer.accelerator.is_main_process) is main
 
 
-def _empty(trainer: Any, partial: Path, main: bool) -> None:
+def _empty(trainer: UpdatePort, partial: Path, main: bool) -> None:
     if _writes(trainer, main):
         if main:
             _must_be_there(Path(trainer.args.output_dir))
@@ -253,7 +255,7 @@ def _best_of_before(state: Any, run: Path) -> None:
         state.best_model_checkpoint = str(place)
 
 
-def _settle(trainer: Any, partial: Path, place: Path, main: bool) -> None:
+def _settle(trainer: UpdatePort, partial: Path, place: Path, main: bool) -> None:
     """The folder is moved to its name; then, of a node with a disk of its own, the files that were written there."""
     if _writes(trainer, main):
         if main and trainer.state.best_global_step == trainer.state.global_step:  # written with the folder it was in

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import RepeatSampler
 
 from grpo_lab.reading import read_record
+from grpo_lab.trainer.ports import UpdatePort
 from grpo_lab.trainer.ranks import RankAwareTrainer
 from grpo_lab.trainer.resume.whole import MARK, broken_pickles, damaged, lacking, newest_whole, step_of
 from grpo_lab.trainer.trl_bridge import is_critics
@@ -40,7 +41,7 @@ class VerifiedCheckpoint(str):
     """The path of a checkpoint that was read against its checksums a moment ago, and need not be again."""
 
 
-def chosen(trainer: Any, given: Any) -> Any:
+def chosen(trainer: UpdatePort, given: Any) -> Any:
     """Choose the checkpoint that ``resume_from_checkpoint`` means: ``True`` is the newest *whole* one. ValueError:
     there are checkpoints, and none is whole; or the one of this path is not what was written."""
     reads = trainer.args.local_process_index == 0
@@ -60,7 +61,7 @@ def chosen(trainer: Any, given: Any) -> Any:
     return given
 
 
-def _say_what_starts_anew(trainer: Any, checkpoint: Path) -> None:
+def _say_what_starts_anew(trainer: UpdatePort, checkpoint: Path) -> None:
     """transformers takes a checkpoint without optimizer, schedule or random numbers, and says nothing."""
     rank = ""
     if trainer.accelerator.num_processes != 1:
@@ -169,7 +170,7 @@ class ResumableTrainer(EpochOrderMixin, RankAwareTrainer):
         return super()._finalize_training(trial, num_train_samples, start_time)
 
 
-def load_other_names(trainer: Any, checkpoint: str) -> None:
+def load_other_names(trainer: UpdatePort, checkpoint: str) -> None:
     """Load a model's own tensors by ``from_pretrained`` where ``Trainer`` has passed any of them over; nothing where it
     has them all. ValueError: the checkpoint has not all of them, under any name."""
     model = trainer.accelerator.unwrap_model(trainer.model)

@@ -2,8 +2,7 @@
 each part that goes on after a resume (``Stateful``; docs/resume.md lists them all).
 
 What is JSON is here, tensors are safetensors files beside it, nothing is pickled. A supervised training has one entry,
-``training``: its losses, metrics and tokens up to now. Earlier releases wrote a file for each entry; a checkpoint
-without a record is read from those.
+``training``: its losses, metrics and tokens up to now.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from grpo_lab.reading import read_record
 
 STATE = "grpo_lab_state.json"
 VERSION = 1
-_OWN_FILES = ("generation", "sampler", "guard", "kl", "evaluation_due", "without_moments", "training")
-#: entry → its file in checkpoints of earlier releases
-EARLIER = {name: f"grpo_lab_{name}.json" for name in _OWN_FILES} | {"reference": "grpo_lab_reference/reference.json"}
 REFERENCE = "grpo_lab_reference"
 #: bytes after which a new file of the reference is begun; what the writing rank holds in memory beside the model
 PIECE = 2 << 30
@@ -106,12 +102,11 @@ def write_state(folder: str | os.PathLike[str], entries: Mapping[str, Any]) -> N
 
 
 def read_state(checkpoint: str | os.PathLike[str]) -> SavedState:
-    """Read the entries that this release or an earlier one wrote; there are none in a checkpoint of stock TRL.
+    """Read the entries of a checkpoint; there are none in one of stock TRL.
     ValueError: it is damaged, or of a later release."""
     place = Path(checkpoint)
     if not (place / STATE).is_file():
-        there = {name: place / file for name, file in EARLIER.items() if (place / file).is_file()}
-        return SavedState(place, {name: _json(file) for name, file in there.items()})
+        return SavedState(place, {})
     found = _json(place / STATE)
     if found.get("version") != VERSION or not isinstance(found.get("entries"), dict):
         raise ValueError(f"{place / STATE} has version {found.get('version')}, and this release reads {VERSION}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from grpo_lab.trainer.settings.parse import LabSettings
 from grpo_lab.trainer.trl_bridge import teams
@@ -85,13 +86,13 @@ ACTING: tuple[Acting, ...] = (
 class SilencedSettings(TrainerCallback):  # type: ignore[misc]
     """ValueError that names a setting and the team's method under which it would do nothing."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
         self._first = 0
         self._compared = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._first = self._trainer._step
+        self._first = self._trainer.phase.done
         self._compare(early=True)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
