@@ -70,9 +70,8 @@ def thought_through(text: str) -> bool:
 
 
 def goes_on(row: Mapping[str, Any]) -> bool:
-    """Return whether a row's completion goes on in the assistant's message that its prompt ends with: rows of an
-    earlier release have the flag alone."""
-    return bool(row.get(CONTINUES, row.get("flag") == "cut"))
+    """Return whether a row's completion goes on in the assistant's message that its prompt ends with."""
+    return bool(row.get(CONTINUES))
 
 
 def fusion_rows(

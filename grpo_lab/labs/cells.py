@@ -16,7 +16,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from grpo_lab.evaluation.run_record import DONE, RUNNING, WAITING
+from grpo_lab.evaluation.run_record import DONE, RUNNING
 from grpo_lab.io import write_whole_text
 from grpo_lab.pipelines.stage_record import StageRecord, digests_of
 from grpo_lab.reading import read_record
@@ -74,14 +74,8 @@ class LabCell:
         return Path(f"{self.folder}.log")
 
     def due(self) -> str:
-        """Why the cell is to be run; empty: its record is of what is asked for. ValueError: the record does not say
-        what it was made from."""
+        """Why the cell is to be run; empty: its record is of what is asked for."""
         stage = self._stage()
-        if stage.status == WAITING and self.file.is_file():
-            raise ValueError(
-                f"{self.file} is of an earlier release and does not say what it was made from, so it can stand in no "
-                "table with others: take another `--folder`, or move that of the cell away"
-            )
         if self.settings is None:
             return NOT_KNOWN
         return stage.due(self.folder, self.settings, self.digests, stage.results.get("kept", ()))

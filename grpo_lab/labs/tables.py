@@ -71,8 +71,7 @@ def at_equal_tokens(panels: Mapping[str, Lines]) -> str:
 
 def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
     """Title → arm → running means over a tenth of a run's rows, over the tokens that had been generated, one a seed.
-    ``curves``: title → name in the record's ``curves``, pairs of tokens and value. ValueError: an earlier
-    release's, which say no tokens."""
+    ``curves``: title → name in the record's ``curves``, pairs of tokens and value."""
     panels: dict[str, Lines] = {}
     for title, name in curves.items():
         logged = {arm: [run["curves"][name] for run in runs if run["curves"][name]] for arm, runs in found.items()}
@@ -81,10 +80,6 @@ def over_tokens(found: Found, curves: Mapping[str, str]) -> dict[str, Lines]:
 
 
 def _smooth(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    if not isinstance(curve[0], Sequence):
-        raise ValueError(
-            "a record's curves have no generated tokens: an earlier release wrote it. Take another --folder"
-        )
     values = [value for _, value in curve]
     width = max(1, len(curve) // 10)
     return [(at, fmean(values[max(0, place - width + 1) : place + 1])) for place, (at, _) in enumerate(curve)]

@@ -122,17 +122,6 @@ def test_a_folder_that_was_moved_holds_the_same_cells(tmp_path: Path) -> None:
     assert len(ran) == 8
 
 
-def test_a_record_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
-    place = tmp_path / "a-0"
-    place.mkdir()
-    (place / "arm.json").write_text(json.dumps({"arm": "a", "seed": 0, "after": {"runs": 1.0}}))
-    ran: list[tuple[str, int]] = []
-    for at_most in (None, 0):
-        with pytest.raises(ValueError, match=r"a-0/arm\.json is of an earlier release and does not say what it was"):
-            run_experiment(counted(ran), words(tmp_path, at_most=at_most))
-    assert not ran
-
-
 def test_settings_that_are_known_after_the_start_is_made(tmp_path: Path) -> None:
     ran: list[tuple[str, int]] = []
     made: list[str] = []

@@ -77,5 +77,3 @@ def test_arms_at_equal_generated_tokens_by_hand() -> None:
     ]
     assert at_equal_tokens({"paid": {"short": []}}) == ""
     assert math.isnan(until([(10, 1.0)], 9))
-    with pytest.raises(ValueError, match="an earlier release wrote it"):
-        over_tokens({"old": [{"curves": {"reward": [0.1, 0.2]}}]}, {"paid": "reward"})

@@ -211,7 +211,6 @@ def test_a_row_that_is_there_once_more_with_its_reasoning_cut() -> None:
         assert f"{number}+0={number}".startswith(thought)
         assert (row["completion"], row["mode"], row["flag"]) == ([answer(f"#### {number}")], "think", "cut")
     assert [goes_on(row) for row in built] == [False] * 800 + [True] * 800
-    assert goes_on({"flag": "cut"}), "of an earlier release"
     lengths = {len(row["prompt"][-1]["content"]) for row in built[800:]}
     assert len(lengths) >= 8  # of "<think>\n" + 1 to 9 characters, digits and signs one by one
 
