@@ -30,7 +30,7 @@ ORDER = (
         "supervised",
         "critic",
     ),
-    *("exactness", "step", "generation", "scoring", "arguments", "parts", "lab_trainer", "named"),
+    *("exactness", "step", "generation", "scoring", "arguments", "step_components", "lab_trainer", "named"),
 )
 
 

@@ -38,9 +38,9 @@ from grpo_lab.stages.held_out import HeldOutRows, evaluate_saved_model
 from grpo_lab.stages.sample import LoadedGenerator
 from grpo_lab.trainer.generation.in_step import PolicyGenerator
 from grpo_lab.trainer.metrics.trackers import tracked
-from grpo_lab.trainer.parts import has_own_loss
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.scoring.preference_training import FOLDER as PREFERENCE
+from grpo_lab.trainer.step_components import has_own_loss
 
 REINFORCEMENT = "reinforcement"
 NOTHING_TO_SHARE = "the recipe has no `cold_start` to share among the arms; name a model to start from"

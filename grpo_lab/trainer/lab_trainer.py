@@ -11,8 +11,8 @@
     take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
     after the step    ``log``, checkpoints
 
-``arguments.py`` checks what the constructor is given, ``parts.py`` builds what acts in a step, ``docs/design.md``
-follows one reward through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
+``arguments.py`` checks what the constructor is given, ``step_components.py`` builds what acts in a step,
+``docs/design.md`` follows one reward through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from grpo_lab.trainer.generation.trl_engine import engine_class
 from grpo_lab.trainer.generation.turns import tool_turns
 from grpo_lab.trainer.metrics.book import MetricBook, SamplerCorrection, TrlBook
 from grpo_lab.trainer.metrics.model_card import in_our_words
-from grpo_lab.trainer.parts import Parts, prove
 from grpo_lab.trainer.ports import Phase, Recorder
 from grpo_lab.trainer.ranks import named_place
 from grpo_lab.trainer.resume.checkpoint import picklable, save_final, save_whole
@@ -64,6 +63,7 @@ from grpo_lab.trainer.settings.silenced import seen
 from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.log_probs import rows_in_place
 from grpo_lab.trainer.step.micro_batch import micro_batch_loss
+from grpo_lab.trainer.step_components import StepComponents, prove
 
 
 class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
@@ -136,7 +136,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
                 rollout_func=rollout_func,
                 environment_factory=found.environment_factory,
             )
-        self.parts = Parts(self, found)
+        self.parts = StepComponents(self, found)
         prove(self)
 
     @classmethod

@@ -219,7 +219,7 @@ def test_a_resume_with_an_engine_of_a_smaller_context(
 ) -> None:
     """What waits may have had 8 tokens more than its prompt; one of a larger context is none the worse. Before, the
     run ended in its first turn with advice to shorten prompts. As with streamed data, which nobody reads beforehand."""
-    monkeypatch.setattr("grpo_lab.trainer.parts.check_training_prompts", lambda *_: None)
+    monkeypatch.setattr("grpo_lab.trainer.step_components.check_training_prompts", lambda *_: None)
     needed = len(tiny[1]("Tom has 1 apples. How many?")["input_ids"]) + LONGEST
     again: dict[str, Any] = {"resume": whole[0] / "checkpoint-1"}
     again["rollout"] = {**PARTIAL["rollout"], "verify_every": 0}  # type: ignore[dict-item]  # a probe needs more room

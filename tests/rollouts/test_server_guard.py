@@ -168,7 +168,7 @@ def test_a_prompt_beyond_the_context_in_the_middle_of_a_run_keeps_a_checkpoint(
     rows = [f"Tom has {n} apples. How many?" for n in range(10)]
     rows[4] = "Ann has 3 apples and " * 40
     monkeypatch.setattr("rollouts.server_runs.Dataset", Rows(Dataset.from_dict({"prompt": rows})))
-    monkeypatch.setattr("grpo_lab.trainer.parts.check_training_prompts", lambda *_: None)
+    monkeypatch.setattr("grpo_lab.trainer.step_components.check_training_prompts", lambda *_: None)
     trainer = build(tmp_path, model, server, shuffle_dataset=False)
     with pytest.raises(
         PromptTooLong, match=r"begins 'Ann has 3 apples(.|\n)*context of 128(.|\n)*checkpoint of step 2"

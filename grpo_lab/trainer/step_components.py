@@ -1,4 +1,4 @@
-"""Parts that act in a step beside TRL's own object: built once, in the order in which they act, after TRL's
+"""Components that act in a step beside TRL's own object: built once, in the order in which they act, after TRL's
 constructor."""
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idl
 BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
 
 
-class Parts:
-    """Holds one object of each part; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates
+class StepComponents:
+    """Holds one object of each component; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates
     TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
 
     Attributes:
