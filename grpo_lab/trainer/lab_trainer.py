@@ -12,7 +12,8 @@
     after the step    ``log``, checkpoints
 
 ``arguments.py`` checks what the constructor is given, ``step_components.py`` builds what acts in a step,
-``docs/design.md`` follows one reward through all files. Public hooks for team code: ``compute_advantages`` and ``token_loss``.
+``docs/design.md`` follows one reward through all files. Public hooks for team code: ``compute_advantages``
+and ``token_loss``.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
 
 
 class StepComponents:
-    """Holds one object of each component; ``critic`` and ``optimizer_reset`` are None where they are not asked for. Operates
-    TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
+    """Holds one object of each component; ``critic`` and ``optimizer_reset`` are None where they are not asked for.
+    Operates TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
 
     Attributes:
         stateful: what goes on after a resume, by the names of a checkpoint's entries and in their order.
