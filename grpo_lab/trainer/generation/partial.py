@@ -63,7 +63,7 @@ TURNS = 3
 
 
 class Batch(enum.Enum):
-    """How far the generation batch at hand is; the moves are drawn in ``PartialState``."""
+    """Stages of the generation batch at hand; the moves are drawn in ``PartialState``."""
 
     NONE = enum.auto()
     CHOSEN = enum.auto()

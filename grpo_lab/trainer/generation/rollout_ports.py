@@ -15,7 +15,7 @@ from grpo_lab.trainer.ports import Phase, Recorder
 
 @dataclass(frozen=True)
 class EngineHooks:
-    """What a trainer does at the events of its engine; the defaults are those of an engine that nobody trains with.
+    """Callbacks of a trainer for the events of its engine; the defaults are those of an engine that nobody trains with.
 
     Args:
         waiting: context around a wait for a server, which a signal may break off.

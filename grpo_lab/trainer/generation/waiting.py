@@ -21,7 +21,7 @@ FILE = "grpo_lab_generation_waiting.safetensors"
 
 
 class Segment(NamedTuple):
-    """What one call of an engine added to a completion: tokens, the log-prob of each (None: the engine gave none),
+    """Tokens that one call of an engine added to a completion, the log-prob of each (None: the engine gave none),
     whether the completion ends with it."""
 
     ids: list[int]
