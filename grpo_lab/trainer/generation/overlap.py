@@ -36,8 +36,8 @@ from grpo_lab.trainer.trl_bridge import prompt_tokens, replaced
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
-    """Keeps the server one generation batch ahead. Its methods stand in the order in which they happen; every rank calls
-    each of them. None does anything in an evaluation, or where ``rollout.overlap`` is not set.
+    """Keeps the server one generation batch ahead. Its methods stand in the order in which they happen; every rank
+    calls each of them. None does anything in an evaluation, or where ``rollout.overlap`` is not set.
 
     Raises:
         ValueError: completions that are made in turns or bring images: tools, an environment, a rollout function, a
