@@ -57,7 +57,7 @@ def pairs(model: Path, out: Path, **changes: Any) -> dict[str, Any]:
 
 def files(folder: Path) -> dict[str, bytes]:
     found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    ours = ("run.json", "stage.json", "pipeline.json", "pipeline.yaml")
+    ours = ("run.json", "stage.json", "pipeline.json", "pipeline.yaml", "/train.json", "/evaluate.json")
     return {name: content for name, content in found.items() if not name.endswith(ours) and name != "report.html"}
 
 
