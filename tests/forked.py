@@ -9,6 +9,7 @@ fork does not show: faults of the imports themselves. ``cold`` launches keep the
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -94,4 +95,5 @@ def _become(words: list[str], printed: tuple[Path, Path], environment: dict[str,
         *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
     ]
     sys.argv = words
+    gc.freeze()  # accelerate collects garbage in every train(): not among all that was imported
     runpy.run_path(words[0], run_name="__main__")

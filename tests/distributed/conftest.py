@@ -23,7 +23,7 @@ class Worlds(dict[int, World]):
         self.model, self.root = model, root
 
     def __missing__(self, processes: int) -> World:
-        runs = [case.spec(processes) for case in CASES]
+        runs = [case.spec(processes) for case in CASES if processes in case.worlds]
         config = "ddp" if processes > 1 else "single"
         self[processes] = once(self.root / f"world-{processes}", processes, self.model, runs, config)
         return self[processes]

@@ -19,7 +19,8 @@ from tolerance import loss_gap, metric_gap, movement_gap, two_walks
 
 pytestmark = pytest.mark.slow
 SEVERAL = (2, 4)
-cases = pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+SPREAD = [pytest.param(case, n, id=f"{n}-{case.name}") for case in TRAINED for n in SEVERAL if n in case.worlds]
+spread = pytest.mark.parametrize(("case", "processes"), SPREAD)
 
 
 def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -68,8 +69,7 @@ def dead_rows(world: World, case: Case) -> list[list[bool]]:
     return found
 
 
-@cases
-@pytest.mark.parametrize("processes", SEVERAL)
+@spread
 def test_same_weights(case: Case, processes: int, worlds: dict[int, World], tiny_folder: Path) -> None:
     assert worlds[1].report(case.name)["world"] == 1
     assert worlds[processes].report(case.name)["world"] == processes
@@ -114,8 +114,7 @@ def test_prompts_are_shared_on_two_ranks(worlds: dict[int, World]) -> None:
     assert sum(row["update/padding_share"] for row in worlds[4].steps("shared-prompts-twice-beta")) == 0
 
 
-@cases
-@pytest.mark.parametrize("processes", SEVERAL)
+@spread
 def test_same_loss_rewards_and_metrics(case: Case, processes: int, worlds: dict[int, World]) -> None:
     """Means are (sum, count) pairs over ranks, so one process and several log the same numbers."""
     loss, relative = logged_gaps(case)
@@ -148,7 +147,7 @@ def test_advantages_are_of_whole_groups(name: str, processes: int, worlds: dict[
 def test_every_objective_and_no_search_for_unused_parameters(worlds: dict[int, World]) -> None:
     assert {case.args.get("objective") for case in TRAINED} >= set(OBJECTIVES)
     for case in TRAINED:
-        for processes in SEVERAL:
+        for processes in {*case.worlds} - {1}:
             assert worlds[processes].report(case.name)["find_unused_parameters"] is False
 
 

@@ -33,7 +33,7 @@ SAVED = {
     "save_strategy": "steps",
     "save_steps": STOP,
 }
-NAMES = ("dr_grpo-sparse", "dapo-twice-beta", "group-split", "clipped-checkpointed", "small-bins", "grpo-off")
+NAMES = ("dr_grpo-sparse", "dapo-twice-beta", "group-split", "clipped-checkpointed", "small-bins", "dr_grpo-off")
 ZERO = [*(case for case in CASES if case.name in NAMES), Case("saved", SPLIT, SAVED)]
 cases = pytest.mark.parametrize("case", ZERO, ids=lambda case: case.name)
 

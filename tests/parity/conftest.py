@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,15 +32,10 @@ TOOL_TEMPLATE = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").r
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_short_runs() -> Iterator[None]:
-    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a
-    second."""
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -90,7 +90,7 @@ def test_shape_of_the_step(shape: str, tiny_folder: Path, tmp_path: Path) -> Non
     check_equal(*both(tiny_folder, tmp_path, **SHAPES[shape]))
 
 
-@pytest.mark.thorough(but=["*-grpo", "*-gspo"])
+@pytest.mark.thorough(but="*-gspo")
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in STOCK if name != "dr_grpo"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

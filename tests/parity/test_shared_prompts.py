@@ -127,13 +127,13 @@ def test_in_double_nothing_differs(family: str, case: str) -> None:
         assert apart(network(family).double(), case) < 1e-10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
-def test_in_float32_rounding_alone_differs(family: str, case: str) -> None:
-    assert apart(network(family), case) < 1e-5
+def test_in_float32_rounding_alone_differs(case: str) -> None:
+    assert apart(network("Qwen2"), case) < 1e-5
 
 
 @pytest.mark.not_fast(but="uneven-Llama")
+@pytest.mark.thorough(but=["*-Llama", "uneven-*"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_in_double(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

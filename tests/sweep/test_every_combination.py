@@ -16,7 +16,6 @@ are stored in float32: u·‖w‖/learning rate on top. Nothing here is a number
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,15 +31,10 @@ FAST = 16
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_short_runs() -> Iterator[None]:
-    """accelerate calls ``gc.collect()`` in every ``train()``; over a million objects of imported modules that is a
-    second."""
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -93,7 +93,7 @@ def test_a_lab_in_small(run: Any, console: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "curves.png").is_file() or importlib.util.find_spec("matplotlib") is None
 
 
-@pytest.mark.thorough(but=["controls-arms2", "reinforce-arms10"])
+@pytest.mark.thorough(but="controls-arms2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arms"),

@@ -201,20 +201,6 @@ def test_a_reset_is_a_new_optimizer(tmp_path: Path) -> None:
     assert largest == pytest.approx(3e-3, rel=1e-8 / 1e-5)
 
 
-def test_resume_at_an_iterations_end_gives_the_same_weights(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "objective": MIRROR}
-    whole = build(tmp_path / "a", KimiTrainer, **settings)
-    whole.train()
-    first = build(tmp_path / "b", KimiTrainer, **settings, save_strategy="steps", save_steps=2)
-    first.train()
-    saved = torch.load(tmp_path / "b" / "checkpoint-2" / "optimizer.pt", weights_only=True)
-    assert saved["state"] == {}
-    again = build(tmp_path / "b", KimiTrainer, **settings)
-    again.rollout_func.calls = 1  # the script goes on where the checkpoint was taken
-    again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
-    assert torch.equal(weights(again), weights(whole))
-
-
 def test_state_that_a_reset_would_not_reach_is_refused() -> None:
     with pytest.raises(ValueError, match="`reset_optimizer` is on with DeepSpeed"):
         OptimizerReset(SimpleNamespace(is_deepspeed_enabled=True))  # type: ignore[arg-type]

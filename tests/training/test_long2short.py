@@ -123,6 +123,7 @@ PAIRS = [
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(cases=["shortest_sft", "simpo"])
 @pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo", "distill"])
 def test_a_training_that_is_asked_to_stop_goes_on_to_the_bit(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """Three steps an epoch (of distillation two): stopped inside a logging window, at an epoch's end; at the last step
@@ -203,6 +204,7 @@ def test_a_merge_that_is_killed_leaves_nothing_behind(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(but="dpo")
 @pytest.mark.parametrize("method", ["shortest_sft", "dpo", "simpo"])
 def test_nan_is_no_trained_model_and_no_checkpoint(method: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """The optimizer breaks the last step, or the one after which it is asked to stop: neither is kept."""

@@ -196,16 +196,17 @@ CASES = [
     ),
     Case("a forward that was seen to be random", {**TWO_STEPS, "objective": "grpo"}, more={"noise": True}),
     Case("our sampler", {**TWO_STEPS, "objective": "grpo", "sampler": "prioritized"}),
-    Case("reward schedule", {
-        **TWO_ITERATIONS,
-        "reward_schedules": {"accuracy_reward": {"kind": "linear", "start": 0, "end": 6, "value": 2.0}},
-    }),
 ]  # fmt: skip
 
 
 @pytest.mark.thorough(
     cases=[
         "token denominator of the whole batch",
+        "two iterations",
+        "KL per token",
+        "update off",
+        "second epoch",
+        "dropout, stock's draws",
         "log every 4 steps",
         "TRL's loss",
         "reference model",
@@ -233,7 +234,9 @@ def test_every_checkpoint_of_a_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_iterations": 4, "max_steps": 7}
     whole = build(tmp_path / "whole", KimiTrainer, **settings)
     whole.train()
-    for stop in (1, 2, 3, 4, 5, 6):
+    emptied = torch.load(tmp_path / "whole" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert emptied["state"] == {}
+    for stop in (1, 3, 4, 6):  # each place in a batch of four, and both batches
         place = tmp_path / "whole" / f"checkpoint-{stop}"
         assert inside(place) is (stop != 4)
         again = build(tmp_path / f"again{stop}", KimiTrainer, **settings)
@@ -308,16 +311,25 @@ def test_the_completions_table_goes_on(tmp_path: Path) -> None:
 # -- without the files -------------------------------------------------------------------------------------------------
 
 
-def resumed(tmp_path: Path, change: Callable[[Path], None], stop: int = 3, **changes: Any) -> tuple[Any, Any]:
-    """(the resumed run, the whole run), ``change`` made to the checkpoint or the settings in between."""
-    settings: dict[str, Any] = {**TWO_STEPS, "objective": "dr_grpo"}
-    whole = build(tmp_path / "whole", **settings)
-    whole.train()
-    place = tmp_path / "whole" / f"checkpoint-{stop}"
+DR_GRPO: dict[str, Any] = {**TWO_STEPS, "objective": "dr_grpo"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of six steps, three generation batches, that nothing broke off."""
+    trainer = build(tmp_path_factory.mktemp("of") / "whole", **DR_GRPO)
+    trainer.train()
+    return trainer
+
+
+def resumed(whole: Any, folder: Path, change: Callable[[Path], None], stop: int = 3, **changes: Any) -> Any:
+    """The run that goes on from a copy of the whole run's checkpoint, ``change`` made to it or to the settings."""
+    shutil.copytree(Path(whole.args.output_dir).parent, folder, dirs_exist_ok=True)
+    place = folder / "whole" / f"checkpoint-{stop}"
     change(place)
-    again = build(tmp_path / "again", **{**settings, **changes})
+    again = build(folder / "again", **{**DR_GRPO, **changes})
     again.train(resume_from_checkpoint=str(place))
-    return again, whole
+    return again
 
 
 def nothing(_: Path) -> None:
@@ -330,12 +342,12 @@ def without_files(place: Path) -> None:
 
 
 def test_a_checkpoint_of_stock_trl_is_warned_of_and_resumed_as_trl_does(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The test of the tests above: without the files the runs differ. Prompts of the batch are generated again, as TRL
     does."""
     with caplog.at_level("WARNING", logger="grpo_lab"):
-        again, whole = resumed(tmp_path, without_files)
+        again = resumed(whole, tmp_path, without_files)
     assert not torch.equal(weights(again), weights(whole))
     assert prompts_seen(again)[0] == prompts_seen(whole)[1]
     warned = [
@@ -365,25 +377,25 @@ def test_it_goes_on_as_stock_trl_goes_on(tmp_path: Path) -> None:
     assert torch.equal(weights(ours), weights(theirs))
 
 
-def test_at_a_batchs_end_nothing_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_at_a_batchs_end_nothing_is_missed(whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Starting at ``_step`` 0 is right there: the sampler, too, is at a batch's start."""
     with caplog.at_level("WARNING", logger="grpo_lab"):
-        again, whole = resumed(tmp_path, without_files, stop=2)
+        again = resumed(whole, tmp_path, without_files, stop=2)
     assert_same(again, whole)
     assert "generation batch" not in caplog.text
 
 
-def test_another_batch_shape_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_batch_shape_is_warned_of(whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="grpo_lab"):
-        again, _ = resumed(tmp_path, nothing, steps_per_generation=2, num_iterations=2)
+        again = resumed(whole, tmp_path, nothing, steps_per_generation=2, num_iterations=2)
     assert "is of another run (steps_per_generation 4 → 2, num_iterations 1 → 2)" in caplog.text
     assert again.state.global_step == 6
 
 
-def test_the_steps_of_a_shifted_run_resume_exactly(tmp_path: Path) -> None:
+def test_the_steps_of_a_shifted_run_resume_exactly(whole: Any, tmp_path: Path) -> None:
     """Once shifted, a run keeps its phase: checkpoints of it resume to the bit as well."""
-    again, _ = resumed(tmp_path, without_files)
-    third = build(tmp_path / "third", **TWO_STEPS, objective="dr_grpo")
+    again = resumed(whole, tmp_path, without_files)
+    third = build(tmp_path / "third", **DR_GRPO)
     third.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-4"))
     assert_same(third, again)
 
@@ -404,19 +416,19 @@ def unlisted(file: Path) -> Path:
         (lambda place: (place / STATE).write_text('{"version": 9}'), "has version 9, and this release reads 1"),
     ],
 )
-def test_damaged_files_are_an_error(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_an_error(damage: Callable[[Path], None], message: str, whole: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        resumed(tmp_path, damage)
+        resumed(whole, tmp_path, damage)
     advice = (
         "take the entry `generation` out of its" if "inside" in str(caught.value) else "remove the file to resume as"
     )
     assert f"; take another checkpoint, or {advice}" in str(caught.value)
 
 
-def test_every_row_says_which_policy_wrote_it(tmp_path: Path) -> None:
+def test_every_row_says_which_policy_wrote_it(whole: Any, tmp_path: Path) -> None:
     """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of
     it."""
-    again, whole = resumed(tmp_path, nothing, stop=5)
+    again = resumed(whole, tmp_path, nothing, stop=5)
     assert_same(again, whole)
     for run in (again, whole):
         assert {int(version) for batch in run._buffered_inputs for version in batch[POLICY_VERSION]} == {4}
@@ -506,10 +518,10 @@ def test_a_server_that_goes_when_the_batch_is_gone_too(tmp_path: Path, caplog: p
 # -- other settings of TRL and HF --------------------------------------------------------------------------------------
 
 
-def test_ignore_data_skip_finishes_the_batch_first(tmp_path: Path) -> None:
+def test_ignore_data_skip_finishes_the_batch_first(whole: Any, tmp_path: Path) -> None:
     """The data set starts again, and the open batch is trained to its end before: no prompts twice in a row, none
     skipped."""
-    again, whole = resumed(tmp_path, nothing, ignore_data_skip=True)
+    again = resumed(whole, tmp_path, nothing, ignore_data_skip=True)
     assert history(again)[3] == {**history(whole)[3], "epoch": history(again)[3]["epoch"]}  # step 4: the open batch
     assert prompts_seen(again) == [prompts_seen(whole)[0]]
 
@@ -576,10 +588,12 @@ def test_size_of_the_file(tmp_path: Path) -> None:
     assert file.stat().st_size < held + 10_000
 
 
-def test_a_copied_checkpoint_of_another_step_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copied_checkpoint_of_another_step_is_not_taken(
+    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def mix(place: Path) -> None:
         shutil.copy(place.parent / "checkpoint-1" / STATE, place / STATE)
 
     with caplog.at_level("WARNING", logger="grpo_lab"):
-        resumed(tmp_path, mix)
+        resumed(whole, tmp_path, mix)
     assert "is of another run (optimizer step 1 → 3)" in caplog.text

@@ -4,6 +4,7 @@ bit."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -180,6 +181,14 @@ def by_epochs(folder: Path, **changes: Any) -> Any:
     return trainer
 
 
+@pytest.fixture(scope="module")
+def whole_by_epochs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three epochs of two steps, a checkpoint after each step (saving changes nothing: ``test_resume``)."""
+    trainer = by_epochs(tmp_path_factory.mktemp("of") / "whole", save_strategy="steps", save_steps=1)
+    trainer.train()
+    return trainer
+
+
 @pytest.mark.thorough(but=["steps-on_save-4", "steps-None-4"])
 @pytest.mark.parametrize(
     ("saving", "event", "step"),
@@ -193,16 +202,16 @@ def by_epochs(folder: Path, **changes: Any) -> Any:
     ],
 )
 def test_an_epochs_evaluation_is_made_up_before_the_next_epoch_draws(
-    saving: str, event: str | None, step: int, tmp_path: Path
+    saving: str, event: str | None, step: int, whole_by_epochs: Any, tmp_path: Path
 ) -> None:
     """The next epoch's data loader draws from the random numbers that the evaluation has moved on."""
-    settings: dict[str, Any] = {"save_strategy": saving, "save_steps": 1}
-    whole = by_epochs(tmp_path / "whole", **settings)
-    whole.train()
+    whole = whole_by_epochs
     assert [row["epoch"] for row in whole.state.log_history if "eval_loss" in row] == [1.0, 2.0, 3.0]
-    folder, at = tmp_path / "whole", step
-    if event is not None:
-        folder = tmp_path / "stopped"
+    settings: dict[str, Any] = {"save_strategy": saving, "save_steps": 1}
+    folder, at = tmp_path / "stopped", step
+    if event is None:
+        shutil.copytree(Path(whole.args.output_dir) / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    else:
         stopped = by_epochs(folder, **settings)
         stopped.callback_handler.callbacks.insert(0, At(event, step))
         stopped.train()
@@ -213,10 +222,8 @@ def test_an_epochs_evaluation_is_made_up_before_the_next_epoch_draws(
     assert [row["step"] for row in again.state.log_history] == [row["step"] for row in whole.state.log_history]
 
 
-def test_at_its_last_step_nothing_is_trained_and_a_due_evaluation_is_made(tmp_path: Path) -> None:
+def test_at_its_last_step_nothing_is_trained_and_a_due_evaluation_is_made(whole_by_epochs: Any, tmp_path: Path) -> None:
     """transformers made a seventh step, and another at each resume."""
-    whole = by_epochs(tmp_path / "whole")
-    output = whole.train()
     stopped = by_epochs(tmp_path / "stopped")
     stopped.add_callback(At("on_optimizer_step", 5))
     stopped.train()
@@ -232,9 +239,10 @@ def test_at_its_last_step_nothing_is_trained_and_a_due_evaluation_is_made(tmp_pa
     again = by_epochs(tmp_path / "stopped")
     again.add_callback(Told())
     ended = again.train(resume_from_checkpoint=str(place))
-    assert_same(again, whole)
+    assert_same(again, whole_by_epochs)
     assert (ended.global_step, again.state.global_step) == (6, 6)
-    assert ended.training_loss == pytest.approx(output.training_loss, rel=1e-5)  # sums of six float32
+    loss = whole_by_epochs.state.log_history[-1]["train_loss"]
+    assert ended.training_loss == pytest.approx(loss, rel=1e-5)  # sums of six float32
     assert {"on_train_begin", "on_evaluate", "on_log", "on_train_end"} <= set(told)
     assert not {"on_epoch_begin", "on_step_begin"} & set(told)
     longer = by_epochs(tmp_path / "stopped", max_steps=8)

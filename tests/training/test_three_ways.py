@@ -118,17 +118,14 @@ def all_alike(found: list[Tensor], plain: Tensor) -> None:
         torch.testing.assert_close(other, found[0], rtol=0, atol=0)
 
 
-def test_surrogate_by_object_by_address_and_by_attribute(tmp_path: Path, plain: Tensor) -> None:
+def test_surrogate_by_object_by_address_by_attribute_and_by_hook(tmp_path: Path, plain: Tensor) -> None:
     found = [
         weights(tmp_path / "a", objective={"name": "dr_grpo", "surrogate": soft_clip}),
         weights(tmp_path / "b", objective={"name": "dr_grpo", "surrogate": here(soft_clip)}),
         weights(tmp_path / "c", ByAttribute),
+        weights(tmp_path / "d", ByHook),
     ]
     all_alike(found, plain)
-
-
-def test_surrogate_by_hook(tmp_path: Path, plain: Tensor) -> None:
-    all_alike([weights(tmp_path / "a", ByAttribute), weights(tmp_path / "b", ByHook)], plain)
 
 
 def test_advantage_by_object_by_address_by_attribute_and_by_hook(tmp_path: Path, plain: Tensor) -> None:

@@ -4,27 +4,21 @@ bit."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
 from training.saving_worker import POINTS
 
 pytestmark = pytest.mark.slow
-
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("saving")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "saving_worker.py"), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    done = forked.run([str(Path(__file__).with_name("saving_worker.py")), str(out)])
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((out / "report.json").read_text())
     return found
