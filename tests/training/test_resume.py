@@ -429,9 +429,6 @@ def test_every_row_says_which_policy_wrote_it(whole: Any, tmp_path: Path) -> Non
     """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of
     it."""
     again = resumed(whole, tmp_path, nothing, stop=5)
-    """The checkpoint after 5 steps is inside a batch that was generated after 4; the resumed run trains on the rest of
-    it."""
-    again = resumed(whole, tmp_path, nothing, stop=5)
     assert_same(again, whole)
     for run in (again, whole):
         assert {int(version) for batch in run._buffered_inputs for version in batch[POLICY_VERSION]} == {4}
