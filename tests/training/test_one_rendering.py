@@ -196,8 +196,9 @@ def of_a_round(world: World, name: str) -> None:
     recipe = rounds_recipe_from(written)
     asked = questions(recipe.data, recipe.reward, recipe.evaluation)
     stage = next(one for one in stages_of(recipe, asked)[1] if one.name == name)
-    stage.folder.mkdir(parents=True)
-    (stage.folder / "model").symlink_to(world.model)
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    if name == "evaluate":
+        (stage.folder / "model").symlink_to(world.model)
     stage.kind.run(Workspace(stage.folder, StopRequests(world.folder)))
 
 
