@@ -29,11 +29,16 @@ OVERRIDES = (
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line. A mistake of the user is one line on stderr and exit code 2, a lost server 3, steps that
-    could not be taken because of NaN (``guard.max_bad_steps``) 4, an engine that does not follow the trainer 1.
+    """Run the command line and return its exit code. What ends a command early is one line on stderr.
 
-    A command that was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be gone on with: 75, Ctrl-C: 130; a
-    checkpoint, or any file on a full disk or of a folder that was removed meanwhile, that could not be written: 74.
+    0    the command did what it should
+    1    an engine does not follow the trainer
+    2    a mistake of the user
+    3    a server was lost
+    4    steps could not be taken because of NaN (``guard.max_bad_steps``)
+    74   a file could not be written: a checkpoint, a full disk, a folder that was removed meanwhile
+    75   the command was asked to stop (SIGTERM, the stop file, ``max_hours``) and can be continued
+    130  Ctrl-C
     """
     try:
         lacking = absent()

@@ -98,9 +98,10 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class Raw:
-    """Â_i = r_i.
+    """Â_i = r_i: the reward itself is the advantage, without a baseline.
 
-    Source: Williams 1992; CS336 lecture 17 ("naive" deltas). Unbiased, of high variance; live unless r is exactly 0.
+    Source: Williams 1992; CS336 lecture 17 ("naive" deltas). The gradient is unbiased, of high variance. A row adds
+    nothing to it only where its reward is exactly 0, or NaN.
     """
 
     def __call__(self, rewards: Tensor, group_size: int) -> Tensor:

@@ -59,8 +59,11 @@ def seeds_needed(
 def difference_seen(
     seeds: int, sd: float, power: float = POWER, level: float = LEVEL, *, paired: bool = False
 ) -> float | None:
-    """The smallest true difference that so many ``seeds`` an arm see with chance ``power``: see `power_over_seeds`.
-    None for one seed, which sees none."""
+    """Find the smallest true difference between two arms that a test detects with probability ``power``.
+
+    It is in the unit of ``sd``. ``seeds`` is the number of runs in each arm; the test, ``sd``, ``level`` and ``paired``
+    are those of `power_over_seeds`. None for fewer than two seeds, which have no spread to test by.
+    """
     if seeds < 2:
         return None
     low = 0.0

@@ -246,7 +246,11 @@ def evaluation_sections(record: RunRecord) -> list[Section]:
 
 
 def reliability_figures(before: EvaluationResult | None, after: EvaluationResult | None) -> list[Figure]:
-    """Draw how often answers of a confidence are right; a calibrated model's lie on the diagonal."""
+    """Draw reliability diagrams before and after training: in each bin of confidence, the share of right answers.
+
+    There is a figure for each measure of confidence that was recorded: agreement of a problem's samples, and the
+    answer's probability per token. A calibrated model lies on the diagonal.
+    """
     found = []
     for name, of in {"agreement": "agreement of its samples", "log_prob": "its answer's probability per token"}.items():
         lines = []

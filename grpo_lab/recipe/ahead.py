@@ -60,8 +60,11 @@ def to_come(value: Any) -> bool:
 
 
 def made_from(section: ModelSection) -> ModelSection | None:
-    """``section``, or the one that a model to come is made from, which has its tokenizer and context; None: that is not
-    known."""
+    """Return a section whose tokenizer and context length are those of the model in ``section``.
+
+    It is ``section`` itself, unless an earlier stage has still to make that model: then it is the model that the stage
+    begins with, with the adapter of ``section`` and with its tokenizer, if it names one. None: that is not known.
+    """
     if not to_come(section.path):
         return section
     origin = outlook().left[str(section.path)]

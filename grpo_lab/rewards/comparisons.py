@@ -69,8 +69,12 @@ class Judge:
         lengths: Sequence[int],
         most: int | None = None,
     ) -> list[tuple[int, int]]:
-        """(preferred, other) of one prompt's completions: the first ``most`` that are decided, in an order that the
-        seed draws and that no noise changes. In none are a completion without quality, and two equal ones."""
+        """Return pairs (preferred, other) of places in ``completions``, which answer one prompt: the first ``most``
+        that the judge decides, or all of them.
+
+        The seed draws the order in which pairs are judged; noise does not change it. A completion whose quality is
+        None or NaN is in no pair, and two equal completions make none.
+        """
         known = [place for place, one in enumerate(qualities) if one is not None and not math.isnan(one)]
         different = [two for two in combinations(known, 2) if completions[two[0]] != completions[two[1]]]
         found: list[tuple[int, int]] = []

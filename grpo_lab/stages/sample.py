@@ -281,8 +281,11 @@ def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> l
 
 
 def check_lines(place: str, where: str, needs: Fields) -> None:
-    """ValueError where a file that a stage reads is not there, or its first line lacks a field that it ``needs``.
-    Nothing of one that an earlier stage will leave."""
+    """Check the JSON-lines file at ``place``, which the setting ``where`` names, by its first line.
+
+    A file that an earlier stage has still to write is not checked. ValueError: there is no file, it has no line, or
+    its first line is damaged or has a field of ``needs`` missing or of another type.
+    """
     file = check_file(place, where)
     if file is None:
         return

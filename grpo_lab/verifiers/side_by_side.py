@@ -52,10 +52,14 @@ MANY = "several answers beside one"
 
 
 def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -> str:
-    r"""`12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`; others as they are.
+    r"""Write a quantity that is given in words as figures; any other text is returned as it is.
 
-    `letters`: also `5k` -> `5000`, where no variable can be meant. `unit`: what is counted in, `7 dozen` -> `7` in
-    dozens.
+    `12\text{ million}` -> `12000000`, `two thirds` -> `\frac{2}{3}`, `8 out of 10` -> `0.8`.
+
+    Args:
+        text: a gold or an answer, in canonical spelling.
+        letters: read a letter after a number, too (`5k` -> `5000`). It is for places where no variable can be meant.
+        unit: what the number is divided by: with 12, `7 dozen` -> `7`.
     """
     flat = _flat(text)
     share = _share(flat)

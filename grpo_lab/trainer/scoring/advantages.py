@@ -43,9 +43,12 @@ from grpo_lab.trainer.step.log_probs import forwards_in_bins
 
 
 def checked_advantages(advantages: Tensor, table: RewardTable, faults: Faults | None = None) -> Tensor:
-    """Check advantages: one finite number per row of the table ``[N]``, or one per token of this rank's rows ``[B,
-    T]``. With a guard (``faults``) others than finite ones become 0, and the batch is marked as bad. ValueError:
-    anything else."""
+    """Return a rule's advantages, detached, after a check of their shape and values.
+
+    The shape is ``[N]``, one per row of the table, or ``[B, T]``, one per token of this rank's rows. With a guard
+    (``faults``), advantages that are not finite become 0 and the batch is marked as bad. ValueError: another type or
+    shape or, without a guard, an advantage that is not finite on a row or on a token with loss.
+    """
     assert table.local is not None
     rows = table.values.size(0)
     mask = table.local.mask

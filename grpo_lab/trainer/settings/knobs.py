@@ -66,8 +66,12 @@ def with_registered(settings: LabSettings) -> LabSettings:
 
 
 def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
-    """The surrogate in force: its own defaults, then TRL's clip settings (``CLIP``; of those that a team's has fields
-    for, the ones that are written down), then what ``objective`` says."""
+    """Build the surrogate in force. Its knobs have their own defaults; TRL's clip settings (``CLIP``) replace these,
+    and what ``objective`` says replaces both.
+
+    Our surrogates take every clip setting that they have a field for; a team's class takes those that the user set;
+    one that is given as an object takes none. ValueError: a setting that would have no effect on the surrogate.
+    """
     part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
     if chosen.ratio is not None and not getattr(part, "reads_ratio", True):

@@ -80,12 +80,14 @@ class DeviceMemory:
 
 
 class ForwardBudget(TrainerCallback):  # type: ignore[misc]
-    """Budget of tokens of a forward, one per trainer; a callback of those with ``auto``.
+    """Number of tokens that one forward of the update may have. A trainer has one budget; with ``auto`` it is also a
+    callback of the trainer, which measures memory in the first step.
 
     Attributes:
-        asked: the setting.
-        tokens: with ``auto`` the number in force; None: the stock micro-batch's footprint, still or for good.
-        memory: what is measured; None: nothing can be.
+        asked: the setting ``update.max_tokens``.
+        tokens: the number in force with ``auto``. None: that of the stock micro-batch, until there is a measured one,
+            or for good where memory cannot be measured.
+        memory: reads the device's memory for ``auto``; None: not ``auto``, or the device has no memory statistics.
     """
 
     holds = "with `update.max_tokens: auto` the tokens of a forward, so that the resumed run has the same bins"

@@ -64,9 +64,17 @@ class Tiles:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """``[1, S]`` ids and positions; ``scored`` long ``[n]``, the packed places whose outputs score ``targets`` ``[n]``,
-    and ``home`` ``[n]``, where each stands in the flattened ``[B, L - 1]`` of the bin; ``shares``: whether some prompt
-    has two completions."""
+    """A bin ``[B, L]`` as one row of S tokens, in which completions of the same prompt share it.
+
+    Attributes:
+        input_ids: long ``[1, S]``.
+        position_ids: long ``[1, S]``.
+        seen: which tokens each token attends to, in the form that the model's attention reads.
+        scored: long ``[n]``, places in the row whose outputs predict ``targets``.
+        targets: long ``[n]``, the tokens that are predicted.
+        home: long ``[n]``, where each result belongs in the flattened ``[B, L - 1]`` of the bin.
+        shares: whether some prompt has two completions or more.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
@@ -206,9 +214,12 @@ def _rectangle(rows: list[Ints]) -> Ints:
 def shared_log_probs(
     accelerator: Any, model: nn.Module, packed: PackedRow, shape: torch.Size
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute what ``completion_log_probs`` does for the bin of ``shape`` ``[B, L]`` that was packed; the model's
-    attention must read rows of that form (``form_of``, ``served_as``). Only scored positions leave the backbone, on
-    every device."""
+    """Compute log-probs and entropies ``[B, L - 1]`` of a bin from its packed row, as ``completion_log_probs`` does
+    from the bin itself: 0 where nothing is scored, no entropies where the head makes none.
+
+    ``shape`` is that of the bin, ``[B, L]``. The row must be packed in the form that the model's attention reads
+    (``form_of``, ``served_as``). Only scored positions go on from the backbone to the LM head, on every device.
+    """
     inputs = {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
         # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
