@@ -116,20 +116,6 @@ def state_bytes(shape: Shape, layout: str, ranks: int = RANKS) -> float:
     }[layout]
 
 
-def critic_parameters(shape: Shape, kind: str) -> int:
-    """`head`: a weight for each hidden unit, and a bias; `copy`: the policy's network without LM head, and a head."""
-    trunk = shape.layers * shape.layer_parameters + shape.hidden + shape.embedding
-    return (0 if kind == "head" else trunk) + shape.hidden + 1
-
-
-def critic_bytes(shape: Shape, layout: str, kind: str, ranks: int = RANKS) -> float:
-    """States of PPO's critic, a GPU: as many bytes a parameter as the policy's in that layout; in full under LoRA.
-    fsdp2: as there, the `copy`'s layer at work and its embedding are whole."""
-    a_parameter = {"single, bf16 weights": 8.0, "ddp": 22.0, "zero2": 4 + 12 / ranks, "fsdp2": 16 / ranks}
-    whole = 4 * (shape.layer_parameters + shape.embedding) if (layout, kind) == ("fsdp2", "copy") else 0
-    return a_parameter.get(layout, 18.0) * critic_parameters(shape, kind) + whole
-
-
 def layer_activation_bytes(shape: Shape) -> int:
     """Kept for the backward, a token and layer: bf16 autocast over float32 weights, fused attention (no T × T matrix).
 
@@ -218,17 +204,6 @@ def states_table() -> str:
     )
 
 
-def critic_table() -> str:
-    layouts = ("single", "ddp", "zero2", "fsdp2")
-    head = ("model", *(f"{name}, {what}" for name in layouts for what in ("GRPO", "PPO head", "PPO copy")))
-    rows = []
-    for s in SHAPES:
-        more = [[0.0, *(critic_bytes(s, name, kind) for kind in ("head", "copy"))] for name in layouts]
-        cells = [state_bytes(s, name) + each for name, added in zip(layouts, more) for each in added]
-        rows.append([s.name, *(f"{cell / GB:.1f}" for cell in cells)])
-    return table(head, rows)
-
-
 def tokens_table() -> str:
     tokens = WORK.micro_batch * (WORK.longest_prompt + WORK.budget)
     head = (
@@ -290,8 +265,6 @@ def time_table() -> str:
 def main() -> None:
     print("States, GB a GPU\n")
     print(states_table())
-    print("\nStates with PPO's critic, GB a GPU (zero2, fsdp2: 8 GPUs)\n")
-    print(critic_table())
     print("\nOne micro-batch of the recipe (16 rows × (250 + 1,024) tokens = 20,384 tokens), GB a GPU\n")
     print(tokens_table())
     print("\nPeak with gradient checkpointing and a colocated engine, GB a GPU (✗: more than 72 of 80 GB)\n")

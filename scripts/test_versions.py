@@ -114,7 +114,7 @@ def outcome(name: str) -> Outcome:
         command = [str(python), "-m", "pytest", "-m", "not slow and not vllm", "-p", "no:cacheprovider", *paths]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         last = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
-        suites[suite] = re.sub(r" in [\d.]+s.*", "", last).strip("= ")
+        suites[suite] = re.sub(r" in [\d.]+s.*|, \d+ (deselected|warnings?)\b", "", last).strip("= ")
         print(f"{name}: {suite}: {last}", flush=True)
         if done.returncode:
             print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))))

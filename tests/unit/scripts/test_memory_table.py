@@ -52,18 +52,6 @@ def test_parameters_are_those_of_transformers(name: str, script: ModuleType) -> 
     assert shape.layer_parameters == sum(p.numel() for p in layer.parameters())
 
 
-def test_a_critics_parameters_are_the_networks(script: ModuleType) -> None:
-    from grpo_lab.trainer.critic import Critic
-
-    small = script.SHAPES[0]
-    with torch.device("meta"):
-        trunk = AutoModelForCausalLM.from_config(config_of(small, HEADS["0.5B"])).base_model
-        for kind, network in (("head", None), ("copy", trunk)):
-            found = sum(p.numel() for p in Critic(small.hidden, network).parameters())
-            assert script.critic_parameters(small, kind) == found
-    assert script.critic_bytes(small, "single", "head") == 18 * 897  # 896 weights and a bias, 18 bytes each
-
-
 def saved_bytes(config: Qwen2Config, tokens: int, rows: int = 2) -> int:
     """Bytes of distinct storages that autograd keeps of one forward of the decoder."""
     torch.manual_seed(0)
@@ -137,7 +125,6 @@ def test_the_docs_hold_what_the_script_prints(script: ModuleType) -> None:
     text = (ROOT / "docs" / "from_laptop_to_cluster.md").read_text(encoding="utf-8")
     for table in (
         script.states_table(),
-        script.critic_table(),
         script.tokens_table(),
         script.fits_table(),
         script.time_table(),
