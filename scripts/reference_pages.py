@@ -11,17 +11,14 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_lab import LabConfig
-from grpo_lab.advantages import RULES, TOKEN_RULES
 from grpo_lab.cli import _parser
 from grpo_lab.engines.vllm.engine import EngineOptions
-from grpo_lab.objectives import AGGREGATIONS, PRESETS, SURROGATES
+from grpo_lab.objectives import PRESETS
 from grpo_lab.objectives.presets import Preset
-from grpo_lab.registry import knobs_of
 from grpo_lab.trainer.settings.parse import OUR_FIELDS, LabSettings
 from grpo_lab.trainer.settings.sampler import KNOBS
 
@@ -242,8 +239,7 @@ def presets() -> list[str]:
         for name, row in PRESETS.items()
     ]
     head = ("preset", "advantage", "ratio", "surrogate", "aggregation")
-    sources = "Formulas and sources: [algorithms](algorithms/README.md)."
-    return [*table(head, rows), sources, "", *parts("surrogate", SURROGATES), *parts("aggregation", AGGREGATIONS)]
+    return [*table(head, rows), PARTS, ""]
 
 
 def _rule(row: Preset) -> str:
@@ -258,20 +254,13 @@ def samplers() -> list[str]:
     return table(("sampler", "reads (default)"), rows)
 
 
-def parts(what: str, of: Mapping[str, Any]) -> list[str]:
-    """Names of one kind of part, with their knobs; in a line where none has any."""
-    knobs = {f"`{name}`": ", ".join(_knobs(part)) for name, part in of.items()}
-    if not any(knobs.values()):
-        return [f"Names for `{what}`, without knobs: {', '.join(knobs)}.", ""]
-    return table((what, "knobs"), [(name, said or "–") for name, said in knobs.items()])
-
-
-def _knobs(part: Any) -> Iterator[str]:
-    return (f"`{knob}` ({_shown(default)})" for knob, default in knobs_of(part).items())
-
-
+PARTS = (
+    "Formulas and sources: [algorithms](algorithms/README.md). "
+    "Names and knobs: [surrogates](algorithms/surrogates.md), [aggregations](algorithms/aggregation.md)."
+)
+RULES_AND_KNOBS = "Names and knobs: [advantages](algorithms/advantages.md)."
 #: what follows a setting's keys
-MORE = {"objective": presets, "sampler": samplers, "advantage": lambda: parts("rule", {**RULES, **TOKEN_RULES})}
+MORE = {"objective": presets, "sampler": samplers, "advantage": lambda: [RULES_AND_KNOBS, ""]}
 PAGES = {DOCS / "command_line.md": command_line, DOCS / "settings.md": settings}
 
 

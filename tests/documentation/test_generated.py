@@ -125,5 +125,5 @@ def test_every_option_and_every_setting_stands_on_its_page() -> None:
     settings = reference_pages.settings()
     for name in (*reference_pages.OUR_FIELDS, "rollout.server"):
         assert f"# {name}\n" in settings
-    for key in ("dead_groups", "max_bad_steps", "kv_cache_gib", "missing_eos_penalty", "group_zscore"):
+    for key in ("dead_groups", "max_bad_steps", "kv_cache_gib", "missing_eos_penalty"):
         assert f"| `{key}` |" in settings
