@@ -1,6 +1,7 @@
-"""Curation, which rows to train on: each filter in its own file; `docs/choosing_the_data.md` says how they go together.
+"""Curation: choose which rows to train on. Each filter has its own file; `docs/choosing_the_data.md` says how to
+combine them.
 
-The samplers, which need torch, are imported on first use.
+The samplers need torch and are imported on first use.
 """
 
 from __future__ import annotations

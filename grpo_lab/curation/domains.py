@@ -1,11 +1,10 @@
-"""Domain of a question, the part of mathematics that it is from: the seven subjects of MATH (arXiv 2103.03874), by
-rules.
+"""Assign a question to a domain, one of the seven subjects of the MATH data set (arXiv 2103.03874), by rules.
 
-Kimi k1.5 (section 2.1) tags its prompts by domain and keeps the domains in balance, with a tagger that it does not
-describe. Ours reads words: every rule that a question meets gives its weight to one subject, the heaviest subject wins,
-the first of `DOMAINS` where two are equal. A question that meets none is `algebra` where it has an unknown, else
-`prealgebra`. English and LaTeX are read; how often it is right on MATH, `docs/choosing_the_data.md` says: well enough
-to balance by, not to grade by.
+Kimi k1.5 (section 2.1) tags its prompts by domain and keeps the domains balanced, with a tagger that it does not
+describe. Ours looks for words. Every rule that matches adds its weight to one subject, and the heaviest subject wins;
+on a tie, the first one in `DOMAINS`. If no rule matches, a question with an unknown is `algebra`, any other
+`prealgebra`. English and LaTeX are understood. `docs/choosing_the_data.md` says how often it is right on MATH: well
+enough for balancing, not for grading.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ _RULES: Final = [
 
 
 def question_domain(text: str) -> str:
-    """The subject of a question of mathematics, from its text alone; one of `DOMAINS`."""
+    """Return the subject of a mathematical question, one of `DOMAINS`, from its text alone."""
     if not isinstance(text, str):
         raise ValueError(f"question_domain reads one question as a str; got {type(text).__name__}")
     read = text[:READ_AT_MOST]

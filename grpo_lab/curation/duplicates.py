@@ -1,25 +1,28 @@
-"""Questions that are there already: twice in one set (`deduplicate`), or in an evaluation set (`find_contamination`).
+"""Find repeated questions: within one data set (`deduplicate`), or shared with an evaluation set
+(`find_contamination`).
 
-Words: Unicode NFKC, case folded, mark-up and punctuation gone, `1,000` and `1000` the same, every Chinese or Japanese
-character one. Masked: every number, in digits or in English words, is `#`, so that the same problem with other numbers
-is the same sequence. Similarity: Indel, 2·LCS/(a + b) for a and b words.
+Texts are compared as lists of normalised words: Unicode NFKC, case folded, without mark-up and punctuation. `1,000` and
+`1000` are the same word, and every Chinese or Japanese character is one word. In masked words every number, in digits
+or in English words, is `#`, so the same problem with other numbers gives the same list. Similarity is the normalised
+Indel similarity, 2·LCS/(a + b) for lists of a and b words.
 
-**Duplicates** are the same words, or at least 0.85 similar; numbers are words like any other. Candidates come from
+**Duplicates** have the same words, or a similarity of at least 0.85; numbers are not masked here. Candidates come from
 MinHash LSH over 3-word shingles (datasketch) and are measured exactly (rapidfuzz): LSH can miss a pair, never invent
-one. A row is compared with kept rows only: a chain a ~ b ~ c drops b, and c only if it is close to a.
+one. A row is compared only with rows that were kept: in a chain a ~ b ~ c, b is dropped, and c only if it is close to
+a.
 
-**Contaminated** is a text by an evaluation item if one of these holds, tried in this order:
+**Contaminated** is a text if one of these rules finds an evaluation item for it. They are tried in this order:
 
 exact          the same words in the same order
-ngram          a run of 13 words in common (13 as in GPT-3, arXiv 2005.14165, appendix C)
-other_numbers  the same words once every number is masked, with at least 6 words that are no numbers
-masked_ngram   a run of 13 words in common once numbers are masked, at least 9 of them no numbers
+ngram          13 consecutive words in common (13 as in GPT-3, arXiv 2005.14165, appendix C)
+other_numbers  the same masked words, at least 6 of them not numbers
+masked_ngram   13 consecutive masked words in common, at least 9 of them not numbers
 near           similarity of the masked words of at least 0.7
 
-Short texts share runs by chance: an item of fewer than 13 words is "contained" only where it makes up at least half of
-the text, and below 20 words (on either side) "near" takes 0.85. The published recipes stop at n-grams; the last three
-rules are ours, with thresholds chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with every item
-(rapidfuzz): nothing is lost to an index.
+Short texts share such runs by chance. So an item of 5 to 12 words counts as "contained" only if it makes up at least
+half of the text. If text or item has fewer than 20 words, "near" needs 0.85. The published recipes stop at n-grams; the
+last three rules are ours, with thresholds chosen on GSM8K (docs/choosing_the_data.md). "near" compares every text with
+every item (rapidfuzz), without an index that could miss one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 MASK: Final = "#"
-#: least word similarity of near duplicates; and of a text that an evaluation set knows, or so many words in a row
+#: least word similarity of near duplicates; least similarity, and words in a row, by which a text repeats an item
 SIMILAR = 0.85
 KNOWN = 0.7
 NGRAM = 13
@@ -55,7 +58,7 @@ _NUMBER_WORDS: Final = frozenset(_NUMBERS.split())
 
 
 def words_of(text: str) -> list[str]:
-    """The normalised words of a text, in order. Linear in its length; any text is accepted."""
+    """Return the normalised words of any text, in order, in time linear in its length."""
     if not isinstance(text, str):
         raise ValueError(f"a text is a {type(text).__name__}; every text and evaluation item has to be a str")
     found = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
@@ -64,7 +67,8 @@ def words_of(text: str) -> list[str]:
 
 
 def masked(words: list[str]) -> list[str]:
-    """The words with every number replaced by `MASK`; neighbouring numbers (`3 1/2`, `twenty five`) become one mask."""
+    """Return the words with every number replaced by `MASK`; neighbouring numbers (`3 1/2`, `twenty five`) become one
+    mask."""
     result: list[str] = []
     for word in words:
         if not (word[0].isdigit() or word in _NUMBER_WORDS):
@@ -76,11 +80,11 @@ def masked(words: list[str]) -> list[str]:
 
 _SHINGLE: Final = 3  # words
 _PERMUTATIONS: Final = 128
-_WORDS_READ: Final = 20_000  # of one text, for the signature and the comparison
+_WORDS_READ: Final = 20_000  # at most, of one text, for its signature and comparison
 
 
 class Duplicate(NamedTuple):
-    """`row` repeats the kept row `of`; `similarity` in [0, 1], 1.0 for the same words."""
+    """A dropped row and the kept row `of` that it repeats; `similarity` is in [0, 1], 1.0 for the same words."""
 
     row: int
     of: int
@@ -88,17 +92,17 @@ class Duplicate(NamedTuple):
 
 
 class Deduplicated(NamedTuple):
-    """`keep[i]` says whether row i stays; `pairs` holds one entry for every row that goes."""
+    """Result of `deduplicate`: `keep[i]` is True if row i is kept; `pairs` has one entry per dropped row."""
 
     keep: list[bool]
     pairs: list[Duplicate]
 
 
 def deduplicate(texts: Sequence[str], *, similarity: float = SIMILAR) -> Deduplicated:
-    """Choose the texts to keep so that no two kept ones are duplicates: the first of each family.
+    """Choose which texts to keep so that no two of them are duplicates; of each family the first is kept.
 
     Args: similarity: least word similarity of a near duplicate, in [0.6, 1]; 1.0 drops exact duplicates only.
-    Raises: ValueError for a similarity out of range or a text that is no string.
+    Raises: ValueError if `similarity` is out of range or a text is not a string.
     """
     if not 0.6 <= similarity <= 1:
         raise ValueError(f"similarity={similarity} is not in [0.6, 1]; below 0.6 the candidate search misses pairs")
@@ -152,7 +156,7 @@ def _near(rows: list[list[str]], distinct: list[int], similarity: float) -> dict
 
 Reason = Literal["exact", "ngram", "other_numbers", "masked_ngram", "near"]
 
-_CONTENT_WORDS_IN_TEMPLATE: Final = 6  # "what is # + #" has three and is nobody's problem in particular
+_CONTENT_WORDS_IN_TEMPLATE: Final = 6  # "what is # + #" has three, and many texts share it
 _CONTENT_SHARE_OF_NGRAM: Final = 9 / 13
 _SHORT: Final = 20  # words
 _SIMILARITY_OF_SHORT: Final = 0.85
@@ -161,8 +165,8 @@ _CELLS_AT_ONCE: Final = 4_000_000  # of the similarity matrix, 16 MB
 
 @dataclass(frozen=True)
 class Contamination:
-    """Why a text is contaminated: `item` is the index into `against`, `evidence` the words shared, `similarity` in
-    [0, 1] is of the masked words and 1.0 for equal ones."""
+    """The evaluation item that a text repeats, and why: `item` is its index in `against`, `evidence` the shared words.
+    `similarity`, in [0, 1], compares the masked words; 1.0 means that they are equal."""
 
     item: int
     reason: Reason
@@ -173,20 +177,20 @@ class Contamination:
 def contaminated(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = NGRAM, similarity: float = KNOWN
 ) -> list[bool]:
-    """Mark those of `texts` that an evaluation set `against` already knows; settings as in `find_contamination`."""
+    """Return for each text whether the evaluation set `against` contains it; settings as in `find_contamination`."""
     return [found is not None for found in find_contamination(texts, against, ngram=ngram, similarity=similarity)]
 
 
 def find_contamination(
     texts: Sequence[str], against: Sequence[str], *, ngram: int = NGRAM, similarity: float = KNOWN
 ) -> list[Contamination | None]:
-    """The evaluation item that knows a text and the reason, for each of `texts`; None where there is none.
+    """Return for each text an evaluation item that it repeats, with the reason, or None if there is none.
 
     Args:
         against: the evaluation questions.
-        ngram: words in a run that counts as copied, at least 5.
+        ngram: number of consecutive shared words that counts as copied, at least 5.
         similarity: least similarity of masked words that counts as a near duplicate, in (0.5, 1].
-    Raises: ValueError for settings out of range or items that are not strings.
+    Raises: ValueError if a setting is out of range or an item is not a string.
     """
     for name, given in (("texts", texts), ("against", against)):
         if isinstance(given, str):
@@ -209,7 +213,7 @@ class _EvaluationIndex:
         self._exact: dict[str, int] = {}
         self._wordless: dict[str, int] = {}
         self._templates: dict[str, int] = {}
-        self._runs: dict[int, dict[str, int]] = {ngram: {}}  # by length: shorter ones are whole items
+        self._runs: dict[int, dict[str, int]] = {ngram: {}}  # by length; a run shorter than ngram is a whole item
         self._masked_runs: dict[str, int] = {}
         self._items: list[str] = []
         for item, text in enumerate(against):
@@ -248,7 +252,7 @@ class _EvaluationIndex:
                 self._masked_runs.setdefault(run, item)
 
     def _copied(self, text: str, words: list[str], template: str) -> Contamination | None:
-        """The rules that look words up: exact, ngram, other_numbers, masked_ngram."""
+        """Return the first match of the look-up rules: exact, ngram, other_numbers, masked_ngram."""
         plain = self._encoded(words)
         hidden = masked(words)
         if not words:
@@ -297,8 +301,8 @@ class _EvaluationIndex:
         return Contamination(item, reason, " ".join(evidence[:40]), float(score))
 
     def _encoded(self, words: list[str]) -> str:
-        """Write one character a word, so that a run of words is a substring; `\\0` for words the evaluation set has
-        not."""
+        """Encode each word as one character, so that a run of words is a substring. A word that is not in the
+        evaluation set becomes `\\0`."""
         return "".join([self._codes.get(word, "\0") for word in words])
 
     def _says_something(self, template: str, content_words: float) -> bool:
@@ -310,5 +314,5 @@ def _runs_of(encoded: str, length: int) -> Iterator[str]:
 
 
 def _hits(items: Mapping[str, int], encoded: str, length: int) -> Iterator[tuple[int, int]]:
-    """(item, place) of the runs of ``encoded`` that ``items`` holds."""
+    """Yield (item, position) for each run of `length` words in ``encoded`` that ``items`` contains."""
     return ((items[run], place) for place, run in enumerate(_runs_of(encoded, length)) if run in items)

@@ -1,11 +1,11 @@
-"""Kind of a question: open, multiple choice, true/false or proof.
+"""Classify a question as open, multiple choice, true/false or proof.
 
 Kimi k1.5 (section 2.1, "RL Prompt Set Curation") leaves multiple-choice, true/false and proof-based questions out of
 the RL set: the first two can be right by luck, the third cannot be checked by comparing an answer. The rules are ours,
 in this order:
 
 1. options to choose from (`A) … B) … C) …`, `Options: - …`, "enter the letter of")  -> multiple_choice, or true_false
-   where the only options are yes and no, true and false, valid and invalid;
+   if the only options are yes and no, true and false, valid and invalid;
 2. a boolean expression and nothing else                                            -> true_false;
 3. else the *last* sentence that asks for something decides: a proof verb           -> proof,
    a question that begins with is/does/can/…, "true or false?", "determine whether" -> true_false,
@@ -14,7 +14,7 @@ in this order:
    statement of eight words or more                                                 -> true_false, anything else ->
    open.
 
-English and Chinese are read; options are recognised in any language that letters them A, B, C.
+English and Chinese are understood; options are recognised in any language that labels them A, B, C.
 """
 
 from __future__ import annotations
@@ -120,9 +120,10 @@ _SENTENCE_END = re.compile(
 
 
 def question_kind(text: str) -> QuestionKind:
-    """The kind of a question, from its text alone.
+    """Return the kind of a question, from its text alone.
 
-    Args: text: the question as a model would see it, options included; of a text above 40,000 characters the two ends.
+    Args: text: the question as a model would see it, options included. Of more than 40,000 characters only both ends
+        are read.
     Returns: one of `KINDS`; an empty text is "open".
     Raises: ValueError if `text` is not a string.
     """
@@ -144,7 +145,7 @@ def question_kind(text: str) -> QuestionKind:
 
 
 def _options(text: str) -> list[str] | None:
-    """The texts of the options to choose from, or None."""
+    """Return the texts of the options to choose from, or None if there are none."""
     if listed := _LISTED.search(text):
         lines = list(filter(None, (line.strip(" \t-*•") for line in listed[1].split("\n"))))
         if len(lines) == 1:
@@ -168,7 +169,7 @@ def _options(text: str) -> list[str] | None:
 
 
 def _run_of_letters(text: str, marker: re.Pattern[str], first: str) -> list[str] | None:
-    """Texts between the markers A, B, C, … where they follow each other in order; one letter may be missing (typos)."""
+    """Return the texts after the markers A, B, C, … if these follow in order; one letter may be missing (a typo)."""
     run: list[tuple[int, int]] = []
     expected = ord(first)
     for match in marker.finditer(text):
@@ -190,13 +191,13 @@ def _two_valued(options: list[str]) -> bool:
 
 
 def _parts_of_a_task(options: list[str]) -> bool:
-    """(a) Show that … (b) Find …: parts to be worked, not options to choose from."""
+    """Return whether these are parts to solve, (a) Show that … (b) Find …, and not options to choose from."""
     tasks = (_PROVE.match(o) or _COMMAND.match(o) or _QUESTION_WORD.match(o) or o.endswith("?") for o in options)
     return sum(map(bool, tasks)) >= 2
 
 
 def _requested(text: str) -> QuestionKind:
-    """Return what the last sentence that asks for something asks for."""
+    """Return the kind of the last sentence that asks for something, else of the text as a statement."""
     about_the_form = False
     ends = [0, *(end.end() for end in _SENTENCE_END.finditer(text)), len(text)]
     pieces = (text[begin:end].strip() for begin, end in pairwise(ends))
@@ -219,7 +220,7 @@ def _requested(text: str) -> QuestionKind:
 
 
 def _kind_of_sentence(sentence: str) -> QuestionKind | None:
-    """The kind of one sentence, None if it asks for nothing."""
+    """Return the kind of one sentence, or None if it asks for nothing."""
     if _POLITE.match(sentence) or _HOW_MANY.search(sentence):
         return "open"
     if _TRUE_OR_FALSE.search(sentence):
@@ -244,7 +245,7 @@ def _kind_of_sentence(sentence: str) -> QuestionKind | None:
 
 
 def _yes_no(sentence: str) -> QuestionKind:
-    """ "Is it even, odd, or neither?" begins like a yes/no question and has an answer of its own."""
+    """Return "open" if a yes/no question allows more answers ("Is it even, odd, or neither?"), else "true_false"."""
     if _MORE_THAN_TWO_ANSWERS.search(sentence):
         return "open"
     return "true_false"

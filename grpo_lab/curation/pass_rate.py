@@ -1,17 +1,16 @@
-"""Pass rates, how often a model solves each problem: n samples, scored, saved problem by problem.
+"""Measure pass rates, how often a model solves each problem, from n scored samples; results are saved batch by batch.
 
 p̂_i = (right completions of problem i) / (scored completions of problem i)
 
 Kimi k1.5 (section 2.1) takes n = 10 samples at a relatively high temperature from the SFT model and uses p̂ as the
-difficulty of the problem. A completion that could not be scored (`None`) is counted apart and never as wrong.
+difficulty of the problem. A completion that could not be scored (`None`) is counted separately, never as wrong.
 
-The file has a header with the settings, then one line a problem, on the disk before the next batch begins, batch by
-batch whole or not at all: a run that was killed goes on with the problems that have no line yet. Problems are
-recognised by their content and by what the model is given for them (`rendered`): their order may change, and equal ones
-are sampled once.
+The file has a header with the settings, then one line per problem. A batch is on disk as a whole before the next
+begins, so a killed run continues with the problems that have no line yet. Problems are recognised by their content and
+by the model's input for them (`rendered`). So their order may change, and equal ones are sampled once.
 
-Guessable is a problem of which one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack".
-The wording of the request is ours.
+A problem is guessable if one of 8 tries *without reasoning* is right. Kimi k1.5 removes these as "easy to hack". The
+wording of the request is ours.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ Generate = Callable[[list[Any], int], list[list[Any]]]  # (prompts, n) -> n comp
 Rendered = Callable[[Any], Any]  # prompt -> what the model really continues: text or token ids
 Score = Callable[..., list["float | None"]]  # the reward contract: (prompts, completions, **columns)
 _SECONDS_BETWEEN_LINES = 30.0
-#: answers without reasoning that a guessable problem is looked for in
+#: answers without reasoning that are sampled per problem, to see whether it is guessable
 TRIES = 8
 
 
 @dataclass(frozen=True)
 class Written:
-    """A completion of `generate` that says whether a limit of tokens cut it off, and its tokens, where they are known:
-    some rewards read them."""
+    """A completion returned by `generate`. `cut` says whether the token limit cut it off; `ids` are its tokens, if
+    known, which some rewards read."""
 
     completion: Any
     cut: bool
@@ -51,8 +50,8 @@ class Written:
 
 @dataclass(frozen=True)
 class PassRate:
-    """Completions of one problem, and their scores. `cut`: how many were cut off at the limit of tokens; None where
-    `generate` does not say (it gives no `Written`)."""
+    """The completions of one problem, and their scores. `cut` is the number of completions that the token limit cut
+    off; None if `generate` returned no `Written`."""
 
     scores: tuple[float | None, ...]
     completions: tuple[Any, ...]
@@ -64,12 +63,12 @@ class PassRate:
 
     @property
     def trials(self) -> int:
-        """Completions that could be scored."""
+        """Number of completions that could be scored."""
         return sum(score is not None for score in self.scores)
 
     @property
     def rate(self) -> float | None:
-        """p̂, or None if no completion could be scored."""
+        """The pass rate p̂, or None if no completion could be scored."""
         if self.trials:
             return self.successes / self.trials
         return None
@@ -88,20 +87,20 @@ def pass_rates(
     label: str = "pass rates",
     rendered: Rendered | None = None,
 ) -> list[PassRate]:
-    """The pass rate of every problem, in the order of `problems`.
+    """Sample and score n completions of each problem; return the pass rates in the order of `problems`.
 
     Args:
-        problems: rows with the column `prompt`; every other column goes to `score`.
-        generate: `(prompts, n)` -> for every prompt a list of n completions (strings, message lists or `Written`).
+        problems: rows with the column `prompt`; every other column is passed to `score`.
+        generate: `(prompts, n)` -> a list of n completions (strings, message lists or `Written`) for every prompt.
         score: a reward `(prompts, completions, **columns) -> list[float | None]`; right is `CORRECT_FROM` or more.
-        n: samples a problem.
-        path: JSON-lines file to append to and to go on from; None keeps nothing.
+        n: samples per problem.
+        path: JSON-lines file to which results are appended; those in it are used again. None saves nothing.
         settings: what the samples depend on (model, temperature, …). A file with other settings is refused.
-        batch_size: problems a call of `generate`; at most this many are lost when the process is killed.
-        progress: show how far it is, under the name `label`.
-        rendered: what the model is given for a prompt (text or token ids); becomes part of the problem's key.
-    Raises: ValueError for bad settings, a `generate` or `score` that returns the wrong number of items, a file that
-        belongs to other settings, is damaged before its end, or is being written by another process.
+        batch_size: problems per call of `generate`; at most this many are lost if the process is killed.
+        progress: show the progress, under the name `label`.
+        rendered: returns the model's input for a prompt (text or token ids), which is part of the problem's key.
+    Raises: ValueError if a setting is wrong, or `generate` or `score` returns the wrong number of items. Also if the
+        file has other settings, is damaged before its end, or is being written by another process.
     """
     if n < 1 or batch_size < 1:
         raise ValueError(f"n={n} and batch_size={batch_size} have to be at least 1")
@@ -131,8 +130,8 @@ def pass_rates(
 
 
 def _key(problem: Problem, rendered: Any) -> str:
-    """Key by which a problem is the same one in another run: a digest of all of its columns and of what the model
-    gets."""
+    """Return a digest of all columns of a problem and of the model's input, by which another run recognises the
+    problem."""
     text = json.dumps(dict(problem), sort_keys=True, default=str, ensure_ascii=True)
     if rendered is not None:
         text += json.dumps(rendered, ensure_ascii=True)
@@ -159,8 +158,8 @@ def _sample(problems: list[Problem], generate: Generate, score: Score, n: int) -
 def scores_of(
     answers: Sequence[tuple[Problem, Any]], score: Score, ids: Sequence[Sequence[int] | None] | None = None
 ) -> list[float | None]:
-    """Score (problem, completion) pairs by a reward; every column of the problems goes to it, and ``ids``, the tokens
-    of the completions, where they are known."""
+    """Score (problem, completion) pairs by a reward. It gets every column of the problems and, if known, ``ids``, the
+    tokens of the completions."""
     names = dict.fromkeys(name for problem, _ in answers for name in problem if name != "prompt")
     columns: dict[str, Any] = {name: [problem.get(name) for problem, _ in answers] for name in names}
     if ids is not None:
@@ -173,7 +172,7 @@ def scores_of(
 def _opened(
     path: str | Path | None, header: dict[str, Any]
 ) -> Iterator[tuple[dict[str, PassRate], Callable[[Mapping[str, PassRate]], None]]]:
-    """The results that are there already and a function that appends more and returns once they are on the disk."""
+    """Yield the results that the file has, and a function that appends more and returns once they are on disk."""
     if path is None:
         yield {}, lambda results: None
         return
@@ -198,8 +197,8 @@ def _opened(
 
 
 def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str, PassRate]:
-    """The results in whole batches, by key; the rest is cut off. A batch shares one stream of random numbers: what a
-    torn one lacks would be drawn from another."""
+    """Return the results of the whole batches, by key, and cut off the rest of the file. A batch shares one stream of
+    random numbers, so the missing part of a torn batch would be drawn from another stream."""
     file.seek(0)
     first = file.readline()
     if not _holds_ours(first) and not json.dumps(header).encode().startswith(first):
@@ -224,7 +223,7 @@ def _read(file: IO[bytes], path: str | Path, header: dict[str, Any]) -> dict[str
 
 
 def _differing(found: Any, asked: Any) -> tuple[Any, Any]:
-    """Both without what they agree in, mappings inside of mappings included."""
+    """Return both values without the entries in which they agree, also inside nested mappings."""
     if not (isinstance(found, dict) and isinstance(asked, dict)):
         return found, asked
     names = [name for name in {**found, **asked} if found.get(name) != asked.get(name)]
@@ -233,7 +232,7 @@ def _differing(found: Any, asked: Any) -> tuple[Any, Any]:
 
 
 def _is_ours(row: Any) -> bool:
-    """Return whether it is a header, or a row with samples."""
+    """Return whether a row is a header, or has samples."""
     return isinstance(row, dict) and ("grpo_lab" in row or row.keys() >= {"key", "scores", "completions"})
 
 
@@ -246,7 +245,8 @@ def _holds_ours(line: bytes) -> bool:
 
 @contextmanager
 def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Callable[[int, Sequence[PassRate]], None]]:
-    """Yields `advance(problems, results so far)`: a bar on a terminal, a line now and then in a log file."""
+    """Yield `advance(problems, results so far)`, which updates a bar on a terminal or now and then writes a line to a
+    log."""
     from tqdm import tqdm
 
     seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
@@ -265,7 +265,7 @@ def _progress_of(total: int, done: int, label: str, shown: bool) -> Iterator[Cal
 def keep_band(rates: Sequence[float | None], low: float = 0.0, high: float = 1.0) -> list[bool]:
     """Mark the problems with low < p < high, both ends excluded; a problem without a rate (None) is not kept.
 
-    The default keeps what can teach at all: with p = 0 or 1 every group is dead and its advantages are zero.
+    The default keeps all problems that can teach something: with p = 0 or 1 all advantages of a group are zero.
     """
     if not low < high:
         raise ValueError(f"the band low={low} < p < high={high} is empty")
@@ -286,10 +286,11 @@ def guess_rates(
     settings: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> list[PassRate]:
-    """Pass rates of the problems with `ANSWER_ONLY` added to every prompt; ``how``: as in `pass_rates`.
+    """Return the pass rates of the problems with `ANSWER_ONLY` added to every prompt; ``how`` is passed to
+    `pass_rates`.
 
-    `generate` should allow few tokens (an answer's worth, say 32), or the model reasons all the same, and a chat
-    template's thinking has to be off.
+    `generate` should allow few tokens (enough for an answer, say 32), or the model reasons all the same. The thinking
+    mode of a chat template has to be off.
     """
     asked = [{**problem, "prompt": answer_only(problem["prompt"])} for problem in problems]
     made_with = {**(settings or {}), "request": ANSWER_ONLY}
@@ -297,12 +298,12 @@ def guess_rates(
 
 
 def guessable(rates: Sequence[PassRate]) -> list[bool]:
-    """Mark the problems that were right in at least one try."""
+    """Return for each problem whether at least one try was right."""
     return [rate.successes > 0 for rate in rates]
 
 
 def answer_only(prompt: Any, request: str = ANSWER_ONLY) -> Any:
-    """The prompt with the request after its text, or after the last user message of a message list."""
+    """Return the prompt with the request after its text, or after the last user message of a message list."""
     if isinstance(prompt, str):
         return f"{prompt}\n\n{request}"
     messages = [dict(message) for message in prompt]

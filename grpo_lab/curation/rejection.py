@@ -1,14 +1,15 @@
-"""Rows built from a model's own samples: right ones to imitate, or to prefer to wrong ones, short ones to long ones.
+"""Build training rows from a model's own samples: right answers to imitate (SFT), or preference pairs (DPO).
 
-    right_answers      right → (calculations hold) → one for each way of solving → at most k a problem → SFT rows
-    contrast_pairs     a right one against a wrong one of the same problem, at most k pairs → DPO rows
-    shortest_correct   of n = 8 samples the shortest right one → SFT rows
-    preference_pairs   the shortest right one against longer ones: wrong ones, and right ones at least 1.5 times as long
+    right_answers      right → (calculations hold) → one per way of solving → at most k per problem → SFT rows
+    contrast_pairs     a right and a wrong answer to the same problem, at most k pairs → DPO rows
+    shortest_correct   the shortest right one of n = 8 samples → SFT rows
+    preference_pairs   the shortest right answer against wrong ones, and right ones at least 1.5 times as long
                        → DPO rows
 
-Two answers are the same way of solving if ``same`` maps their texts to the same value: the list of their equations
-(RFT, arXiv 2308.01825, section 3.3), or their normalised words. The last two are long2short's (Kimi k1.5, arXiv
-2501.12599, section 2.4; its two other ways are `weights.py` and RL with a length penalty). Same samples, same rows.
+Two answers solve a problem the same way if ``same`` maps their texts to the same value: the list of their equations
+(RFT, arXiv 2308.01825, section 3.3), or their normalised words. The last two functions are long2short's (Kimi k1.5,
+arXiv 2501.12599, section 2.4; its two other methods are `weights.py` and RL with a length penalty). The same samples
+always give the same rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from grpo_lab.curation.duplicates import words_of
 from grpo_lab.curation.pass_rate import PassRate
 from grpo_lab.verifiers.verdict import CORRECT_FROM
 
-#: tokens of a rejected completion over those of the chosen one, at least
+#: least ratio of the tokens of a rejected right completion to those of the chosen one
 LONGER = 1.5
 
 Length = Callable[[Any], int]  # completion -> length, in tokens of the model that will be trained
@@ -32,7 +33,8 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Sampled:
-    """A problem with its completions. `scores` and `lengths` run along `completions`; None = unscorable."""
+    """A problem with its completions. `scores` and `lengths` have one entry per completion; the score None means
+    unscorable."""
 
     prompt: Any
     completions: Sequence[Any]
@@ -49,7 +51,7 @@ class Sampled:
 
     @property
     def right(self) -> list[int]:
-        """Places of the right completions."""
+        """Indices of the right completions."""
         return [place for place, score in enumerate(self.scores) if score is not None and score >= CORRECT_FROM]
 
     @property
@@ -58,12 +60,13 @@ class Sampled:
 
     @property
     def right_by_length(self) -> list[int]:
-        """Shortest first; ties in the order they were sampled."""
+        """Indices of the right completions, shortest first; ties in the order they were sampled."""
         return sorted(self.right, key=lambda place: self.lengths[place])
 
 
 def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], length: Length) -> list[Sampled]:
-    """Problems and their `pass_rates` results as builders want them; `length` counts the tokens of a completion."""
+    """Combine problems with their `pass_rates` results for the functions here; `length` counts the tokens of a
+    completion."""
     rows: list[Sampled] = []
     for problem, rate in zip(problems, rates, strict=True):
         columns = {name: value for name, value in problem.items() if name != "prompt"}
@@ -73,7 +76,8 @@ def sampled(problems: Sequence[Mapping[str, Any]], rates: Sequence[PassRate], le
 
 
 def shortest_correct(rows: Sequence[Sampled]) -> Rows:
-    """SFT rows `prompt, completion, length, …columns`: the shortest right completion of every problem that has one."""
+    """Return SFT rows `prompt, completion, length, …columns`, the shortest right completion of each problem that has
+    one."""
     return [
         {**row.columns, "prompt": row.prompt, "completion": row.completions[best], "length": row.lengths[best]}
         for row in rows
@@ -88,14 +92,14 @@ def preference_pairs(
     wrong_must_be_longer: bool = False,
     pairs_per_problem: int | None = None,
 ) -> Rows:
-    """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length, rejected_because, …columns`.
+    """Return DPO rows `prompt, chosen, rejected, chosen_length, rejected_length, rejected_because, …columns`.
 
     Args:
-        ratio: a right completion is rejected if its length is at least `ratio` times that of the chosen one, > 1.
-        wrong_must_be_longer: the report's wording ("longer responses are treated as negative samples, including wrong
-            longer responses"); False takes every wrong completion.
-        pairs_per_problem: keep this many pairs a problem, the longest rejected first; None keeps all.
-    Unscorable completions are on neither side; a rejected text equal to the chosen one is no pair.
+        ratio: a right completion is rejected if it is at least `ratio` times as long as the chosen one; > 1.
+        wrong_must_be_longer: True follows the report's wording ("longer responses are treated as negative samples,
+            including wrong longer responses"); False takes every wrong completion.
+        pairs_per_problem: most pairs per problem, the longest rejected first; None keeps all.
+    Unscorable completions are never used. A rejected text equal to the chosen one makes no pair.
     """
     if ratio <= 1:
         raise ValueError(f"ratio={ratio}: a rejected right completion has to be longer than the chosen one, ratio > 1")
@@ -119,7 +123,8 @@ def preference_pairs(
 
 
 def normalised(text: str) -> Hashable:
-    """``same`` by words: case, layout and punctuation do not count. A text of symbols only is itself."""
+    """Return the words of a text as a key for ``same``, without case, layout and punctuation. A text of symbols only is
+    its own key."""
     return tuple(words_of(text)) or text.strip()
 
 
@@ -131,22 +136,23 @@ def right_answers(
     sound: Callable[[str], bool] | None = None,
     gold: str | None = None,
 ) -> tuple[Rows, dict[str, int]]:
-    """SFT rows `prompt, completion, source, …columns` (``own`` or ``gold``), problem by problem, and what was counted.
+    """Return SFT rows `prompt, completion, source, …columns` (source ``own`` or ``gold``), problem by problem, and
+    counts.
 
     Args:
-        per_problem: most own answers of a problem, the ways found first; None keeps all.
-        same: text → what makes two answers one way. Of several the first stays, unless a later one is farther from the
-            other ways (sum of the edit distances), as in the paper's algorithm 1.
-        sound: a right answer that it refuses is left out.
-        gold: column with a reference solution that goes first and is never left out; own answers of its way are.
+        per_problem: most own answers per problem, in the order in which their ways were found; None keeps all.
+        same: maps a text to its way of solving. Of several answers the first is kept, unless a later one is farther
+            from the other ways (sum of the edit distances), as in the paper's algorithm 1.
+        sound: right answers for which it returns False are left out.
+        gold: column with a reference solution. It comes first and is always kept; own answers of its way are left out.
 
     Returns: the rows, and the counts
         problems, solved   problems sampled, and those with a right sample (that passed ``sound``)
-        samples, scored, right, unsound   completions; unsound: right, but ``sound`` refused them
-        ways   ways of solving over all problems before the limit a problem, gold ones not counted
-        kept, gold   rows or pairs that are left, and how many of them are gold
+        samples, scored, right, unsound   completions; unsound: right, but refused by ``sound``
+        ways   ways of solving over all problems, before the limit ``per_problem``, without gold ones
+        kept, gold   rows or pairs returned, and how many of them are gold
 
-    Raises: ValueError for a limit below 1, or a column that a problem does not have.
+    Raises: ValueError if ``per_problem`` is below 1, or a problem does not have the column ``gold``.
     """
     _check_limit(per_problem)
     built: Rows = []
@@ -170,11 +176,11 @@ def right_answers(
 def contrast_pairs(
     rows: Sequence[Sampled], *, per_problem: int | None = None, same: Same = normalised
 ) -> tuple[Rows, dict[str, int]]:
-    """DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and the counts of
+    """Return DPO rows `prompt, chosen, rejected, chosen_length, rejected_length`, problem by problem, and the counts of
     `right_answers`.
 
-    With R ways of being right and W of being wrong (the first sample of each), pair i is (right[i mod R], wrong[i mod
-    W]), i < max(R, W) and < ``per_problem``: every way is used before one is used again.
+    There are R ways of being right and W of being wrong, each with its first sample. Pair i is (right[i mod R], wrong[i
+    mod W]) for i < max(R, W) and i < ``per_problem``: every way is used before one is used again.
     """
     _check_limit(per_problem)
     built: Rows = []
@@ -191,22 +197,21 @@ def contrast_pairs(
 
 
 def text_of(completion: Any) -> str:
-    """Text of a completion: itself, or its last message's."""
+    """Return the text of a completion: the string itself, or the content of its last message."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1]["content"])
 
 
 def in_form_of(prompt: Any, text: str) -> Any:
-    """Text after a text prompt, one assistant message after messages."""
+    """Return the text itself for a text prompt, else as a list of one assistant message."""
     if isinstance(prompt, str):
         return text
     return [{"role": "assistant", "content": text}]
 
 
 def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
-    """Choose one text for each way, in the order in which the ways turned up; those of ``reference``'s way are left
-    out."""
+    """Return one text per way of solving, in the order in which the ways appeared, without the way of ``reference``."""
     from rapidfuzz.distance import Levenshtein
 
     gold = [] if reference is None else [reference]
@@ -226,7 +231,7 @@ def _ways(texts: list[str], same: Same, reference: str | None) -> list[str]:
 
 
 def _firsts(row: Sampled, places: list[int], same: Same) -> list[int]:
-    """The first completion of each way, in order."""
+    """Return the index of the first completion of each way, in order."""
     found: dict[Hashable, int] = {}
     for place in places:
         found.setdefault(same(text_of(row.completions[place])), place)

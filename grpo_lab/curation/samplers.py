@@ -1,27 +1,28 @@
-"""Samplers that decide round by round, in the shape of TRL's `RepeatSampler`.
+"""Samplers that choose prompts round by round, in the shape of TRL's `RepeatSampler`.
 
-A round is one generation batch: `batch_size` different prompts. Its indices come out as
+A round is one generation batch: `batch_size` different prompts. Its indices are yielded as
 
     repeat_count times:  p₁ … p₁ (mini_repeat_count times)  p₂ … p₂  …  p_batch_size …
 
-An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices, one batch
-before the trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
+An epoch has ⌊N / batch_size⌋ rounds. A round is drawn when the data loader first asks for one of its indices. That is
+one batch before the trainer uses it (accelerate prefetches one), so a draw sees the updates received *until then*.
 
-Resume. A trainer iterates the epoch from its start and throws away what was trained on already. Draws may depend on the
-run, so the rounds drawn in the current epoch are part of the state and are replayed first, the prefetched one included.
-The generator of a round is seeded by (seed, epoch, round) alone. Every rank runs its own copy; they agree if they get
-the same updates at the same steps (`fingerprint`). The epoch is set by `set_epoch` or, where nobody calls it, counted.
+Resume. A trainer iterates the epoch from its start and skips what it has already trained on. Draws may depend on the
+run. So the rounds drawn in the current epoch, the prefetched one included, are part of the state and are replayed
+first. The random generator of a round is seeded by (seed, epoch, round) alone. Every rank runs its own copy; the copies
+agree if they get the same updates at the same steps (`fingerprint`). The epoch is set by `set_epoch`, or counted if
+nobody calls it.
 
 **Curricula by pass rate** (Kimi k1.5, arXiv 2501.12599, section 2.3.3): easy problems first; or all first and then the
-hard ones (section 3.5). How difficulty is cut, when to switch and the floor for easy problems are settings of ours.
+hard ones (section 3.5). Which problems are hard, when to switch and the floor for easy problems are settings of ours.
 
-**Prioritised sampling** (same section: proportional to 1 − s_i): problems that the model still gets wrong come more
-often, with s_i the success rate of problem i, tracked from the rollouts of the run itself. Ours: floor and estimate.
+**Prioritised sampling** (same section: proportional to 1 − s_i): problems that the model still gets wrong are drawn
+more often. s_i is the success rate of problem i, estimated from the run's own rollouts. Floor and estimate are ours.
 
     P(i) ∝ w_i = max(1 − s_i, floor)     a solved problem keeps the floor, so that forgetting is noticed
     S_i ← λ·S_i + successes,  T_i ← λ·T_i + trials,  s_i = S_i / T_i     (λ = `decay`: old policies fade)
 
-A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights; so it is a
+A round needs `batch_size` *different* problems, and drawing one after the other flattens the weights. So it is a
 systematic sample: problem i is in it with probability exactly π_i = min(1, k · w_i / Σw), Σπ_i = batch_size.
 """
 
@@ -36,21 +37,22 @@ import torch
 from torch.utils.data import Sampler
 
 _CERTAIN = 1 - 1e-9
-#: least weight of a problem, where the hardest has 1; share of the earlier counts kept when a problem is seen again
+#: least weight of a problem (the hardest has 1); factor of the earlier counts when a problem is sampled again
 FLOOR = 0.05
 DECAY = 0.8
 
 
 class RoundSampler(Sampler[int]):
-    """Base of the samplers here; a subclass says which prompts make up a round (`draw`).
+    """Base class of the samplers here; a subclass chooses the prompts of a round (`draw`).
 
     Args:
-        data_source: the dataset, for its length N.
-        mini_repeat_count: copies of every index in a row (TRL: the group size, `num_generations`).
+        data_source: the dataset, of which only the length N is read.
+        mini_repeat_count: consecutive copies of every index (TRL: the group size, `num_generations`).
         batch_size: different prompts in a round (TRL: `generation_batch_size // num_generations`).
-        repeat_count: times a round is served (TRL: `num_iterations * steps_per_generation`).
-        seed: the same on every rank.
-    Raises: ValueError for counts and seeds that are none, or fewer prompts than one round needs.
+        repeat_count: how often a round is repeated (TRL: `num_iterations * steps_per_generation`).
+        seed: must be the same on every rank.
+    Raises: ValueError if a count is not a positive integer, the seed is not an integer, or a round needs more prompts
+        than there are.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class RoundSampler(Sampler[int]):
         self._used_up = False
 
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
-        """The `batch_size` different indices of round `number` of an epoch."""
+        """Return the `batch_size` different indices of round `number` of an epoch."""
         raise NotImplementedError
 
     @property
@@ -88,14 +90,14 @@ class RoundSampler(Sampler[int]):
         return self._indices(self.epoch, self._drawn)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch; the current one keeps its rounds and is replayed from its start."""
+        """Go to an epoch. If it is the current one, its rounds are kept and replayed from the start."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._drawn = []
         self._used_up = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists: the epoch and the rounds drawn in it so far."""
+        """Return the epoch and the rounds drawn in it so far, as plain numbers and lists."""
         return {
             "sampler": type(self).__name__,
             "shape": self._shape(),
@@ -105,7 +107,8 @@ class RoundSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved; iterate from the start of the epoch afterwards. ValueError for another's."""
+        """Restore a saved state; then iterate from the start of the epoch. Raises ValueError if it is another sampler's
+        state."""
         if state.get("sampler") != type(self).__name__:
             raise ValueError(f"the state is of a {state.get('sampler')}, this is a {type(self).__name__}")
         if dict(state["shape"]) != self._shape():
@@ -118,7 +121,7 @@ class RoundSampler(Sampler[int]):
         self._drawn = [[int(index) for index in indices] for indices in state["drawn"]]
 
     def fingerprint(self) -> int:
-        """A number below 2⁵³ that differs if anything in the state differs; compare it over ranks."""
+        """Return a number below 2⁵³ that changes with any part of the state; it must be equal on all ranks."""
         text = json.dumps(self.state_dict(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
@@ -137,7 +140,7 @@ class RoundSampler(Sampler[int]):
 
 
 def seeded(*numbers: int) -> torch.Generator:
-    """A generator that depends on these integers only."""
+    """Return a random generator seeded by these integers only."""
     digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
     generator = torch.Generator()
     generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -145,11 +148,11 @@ def seeded(*numbers: int) -> torch.Generator:
 
 
 class CurriculumSampler(RoundSampler):
-    """Easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
+    """Sampler from easy to hard: every epoch visits the problems by falling pass rate, ties in random order.
 
-    Where N is no multiple of `batch_size`, random rows are left out of an epoch, or the hardest would never be seen.
+    If N is no multiple of `batch_size`, an epoch leaves out random rows; otherwise the hardest would never be visited.
 
-    Args: pass_rates: one a row, in [0, 1]; shape: as in `RoundSampler`.
+    Args: pass_rates: one per row, in [0, 1]; shape: as in `RoundSampler`.
     """
 
     def __init__(self, data_source: Sized, pass_rates: Sequence[float], *shape: int, **more: int) -> None:
@@ -164,15 +167,15 @@ class CurriculumSampler(RoundSampler):
 
 
 class UniformThenHardSampler(RoundSampler):
-    """All problems, shuffled, for the first `uniform_rounds` rounds of the run; from then on only problems with a pass
-    rate below `hard_below`, shuffled, again and again.
+    """Sampler of all problems, shuffled, for the first `uniform_rounds` rounds of the run; after that, only of problems
+    with a pass rate below `hard_below`, shuffled again and again.
 
     Args:
-        pass_rates: one a row, in [0, 1].
-        uniform_rounds: generation batches, counted over epochs.
-        hard_below: a problem is hard if its pass rate is smaller; at least `batch_size` problems have to be.
+        pass_rates: one per row, in [0, 1].
+        uniform_rounds: number of generation batches, counted over epochs.
+        hard_below: problems with a smaller pass rate are hard; there must be at least `batch_size` of them.
         floor: chance of an easy problem in the hard phase relative to a hard one's, in [0, 1]. With 0 the hard problems
-            are gone through lap by lap; else every round is drawn by these weights (`systematic_sample`).
+            are visited pass by pass; otherwise every round is drawn by these weights (`systematic_sample`).
     """
 
     def __init__(
@@ -210,14 +213,14 @@ class UniformThenHardSampler(RoundSampler):
         return self._shuffled(self._hard, position - self.uniform_rounds, phase=1)
 
     def _shuffled(self, pool: torch.Tensor, position: int, phase: int) -> list[int]:
-        """Round `position` of the pool, shuffled anew whenever it has been gone through."""
+        """Return round `position` of the pool, which is shuffled anew after every full pass."""
         lap, place = divmod(position, len(pool) // self.batch_size)
         order = pool[torch.randperm(len(pool), generator=seeded(self.seed, phase, lap))]
         return [int(index) for index in order[place * self.batch_size : (place + 1) * self.batch_size]]
 
 
 def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rates") -> torch.Tensor:
-    """[N] float64, or ValueError."""
+    """Return them as [N] float64. Raises ValueError if one is not in [0, 1] or N is not `rows`."""
     if len(pass_rates) != rows:
         raise ValueError(f"{name} needs {rows} pass rates, one a row; got {len(pass_rates)}")
     if wrong := [rate for rate in pass_rates if rate is None or not 0 <= rate <= 1]:
@@ -226,12 +229,12 @@ def checked_rates(pass_rates: Sequence[float], rows: int, name: str = "pass_rate
 
 
 class PrioritizedSampler(RoundSampler):
-    """Rounds drawn ∝ max(1 − s_i, floor); see the module for the formula, `RoundSampler` for the other arguments.
+    """Sampler that draws rounds ∝ max(1 − s_i, floor). The module has the formula, `RoundSampler` the other arguments.
 
     Args:
-        initial: s_i until the first update, one number or one a problem; 0 lets unseen problems come first.
+        initial: s_i before the first update, one number or one per problem; 0 draws unseen problems first.
         floor: least weight, in (0, 1]; 1 is uniform sampling.
-        decay: λ in [0, 1]; 0 believes the last update only, 1 never forgets.
+        decay: λ in [0, 1]; with 0 only the last update counts, with 1 no update fades.
     """
 
     def __init__(
@@ -259,7 +262,8 @@ class PrioritizedSampler(RoundSampler):
         self.trials = torch.zeros_like(self._successes)  # T_i, 0 before the first update
 
     def update(self, index: int, successes: float, trials: float) -> None:
-        """`successes` of `trials` scorable completions of problem `index` were right; the same call on every rank."""
+        """Record that `successes` of `trials` scorable completions of problem `index` were right. Every rank makes the
+        same call."""
         if not 0 <= index < self.num_samples:
             raise ValueError(f"index={index} is not a row of the data (0 … {self.num_samples - 1})")
         if not 0 <= successes <= trials:
@@ -270,19 +274,19 @@ class PrioritizedSampler(RoundSampler):
 
     @property
     def success_rates(self) -> torch.Tensor:
-        """s_i, [N] float64."""
+        """Success rates s_i, [N] float64."""
         return torch.where(self.trials > 0, self._successes / self.trials, self._initial)
 
     @property
     def weights(self) -> torch.Tensor:
-        """w_i = max(1 − s_i, floor), [N] float64."""
+        """Weights w_i = max(1 − s_i, floor), [N] float64."""
         return (1 - self.success_rates).clamp(min=self.floor)
 
     def draw(self, epoch: int, number: int, generator: torch.Generator) -> list[int]:
         return systematic_sample(inclusion_probabilities(self.weights, self.batch_size), generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Adds S and T to the rounds."""
+        """Return the state with S and T added."""
         return {**super().state_dict(), "successes": self._successes.tolist(), "trials": self.trials.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,7 +296,7 @@ class PrioritizedSampler(RoundSampler):
 
 
 def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """π_i = min(1, k·w_i) with k such that Σπ_i = count. [N] float64, all weights positive, count ≤ N."""
+    """Return π_i = min(1, k·w_i), [N] float64, with k such that Σπ_i = count. All weights positive, count ≤ N."""
     certain = torch.zeros_like(weights, dtype=torch.bool)
     while True:
         rest = count - int(certain.sum())
@@ -305,10 +309,10 @@ def inclusion_probabilities(weights: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def systematic_sample(chance: torch.Tensor, generator: torch.Generator) -> list[int]:
-    """A set of Σπ indices that holds i with probability π_i exactly, in random order.
+    """Draw Σπ different indices, in random order, so that i is among them with probability exactly π_i.
 
-    The indices are laid out in random order as intervals of length π_i; points at u, u + 1, u + 2, … with u uniform in
-    [0, 1) pick an interval each, and none twice as π_i ≤ 1.
+    The indices are laid out in random order as intervals of length π_i. The points u, u + 1, u + 2, … with u uniform in
+    [0, 1) pick an interval each; none is picked twice as π_i ≤ 1.
     """
     certain = torch.nonzero(chance >= _CERTAIN).flatten()
     free = torch.nonzero(chance < _CERTAIN).flatten()

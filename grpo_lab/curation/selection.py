@@ -1,16 +1,16 @@
-"""Rows going through filters, with every score they were given.
+"""Apply filters to rows, and keep every score that a row was given.
 
     selection = Selection(rows, shown="prompt")
     selection.score("kind", [question_kind(row["prompt"]) for row in rows])
     selection.keep("open questions", [...mask over all rows...], reasons=[...])
     selection.kept_rows(), selection.scored_rows(), selection.report()
 
-Filters see all rows, so the order of the filters decides only to which one a dropped row is put down: the first that
-refused it. What else would have refused it is counted as well. The report is shown on the terminal here, as a page in
-`evaluation/curation_page.py`.
+Every filter judges all rows. So the order of the filters only decides to which of them a dropped row is attributed: the
+first that refused it. The report also counts what each filter alone would have refused. It is printed on the terminal
+here, and as a page in `evaluation/curation_page.py`.
 
-`balance`: the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance subjects
-and difficulties without saying how; a cap on every domain with a random choice inside it is ours.
+`balance` keeps the same number of rows from every domain. Kimi k1.5 (section 2.1) and Qwen3 (section 4.2) balance
+subjects and difficulties without saying how. A limit per domain with a random choice inside it is ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_lab.visible import visible
 
 @dataclass(frozen=True)
 class DroppedExample:
-    """A row that a filter dropped, as the report shows it: number, text cut to a readable length, why it went."""
+    """A dropped row as the report shows it: its number, its text cut to a readable length, and the reason."""
 
     row: int
     text: str
@@ -34,8 +34,8 @@ class DroppedExample:
 
 @dataclass(frozen=True)
 class FilterOutcome:
-    """What one filter did: of `before` rows that reached it, it dropped `dropped`. `refused` counts all rows of
-    the data that it would drop, those included that an earlier filter had dropped."""
+    """What one filter did: of the `before` rows that reached it, it dropped `dropped`. `refused` counts all rows of the
+    data that it would drop, including those that an earlier filter had dropped."""
 
     name: str
     setting: str
@@ -46,7 +46,7 @@ class FilterOutcome:
 
     @property
     def share(self) -> float:
-        """dropped / before, 0 where nothing came in."""
+        """dropped / before; 0 if no row reached the filter."""
         if self.before:
             return self.dropped / self.before
         return 0.0
@@ -54,7 +54,7 @@ class FilterOutcome:
 
 @dataclass(frozen=True)
 class CurationReport:
-    """A curation in numbers: rows that came in, rows kept, what each filter did, and notes in words."""
+    """A curation in numbers: rows before, rows kept, what each filter did, and notes in words."""
 
     title: str
     rows: int
@@ -63,7 +63,7 @@ class CurationReport:
     notes: tuple[str, ...] = ()
 
     def print(self, console: Any = None) -> None:
-        """Show the report on a terminal (rich); `console` is a `rich.console.Console`, by default a new one."""
+        """Print the report on a terminal (rich); `console` is a `rich.console.Console`, by default a new one."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -92,7 +92,8 @@ _SHOWN_CHARACTERS = 600
 
 
 class Selection:
-    """See the module. `shown` is the column (str or message list) that examples in the report are shown by."""
+    """Rows, their scores, and the filters applied to them. `shown` is the column (str or message list) that the report
+    quotes."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, shown: str = "prompt", title: str = "curation") -> None:
         for index, row in enumerate(rows):
@@ -106,7 +107,7 @@ class Selection:
         self._outcomes: list[FilterOutcome] = []
 
     def score(self, name: str, values: Sequence[Any]) -> None:
-        """Add a column to the scored rows; `values` runs along the rows."""
+        """Add a column of scores; `values` has one entry per row."""
         self._check_length(name, values)
         if name in self._scores or (self._rows and name in self._rows[0]) or name in {"kept", "dropped_by"}:
             raise ValueError(f"the rows have a column {name!r} already; give the score another name")
@@ -115,7 +116,8 @@ class Selection:
     def keep(
         self, name: str, mask: Sequence[bool], *, setting: str = "", reasons: Sequence[str | None] | None = None
     ) -> None:
-        """Apply a filter: `mask` over *all* rows, True keeps one; `setting` (the rule) and `reasons` are reported."""
+        """Apply a filter. `mask` covers *all* rows, True keeps one; `setting` (the rule) and `reasons` appear in the
+        report."""
         why = [None] * len(self._rows) if reasons is None else reasons
         self._check_length(name, mask)
         self._check_length(f"reasons of {name}", why)
@@ -134,20 +136,21 @@ class Selection:
 
     @property
     def mask(self) -> list[bool]:
-        """Mask of the rows that are left."""
+        """True for each row that no filter has dropped."""
         return [by is None for by in self._dropped_by]
 
     def kept_rows(self) -> list[dict[str, Any]]:
-        """The rows that are left, with every score as a column."""
+        """Return the rows that are left, with every score as a column."""
         return [self._scored(index) for index, kept in enumerate(self.mask) if kept]
 
     def scored_rows(self) -> list[dict[str, Any]]:
-        """All rows, with every score as a column, `kept` and `dropped_by` (the first filter that refused it)."""
+        """Return all rows with every score as a column, `kept`, and `dropped_by` (the first filter that refused the
+        row)."""
         by_row = enumerate(self._dropped_by)
         return [{**self._scored(index), "kept": by is None, "dropped_by": by} for index, by in by_row]
 
     def scored_columns(self) -> Iterator[tuple[str, list[Any]]]:
-        """Yield the rows with their scores, column by column: they need not be in memory together with the rows."""
+        """Yield the rows with their scores, column by column, so that no second copy of all rows is in memory."""
         for name in self._rows[0] if self._rows else ():
             yield name, [row[name] for row in self._rows]
         yield from ((name, list(values)) for name, values in self._scores.items())
@@ -166,7 +169,7 @@ class Selection:
 
 
 def shown_text(prompt: Any) -> str:
-    """Cut the text of a prompt (a text or a list of messages) to what a report shows."""
+    """Return the text of a prompt (a text or a list of messages), cut to the length that a report shows."""
     if isinstance(prompt, str):
         text = prompt
     else:
@@ -184,13 +187,13 @@ def balance(
 
     Args:
         rows: the data.
-        by: the column that names the domain, or a function of the row. A row without a value (`is_missing`) is of no
-            domain: it is not kept, and never the smallest one.
-        per_domain: rows a domain may keep, one number for all or one for each domain; None takes the size of the
-            smallest domain. A domain with fewer rows keeps all it has.
-        seed: which rows of a domain stay depends on this and on nothing of the other domains.
-    Raises: ValueError for a missing column, rows of which none has a value, a negative number or a domain that a
-        `per_domain` mapping does not name.
+        by: the column that names the domain, or a function of the row. A row without a value (`is_missing`) has no
+            domain and is not kept; such rows never count as the smallest domain.
+        per_domain: most rows per domain, one number for all or one for each domain; None takes the size of the smallest
+            domain. A domain with fewer rows keeps them all.
+        seed: which rows of a domain are kept depends on this alone, not on the other domains.
+    Raises: ValueError if a column is missing, no row has a value, a number is negative, or a `per_domain` mapping lacks
+        a domain.
     """
     members: dict[Hashable, list[int]] = {}
     for index, row in enumerate(rows):
@@ -219,5 +222,5 @@ def balance(
 
 
 def is_missing(value: Any) -> bool:
-    """True for what names no domain: None, NaN, an empty text."""
+    """Return whether a value names no domain: None, NaN or an empty text."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())

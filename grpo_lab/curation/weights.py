@@ -1,5 +1,5 @@
-"""The average of two checkpoints, tensor by tensor: the first of Kimi k1.5's long2short ways (section 2.4, "Model
-Merging": a long-CoT and a short-CoT model averaged with equal weights, no training).
+"""Average two checkpoints tensor by tensor: the first of Kimi k1.5's long2short methods (section 2.4, "Model Merging":
+a long-CoT and a short-CoT model averaged with equal weights, without training).
 
     out = alpha · a + (1 − alpha) · b,   in float32, stored in the dtype of a
 """
@@ -43,13 +43,13 @@ _OF_A_MODEL = (
 def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, alpha: float = 0.5) -> Path:
     """Write the average of two Hugging Face checkpoint folders (safetensors, one file or sharded) to a new folder.
 
-    The tokenizer, processors, code and licences are copied from `a_dir`, and nothing that tells how it was trained. The
-    shards are cut as in `a_dir`. The folder appears under its name only when it is complete. Buffers that are not
-    floating point have to be equal.
+    The tokenizer, processors, code and licences are copied from `a_dir`, but no record of its training. The shards are
+    split as in `a_dir`. The folder gets its name only when it is complete. Buffers that are not floating point must be
+    equal in both.
 
     Args: alpha: share of a, in [0, 1]; 1 gives the weights of a, 0 those of b.
     Raises: ValueError if alpha is out of range, a folder has no safetensors, the tensors differ in name or shape, a
-        buffer differs, or `out_dir` exists and is not empty. NumbersError where the average is not finite.
+        buffer differs, or `out_dir` exists and is not empty. NumbersError if the average is not finite.
     """
     from grpo_lab.finite import NumbersError, not_finite
 
@@ -80,7 +80,8 @@ def average_weights(a_dir: str | Path, b_dir: str | Path, out_dir: str | Path, a
 
 
 def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Tensor → file of both. ValueError where a folder has no safetensors, or they hold other tensors."""
+    """Return tensor name → file name for both. Raises ValueError if a folder has no safetensors or the tensor names
+    differ."""
     files_a = _tensor_files(Path(a_dir))
     files_b = _tensor_files(Path(b_dir))
     if files_a.keys() != files_b.keys():
@@ -91,7 +92,7 @@ def check_mergeable(a_dir: str | Path, b_dir: str | Path) -> tuple[dict[str, str
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
-    """tensor name -> file name."""
+    """Return tensor name → file name of a checkpoint folder."""
     from safetensors import safe_open
 
     if not folder.is_dir():

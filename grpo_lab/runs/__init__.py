@@ -1,1 +1,1 @@
-"""A run of any command: its folder, whether it is the same one, being asked to stop, and its stages."""
+"""A run of any command: its output folder, the comparison with an earlier run, stop requests, and its stages."""

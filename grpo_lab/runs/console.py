@@ -1,6 +1,6 @@
-"""Words of a command: a recipe's settings in words, the plan of a dry run, and, of what the libraries print, a line of
-progress: no bars for loading, saving and mapping, no dictionary of metrics per log, no notes and warnings for the
-libraries' developers. Errors, warnings about weights and data, and this package's own lines stay."""
+"""Terminal output of a command: settings in words, and the plan of a dry run. Of what the libraries print it leaves a
+line of progress: no bars for loading, saving and mapping, no dictionary of metrics per log, no notes and warnings for
+their developers. Errors, warnings about weights and data, and this package's own lines stay."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXPERIMENTAL = r"You are (importing from 'trl\.experimental'|using '\w+', which 
 
 
 def describe(settings: Any) -> str:
-    """Describe settings in words; None was not applied."""
+    """Return settings in words; None reads "not applied"."""
     if settings is None:
         return "not applied"
     if isinstance(settings, DataSection):
@@ -53,13 +53,13 @@ def describe(settings: Any) -> str:
 
 
 def settings_in_words(training: Mapping[str, Any]) -> str:
-    """Describe the settings of a trainer of TRL's."""
+    """Return the settings of a TRL trainer in words."""
     return ", ".join(f"{name} {value}" for name, value in training.items()) or "TRL's defaults"
 
 
 def count_of(rows: Any, section: DataSection) -> str:
-    """Say how many rows there are, and where from. For made ones the recipe says how many, whatever was made of
-    them."""
+    """Return the number of rows and their source, in words. For generated rows the recipe gives the number, whatever
+    was generated."""
     count = None if rows is None else len(rows)
     if section.loader in MADE and isinstance(section.arguments.get("n"), int):
         count = min(section.arguments["n"], section.limit or section.arguments["n"])
@@ -67,15 +67,15 @@ def count_of(rows: Any, section: DataSection) -> str:
 
 
 def model_of(path: str) -> str:
-    """A saved model, and when one that is not here will be."""
+    """Return the path of a saved model; add to a hub name when it will be loaded."""
     if is_local(path):
         return path
     return f"{path} (a hub name: loaded when sampling starts)"
 
 
 def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -> None:
-    """The plan of a dry run, a fact a line; long ones wrap between words, and no word is broken (a folder can be
-    copied)."""
+    """Print the plan of a dry run, one fact per line. Long lines wrap between words and break none, so that a folder
+    can be copied."""
     console = console or Terminal()
     console.print(f"{name}: what will happen\n", style="italic", soft_wrap=True)
     room = max(map(len, facts), default=0)
@@ -88,13 +88,13 @@ def show(name: str, facts: Mapping[str, str], console: Terminal | None = None) -
 
 
 class NoLine(TrainerCallback):  # type: ignore[misc]
-    """Takes the place of HF's printer of dictionaries, where ``disable_tqdm`` asks for no bar."""
+    """Replaces transformers' `PrinterCallback`, which prints dictionaries if ``disable_tqdm`` switches the bar off."""
 
 
 @contextlib.contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Inside the block the libraries keep to a line of progress, by their own switches; afterwards everything is as it
-    was. ``verbose`` changes nothing of what they print."""
+    """Inside the block, reduce what the libraries print to a line of progress, by their own switches; restore them
+    afterwards. With ``verbose`` they print as usual."""
     from transformers import trainer
 
     ours: dict[str, Any] = {"DEFAULT_PROGRESS_CALLBACK": OneLine, "PrinterCallback": NoLine}
@@ -108,7 +108,7 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 
 def _silence(stack: contextlib.ExitStack) -> None:
-    """Loggers, bars (loading, saving, mapping rows) and warnings."""
+    """Silence loggers, bars (loading, saving, mapping rows) and warnings until ``stack`` closes."""
     import datasets
     from tqdm.contrib.logging import logging_redirect_tqdm
     from transformers.utils import logging as theirs

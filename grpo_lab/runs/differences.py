@@ -1,4 +1,4 @@
-"""Differences between two runs: settings by their flat names, rows and releases, in one sentence each."""
+"""Differences between two runs in settings (by flat names), rows and package versions, each in one sentence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PACKAGES = ("grpo_lab", "torch", "transformers", "trl", "accelerate", "peft", "d
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that differs, as it was and as it is asked for now."""
+    """A setting that differs: its old value, and the one asked for now."""
 
     name: str
     old: Any
     new: Any
 
     def of(self, *names: str) -> bool:
-        """Return whether it is one of these settings, or inside one of these sections."""
+        """Return whether it is one of the named settings, or inside one of the named sections."""
         return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
 
     def __str__(self) -> str:
@@ -40,14 +40,14 @@ class Difference:
 
 
 def plain_settings(recipe: Any) -> dict[str, Any]:
-    """A recipe as JSON gives it back: plain values only."""
+    """Return a recipe as plain values, as JSON gives it back."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     return plain
 
 
 def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
-    """Settings that a run's files follow from, as JSON gives them back; ``models`` are paths, and those that are here
-    count by what they hold."""
+    """Return the settings that a run's files depend on, as JSON gives them back. ``models`` are paths; local ones are
+    compared by their contents."""
     said = {name: value for name, value in plain_settings(recipe).items() if name not in OF_NO_FILE}
     return {**said, "model_files": {path: model_files(path) for path in sorted(str(m) for m in models if is_local(m))}}
 
@@ -55,10 +55,10 @@ def settings_of(recipe: Any, *models: Any) -> dict[str, Any]:
 def earlier_run(
     recipe: Any, command: str, overwrite: bool, settings: Callable[[Any], Mapping[str, Any]], marker: str = RUN
 ) -> dict[str, Any]:
-    """Read what ``run.json``, or another ``marker``, says of an earlier run of ``command`` in the recipe's folder; `{}`
-    for a new folder, and with ``overwrite``. ValueError where the folder holds something else, or a run of other
-    ``settings`` (what two runs must have in common, of a recipe), which are named; one that failed before it had
-    written anything leaves the folder."""
+    """Return what ``run.json``, or another ``marker``, records of an earlier run of ``command`` in the recipe's folder.
+    Return `{}` for a new folder, with ``overwrite``, or if that run failed before it had written anything. Raises
+    ValueError if the folder holds something else, or a run with other ``settings(recipe)``, which it names; these are
+    what two runs must have in common."""
     found = record_of(recipe.output_dir, command, marker)
     failed = not found.get("finished") and is_only_marked(recipe.output_dir)
     if overwrite or not found or failed:
@@ -74,7 +74,7 @@ def refuse_other_settings(
     now: Mapping[str, Any],
     may_differ: Callable[[Difference], bool] = lambda one: False,
 ) -> list[Difference]:
-    """Return what differs between two recipes of plain values. ValueError names what is not among what
+    """Return the differences between two recipes of plain values. Raises ValueError, naming those that are not
     ``may_differ``."""
     found = differing(then, now)
     if refused := [one for one in found if not may_differ(one)]:
@@ -86,7 +86,7 @@ def refuse_other_settings(
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """List every setting that is not the same in two mappings of plain values."""
+    """Return every setting that is not the same in two mappings of plain values."""
     before = dict(flat(then))
     after = dict(flat(now))
     every = [Difference(name, before.get(name), after.get(name)) for name in sorted({*before, *after})]
@@ -94,7 +94,7 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differenc
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name → value. Flat settings have no section; what is empty or unset does not appear."""
+    """Yield (dotted name, value). Sections in ``FLAT`` are left out of the name; empty or unset values are skipped."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             inside = f"{name}.{key}" if name else str(key)
@@ -119,8 +119,8 @@ def _shown(value: Any) -> str:
 
 
 def rows_fingerprint(rows: Any) -> dict[str, Any]:
-    """Number and short hash of the rows in their order: names and values of their columns, an image by its bytes."""
-    from datasets import Image  # a second, and most of what stands here needs none
+    """Return the number of rows and a short hash of them in order: column names and values, an image by its bytes."""
+    from datasets import Image  # takes a second to import, and most functions here do not need it
 
     for name, feature in (rows.features or {}).items():
         if isinstance(feature, Image):
@@ -132,7 +132,7 @@ def rows_fingerprint(rows: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    """Write in words what JSON has no form for; never an address in memory."""
+    """Return as text a value that JSON has no form for; never with an address in memory."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     has_text = type(value).__repr__ is not object.__repr__ and " at 0x" not in repr(value)
@@ -140,7 +140,8 @@ def _plain(value: Any) -> str:
 
 
 def refuse_other_rows(folder: Path, then: Any, now: Mapping[str, Any]) -> None:
-    """ValueError where the rows are not those that the run began with (``rows_fingerprint``; None: it does not say)."""
+    """Raise ValueError if the rows are not those that the run began with, by ``rows_fingerprint``; ``then`` None is
+    unknown."""
     if then is not None and then != now:
         raise ValueError(
             f"the data of the run in {str(folder)!r} has changed since: {then['count']} rows ({then['fingerprint']}) → "
@@ -150,7 +151,7 @@ def refuse_other_rows(folder: Path, then: Any, now: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the machine and the packages that numbers depend on."""
+    """Return the versions of Python, the machine and the packages that numbers depend on."""
     return dict(_versions())
 
 
@@ -166,7 +167,7 @@ def _versions() -> dict[str, str]:
 
 
 def other_releases(record: Mapping[str, Any]) -> list[str]:
-    """Old → new, of what ``run.json`` says the run was computed with; empty where it says nothing yet."""
+    """Return "name old → new" for each version that differs from ``run.json``; empty if it records none yet."""
     then = record.get("versions") or {}
     now = versions()
     names = sorted({*then, *now}) if then else []

@@ -1,7 +1,8 @@
-"""A run's output folder: what marks it as whose, and one process at a time that writes into it.
+"""A run's output folder: the files that mark whose it is, and a lock so that only one process at a time writes into it.
 
-``run.lock`` is locked (POSIX, ``fcntl``) by the process that writes, and opened by the kernel when that is killed. On a
-file system without such locks nothing is guarded. ``trainer.train()`` in a script takes none, as in TRL."""
+The writing process locks ``run.lock`` (POSIX, ``fcntl``); the kernel unlocks it if that process is killed. On a file
+system without such locks nothing is guarded. ``trainer.train()`` in a script takes no lock, as in TRL.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ RESCUE = (
 
 
 class FolderGone(OSError):
-    """The folder was removed, or moved away, while a run wrote into it."""
+    """Raised if the folder was removed, or moved away, while a run wrote into it."""
 
 
 @contextmanager
 def one_writer(folder: Path, lock: str = LOCK, what: str = "") -> Iterator[None]:
-    """Hold ``lock`` in ``folder``, which is made where it is not there, for the block: no other process does, then.
-    ``what`` it is a lock of; default: of the folder. ValueError: another process has it (which, where, since when), or
-    a link stands in the place of the lock. FolderGone, in place of what came of the block: half a run may stand where
-    the folder was."""
+    """Hold the file ``lock`` in ``folder`` during the block, so that no other process can; the folder is made if
+    missing. ``what`` names the locked thing in messages; by default it is the folder. Raises ValueError if another
+    process has the lock (which, where, since when), or if it is a symbolic link. Raises FolderGone, whatever the
+    block's outcome, if the folder was removed: half a run may be where it was."""
     file = folder / lock
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -90,7 +91,8 @@ def _locked(opened: int, file: Path) -> bool:
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
-    """Try it, where the folder is or would be made, and leave no trace. ValueError where nothing can be written."""
+    """Check that files can be written to the folder, or where it would be made; leave no trace. Raises ValueError if
+    not."""
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
     if there.is_dir():
         why = ""
@@ -103,7 +105,7 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
         if not why:
             tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # to be mended, and then the same command goes on
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # with room again, the same command goes on
             raise
         why = f"nothing may be written there ({error.strerror})"
     if why:
@@ -111,22 +113,22 @@ def check_writable(folder: Path, setting: str = "output_dir") -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether nothing is in it but the lock, what a pipeline says of its stage there, and the half of a first
-    file where a kill fell (``grpo_lab.io``)."""
+    """Return whether the folder holds nothing but its lock, a pipeline's marker of the stage, and half of a first file
+    (``grpo_lab.io``), left when a run was killed."""
     return all(entry.name in (LOCK, STAGE) or entry.name.endswith(".json.part") for entry in folder.iterdir())
 
 
 def is_only_marked(folder: Path) -> bool:
-    """Return whether a command has said in ``folder`` that it is its own, and no file of what it makes is there."""
+    """Return whether ``folder`` holds at most a command's own markers, and no file that it makes."""
     marks = (LOCK, RUN, STAGE)
     files = (one for one in folder.rglob("*") if not one.is_dir() and not one.name.endswith(".json.part"))
     return all(one.parent == folder and one.name in marks for one in files)
 
 
 def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str, Any]:
-    """Read what an earlier run of ``command`` (None: of `grpo-lab train`) says of itself in ``folder``, `{}` for a new
-    one; a ``marker`` other than ``run.json`` is of one command alone. ValueError: the folder holds something else, or
-    nothing can be written there. Nothing is."""
+    """Return what an earlier run of ``command`` (None: of `grpo-lab train`) records in ``folder``; `{}` for a new one.
+    A ``marker`` other than ``run.json`` belongs to one command alone. Raises ValueError if the folder holds something
+    else, or cannot be written. Writes nothing."""
     check_writable(folder)
     found = read_marker(folder / marker)
     if found and (marker != RUN or found.get("pipeline") == command):
@@ -137,28 +139,28 @@ def record_of(folder: Path, command: str | None, marker: str = RUN) -> dict[str,
 
 
 def write_run(folder: Path, summary: Mapping[str, Any]) -> None:
-    """``run.json``: what was run, and how far it has come."""
+    """Write ``run.json``: what was run, and how far it has come."""
     write_json(folder / RUN, summary)
 
 
 def read_marker(file: Path, advice: str = RESCUE, needs: Fields | None = None) -> dict[str, Any]:
-    """Read what marks a folder as ours; empty where there is no such file. ValueError with ``advice``: it is damaged,
-    or lacks a field that it ``needs``."""
+    """Return the contents of a file that marks a folder as ours; empty if it does not exist. Raises ValueError, with
+    ``advice``, if it is damaged or lacks a field that it ``needs``."""
     if file.is_file():
         return read_record(file, needs, advice)
     return {}
 
 
 def problems_in(file: Path) -> int:
-    """Count the problems that a file of samples holds: its whole lines after the header."""
+    """Return the number of problems in a file of samples: its whole lines after the header."""
     if file.is_file():
         return max(0, file.read_bytes().count(b"\n") - 1)
     return 0
 
 
 def kept(recipe: Any) -> str:
-    """Say what is in the folder of a command that Ctrl-C ended: stages that are done, samples, the newest checkpoint;
-    of a pipeline also what the stage under way has."""
+    """Say what a command that Ctrl-C ended has left in its folder: finished stages, samples, the newest checkpoint; of
+    a pipeline also what its unfinished stages have."""
     folder: Path = recipe.output_dir
     seconds = read_marker(folder / RUN).get("seconds")
     found = []
@@ -176,7 +178,7 @@ def kept(recipe: Any) -> str:
 
 
 def _half_done(folder: Path) -> list[str]:
-    """The newest checkpoint and the problems that were sampled in ``folder``, a command's, and in those of its
+    """Return in words the newest checkpoint and the numbers of sampled problems and answers in ``folder`` and its
     rounds."""
     steps = [int(place.name[11:]) for place in folder.glob("checkpoint-*") if place.name[11:].isdigit()]
     found = []

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` in a run's folder: every log with its step, cut back where a run is gone on with."""
+"""``metrics.jsonl`` in a run's folder: every log with its step; a resumed run first cuts it back to its own step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_lab.reading import checked_object, json_lines
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]
-    """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside``: numbers that are written
-    in front of it, and in no other log."""
+    """Appends every log of the main process to ``metrics.jsonl``, with its step. ``beside`` returns numbers that are
+    written in front of it, and to no other log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -26,9 +26,9 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]
 
 
 def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
-    """Leave the lines of ``metrics.jsonl`` up to ``step``: those after it will be written again, and so will, where it
-    is due, the evaluation after ``step``. What a kill has left behind the last of them goes, too. ValueError: a line
-    among them is damaged."""
+    """Keep the lines of ``metrics.jsonl`` up to ``step``; a resumed run writes the later ones again. If
+    ``evaluation_due``, it also repeats the evaluation at ``step``, whose lines go. Damaged lines at the end, left by a
+    kill, go too. Raises ValueError if an earlier line is damaged."""
     if not file.is_file():
         return
     kept: list[int] = []
@@ -47,7 +47,7 @@ def cut_metrics(file: Path, step: int, evaluation_due: bool = False) -> None:
     for number, why in damaged.items():
         if kept and number < kept[-1]:
             raise ValueError(f"{file}, line {number}: {why}: remove that line, and the run goes on without it")
-    lines = file.read_bytes().split(b"\n")[:-1]  # what has no end was not written whole
+    lines = file.read_bytes().split(b"\n")[:-1]  # a last line without a newline was not written whole
     chosen = [lines[number - 1].decode() + "\n" for number in kept if number <= len(lines)]
     write_whole_text(file, "".join(chosen))
 

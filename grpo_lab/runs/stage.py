@@ -1,5 +1,5 @@
-"""Workspace of a stage: what every kind of stage is given, and what it gives back. ``stages/`` has what they do;
-``pipelines/stage_engine.py`` carries them out."""
+"""What every kind of stage is given (`Workspace`), and what it returns (facts). ``stages/`` has what they do;
+``pipelines/stage_engine.py`` runs them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _collected = [0.0]
 
 @dataclass
 class Workspace:
-    """The place where stages work: the folder of their files and markers; ``stop``, asked between two things that are
-    done (``check``) and around a training; the facts of the stages that are done."""
+    """What stages work with: the folder of their files and markers, the requests to ``stop``, and the facts of finished
+    stages. A stage calls ``stop.check`` between two pieces of work, and trains inside ``stop.training``."""
 
     folder: Path
     stop: StopRequests
@@ -36,7 +36,7 @@ class Workspace:
 
 
 def __getattr__(name: str) -> Any:
-    """``At`` is the deprecated name of ``Workspace``, which a team's kinds of stage may import."""
+    """Return ``Workspace`` for its deprecated name ``At``, which a team's kinds of stage may import."""
     if name != "At":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     message = "`grpo_lab.runs.stage.At` is called `Workspace` now; the old name goes with the next release"
@@ -45,6 +45,6 @@ def __getattr__(name: str) -> Any:
 
 
 def plain_facts(found: Mapping[str, Any] | None) -> Facts:
-    """Return the facts of a stage as JSON gives them back."""
+    """Return the facts of a stage as plain values, as JSON gives them back."""
     plain: Facts = json.loads(json.dumps(dict(found or {}), default=str))
     return plain

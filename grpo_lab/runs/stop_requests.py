@@ -1,14 +1,15 @@
-"""Asked to stop, in every command: what is under way is finished or left, what is done stays, and the command can be
-gone on with.
+"""Requests to stop, in every command. Current work is finished or dropped, finished work is kept, and the same command
+goes on later.
 
     a batch of samples    is finished and written
     an optimizer step     is finished, with a checkpoint (``trainer.resume.stop``, ``trainer.supervised.stoppable``)
-    an evaluation         of `grpo-lab evaluate` keeps its answers; within a run it is made again as a whole
+    an evaluation         keeps its answers in `grpo-lab evaluate`; within a run it is repeated as a whole
     anything else         ends at once, and is done again
 
-SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` ask; the last two are
-looked at before each batch, after each step, and once a second beside them. Ctrl-C ends everything at once but an
-optimizer step, and that at the second one."""
+SIGTERM, SIGUSR1, a stop file (``stop_file``, else ``STOP`` in the folder) and ``max_hours`` request a stop. The last
+two are checked before each batch, after each step, and once a second by a thread. Ctrl-C ends everything at once but an
+optimizer step, which ends at the second one.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Interrupted(Exception):
-    """The run was asked to end, and has what it needs to go on."""
+    """Raised if the run was asked to stop and has what it needs to go on."""
 
     def __init__(self, name: str, step: int | None, folder: Path) -> None:
         if step is None:
@@ -57,7 +58,7 @@ class Interrupted(Exception):
 
 
 class StoppedByUser(KeyboardInterrupt):
-    """Ctrl-C in a command that knows itself what it kept."""
+    """Raised for Ctrl-C in a command that itself says what it kept."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -65,7 +66,8 @@ class StoppedByUser(KeyboardInterrupt):
 
 
 class StopRequests:
-    """``with StopRequests(folder, …) as stop:`` around a command; without ``with`` it hears no signal."""
+    """Listens for stop requests around a command: ``with StopRequests(folder, …) as stop:``. Without ``with`` it hears
+    no signal."""
 
     def __init__(self, folder: Path, max_hours: float | None = None, stop_file: str | None = None) -> None:
         self.folder = folder
@@ -75,7 +77,7 @@ class StopRequests:
         else:
             self.file = Path(stop_file)
         self.name: str | None = None
-        self._seen: str | None = None  # by the look beside the work
+        self._seen: str | None = None  # the request that the thread found
         self._held = 0
         self._before: Handlers = {}
         self._over = threading.Event()
@@ -89,14 +91,14 @@ class StopRequests:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with self._asks:  # no signal comes from beside any more
+            with self._asks:  # the thread sends no more signals
                 self._over.set()
         finally:
             put_back(self._before)
 
     def heed_waiting(self, new: bool) -> None:
-        """A stop file that stands there at the start: of an earlier run where this one is ``new``, else meant: it is
-        removed, and ``Interrupted`` raised, so that the same command goes on next time."""
+        """Handle a stop file that exists at the start. In a ``new`` run, an older file was meant for an earlier run and
+        is removed. Otherwise remove it and raise ``Interrupted``, so that the same command goes on next time."""
         if not self.file.is_file():
             return
         if not new:
@@ -136,12 +138,12 @@ class StopRequests:
         return MAX_HOURS if late else None
 
     def asked(self) -> str | None:
-        """Name of the first request so far; None where nobody has asked."""
+        """Return the name of the first request so far; None if there is none."""
         self.name = self.name or self._standing()
         return self.name
 
     def check(self) -> None:
-        """Stop between two things that are done, where somebody asked: ``Interrupted``, or Ctrl-C."""
+        """Stop here if it was requested: raise ``Interrupted``, or ``StoppedByUser`` after Ctrl-C."""
         if self.asked() is not None:
             self._leave()
 
@@ -157,15 +159,15 @@ class StopRequests:
 
     @contextlib.contextmanager
     def defer_stop(self) -> Iterator[None]:
-        """Let no signal break the block off: ``check`` says where it may end, and at its end it may."""
+        """Let no signal interrupt the block; a requested stop happens where it calls ``check``, and at its end."""
         with self.defer_signals():
             yield
         self.check()
 
     @contextlib.contextmanager
     def defer_signals(self, *more: int) -> Iterator[None]:
-        """Let the signals, and ``more`` (Ctrl-C, of which the second one ends the block), ask without breaking the
-        block off."""
+        """Let the signals, and ``more``, record a request without interrupting the block. With Ctrl-C in ``more``, a
+        second one ends the block."""
         before = {}
         if self._before:
             before = handle(self._heard, *more)
@@ -178,7 +180,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def training(self, place: Path, identity: str) -> Iterator[StoppableTraining]:
-        """Context around a training: gives the object that trains. Ctrl-C waits for the step's end, too."""
+        """Yield the object that runs a training and stops it between steps. Ctrl-C waits for the step's end, too."""
         self.check()
         with self.defer_signals(signal.SIGINT):
             try:
@@ -188,13 +190,13 @@ class StopRequests:
 
 
 def identity_of(rows: Any, made_from: Any) -> str:
-    """A digest of what a training follows from: its rows, its settings, the model that it begins with."""
+    """Return a digest of what a training depends on: its rows, its settings, the model that it begins with."""
     return hashlib.sha256(json.dumps([rows, made_from], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def heed_stop_file(config: Any, folder: Path) -> None:
-    """``Interrupted``, on every process, for a stop file that stands there when a run is to be gone on with: it is
-    meant (a job that waits in a queue). The file is gone, so the same command goes on next time."""
+    """Raise ``Interrupted``, on every process, if a stop file exists when a run is about to go on. It is meant for this
+    run (a job that waits in a queue). The file is removed, so the same command goes on next time."""
     file = stop_file(config)
     main = PartialState().is_main_process
     if any(gather_object([main and file.exists()])):
@@ -205,13 +207,13 @@ def heed_stop_file(config: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def as_ctrl_c() -> Iterator[list[str]]:
-    """SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept; gives the names of those that
-    came."""
+    """Let SIGTERM and SIGUSR1 end the block as Ctrl-C does, which keeps what can be kept. Yield the list of their
+    names, as they come."""
     came: list[str] = []
 
     def heard(number: int, _frame: Any) -> None:
         came.append(signal.Signals(number).name)
-        if len(came) == 1:  # a scheduler may say it twice
+        if len(came) == 1:  # a scheduler may send it twice
             raise KeyboardInterrupt
 
     before = handle(heard, *SIGNALS)
@@ -223,9 +225,9 @@ def as_ctrl_c() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def ended_by_signals(folder: Path, config: Any) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 around `grpo-lab train`: outside of its training it ends at once, with the same exit code.
-    Without checkpoints a signal ends the process. SIGUSR1 is there for launchers (torch elastic) that kill their
-    workers 30 seconds after a SIGTERM (``scripts/slurm/train.sbatch``)."""
+    """Handle SIGTERM and SIGUSR1 around `grpo-lab train`: outside of its training they end it at once, with the same
+    exit code. Without checkpoints a signal ends the process. SIGUSR1 is there for launchers (torch elastic) that kill
+    their workers 30 seconds after a SIGTERM (``scripts/slurm/train.sbatch``)."""
 
     def leave(number: int, _frame: Any) -> None:
         raise Interrupted(signal.Signals(number).name, None, folder)

@@ -1,1 +1,1 @@
-"""Programs behind walls, and the pool of worker processes."""
+"""Run model-written programs behind walls, in a pool of worker processes."""

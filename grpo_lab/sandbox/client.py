@@ -1,4 +1,4 @@
-"""Programs against tests, seen from the trainer: many at once, in order, in worker processes that can be killed."""
+"""Judge programs by tests, from the trainer: many at once, in order, in worker processes that can be killed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _AT_LEAST = {
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests of a program: ``assertions`` (``tests`` is Python text), ``calls`` (``[[arguments, expected], …]`` of
-    ``entry_point``) or ``pairs`` (``[[input, output], …]`` of a script, texts)."""
+    """Tests of one program. ``assertions``: ``tests`` is Python text. ``calls``: ``[[arguments, expected], …]`` of the
+    function ``entry_point``. ``pairs``: ``[[input, output], …]`` of a script, as texts."""
 
     kind: Literal["assertions", "calls", "pairs"]
     tests: Any
@@ -34,8 +34,9 @@ class Tests:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tests passed of all; ``end``: ``limit`` where time or memory ran out, ``unusable``: no tests, ``unjudged``: what
-    ran it was killed from outside twice, or its batch had no time left."""
+    """Result of one program: tests passed of all. ``end`` is ``limit`` if time or memory ran out, ``unusable`` if the
+    tests cannot be used. It is ``unjudged`` if the process was killed from outside twice, or its batch had no time
+    left."""
 
     passed: int
     total: int
@@ -52,8 +53,9 @@ class Trial:
 
 
 class CodeJudge:
-    """Runs programs behind the walls that this machine gives, or behind those that are named. ``ValueError`` at first
-    use: one of these cannot be put up, none is named and too little can, or root's programs would have its files."""
+    """Runs programs behind all walls that this machine has, or behind the named ones. The first use raises
+    ``ValueError`` if a named wall is not available or the available ones are too weak. It also does if root's programs
+    could reach root's files."""
 
     def __init__(
         self,
@@ -77,12 +79,12 @@ class CodeJudge:
 
     @cached_property
     def missing(self) -> dict[str, str]:
-        """Wall → why this machine does not give it (empty: it does). Tried out in a worker, once."""
+        """Wall → why this machine does not have it; empty if it does. A worker tries every wall, once."""
         return _missing_here(self._wanted is None or "namespaces" in self._wanted)
 
     @property
     def walls(self) -> list[str]:
-        """The walls in force, in the order of ``walls.WALLS``."""
+        """Names of the walls in use: those asked for, else all that this machine has."""
         given = [name for name, why in self.missing.items() if not why]
         if self._wanted is not None:
             lacking = {name: self.missing.get(name, "unknown") for name in self._wanted if name not in given}
@@ -112,8 +114,8 @@ class CodeJudge:
         return given
 
     def judge(self, trials: Sequence[tuple[str, Tests]], *, stop_early: bool) -> list[Trial]:
-        """Return one ``Trial`` per (program, tests), in order. With ``stop_early`` the first failed test ends a
-        trial."""
+        """Return one ``Trial`` per (program, tests) pair, in order. ``stop_early`` ends a trial at its first failed
+        test."""
         if not trials:
             return []
         common = {**self._common, "walls": self.walls, "stop_early": stop_early}
@@ -130,7 +132,7 @@ class CodeJudge:
         return Trial(0, 0, "unjudged" if found.status == "unjudged" and kept_apart else "limit", found.reason)
 
     def close(self) -> None:
-        """End the worker processes (they also end with this object)."""
+        """End the worker processes. They also end with this object."""
         self.pool.close()
 
 
@@ -140,7 +142,8 @@ def _is_root() -> bool:
 
 @lru_cache(maxsize=2)
 def _missing_here(view: bool) -> dict[str, str]:
-    """``CodeJudge.missing``, with or without a view. A worker of its own tries, without this judge's limits."""
+    """Return ``CodeJudge.missing``, tried by a worker without the judge's limits. ``view``: try ``user`` within
+    ``namespaces``."""
     if sys.platform != "linux":
         raise RuntimeError(f"model-written programs are run behind the Linux kernel's walls; this is {sys.platform}")
     limits = Limits(cpu_seconds=60.0, wall_seconds=180.0, memory_bytes=1 << 31)

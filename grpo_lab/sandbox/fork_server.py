@@ -1,18 +1,23 @@
-"""The fork server, between the trainer and its workers: import the handler once, fork, serve, end with the trainer.
+"""Fork server, between the trainer and its workers: it imports the handler once and forks workers on request.
 
-A fork costs milliseconds where a new process would import sympy again, so that a worker killed over a hostile answer is
-replaced at once. Frames on every socket are those of ``wire``, JSON and never pickle: a worker that has been talked
-into something by model text still only hands over plain data.
+A fork takes milliseconds, while a new process would import sympy again. So a worker killed over a hostile answer is
+replaced at once. Frames on every socket are those of ``wire``, JSON and never pickle: even a worker that model text has
+taken over can only send plain data.
 
-The trainer asks `{"fork": n}`, with the worker's end of a socket pair beside it, and `{"kill": n}`, answered by
-`{"gone": n}` when that worker and its process group are no more. A worker says `{"ready": pid}` once; then per job one
-of `{"ok": value}` (with `"cost"`, seconds, where the handler ended it at a limit), `{"crash": reason}` (the text
-exhausted memory or the stack), `{"killed": reason}` (what the handler ran was ended from outside), `{"bug": traceback}`
-(our handler raised), each with `"peak"`, the most memory held, in bytes. How a worker has ended is the last frame on
-its socket, `{"ended": code, "peak": bytes}`: the fork server keeps a copy of it for that.
+The trainer sends `{"fork": n}` together with the worker's end of a socket pair. It sends `{"kill": n}` and gets
+`{"gone": n}` once that worker and its process group have ended. A worker sends `{"ready": pid}` once, then one reply
+per job:
 
-The trainer is gone when the control socket closes, or when this process has another parent (a fork of the trainer may
-hold the socket open). All workers are then killed, whatever they are at.
+    {"ok": value}        the value; with "cost", seconds, if the handler ended the job at a limit
+    {"crash": reason}    the text exhausted memory or the stack
+    {"killed": reason}   a process that the handler ran was killed from outside
+    {"bug": traceback}   the handler raised an exception
+
+Every reply has `"peak"`, the worker's peak memory in bytes. The last frame on a worker's socket says how it ended,
+`{"ended": code, "peak": bytes}`; the fork server keeps a copy of the socket to send it.
+
+The trainer has ended if the control socket closes, or if this process gets another parent (a fork of the trainer may
+hold the socket open). All workers are then killed, whatever they are doing.
 """
 
 from __future__ import annotations
@@ -44,15 +49,16 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 @dataclass(frozen=True)
 class AtLimit:
-    """Answer of a handler for a job that it ended at a limit of its own: the job's value, and what it cost."""
+    """Return value of a handler for a job that it ended at one of its own limits: the job's value, and its cost in
+    seconds."""
 
     value: Any
     seconds: float
 
 
 class KilledFromOutside(Exception):
-    """A handler raises it where a process that it ran for the job was ended by neither it nor a limit. ``greedy``: that
-    process had taken much of what it may (``took_much``)."""
+    """Raised by a handler if a process that it ran was killed by neither the handler nor a limit. ``greedy``: the
+    process had used much of its allowed memory (``took_much``)."""
 
     def __init__(self, reason: str, greedy: bool) -> None:
         super().__init__(reason)
@@ -60,17 +66,17 @@ class KilledFromOutside(Exception):
 
 
 def peak_bytes(usage: resource.struct_rusage) -> int:
-    """The most memory that a process held."""
+    """Return the most memory that a process held, in bytes."""
     return usage.ru_maxrss * _MAXRSS_UNIT
 
 
 def took_much(peak: int, memory_bytes: int) -> bool:
-    """Return whether who held so much of its limit brought the end of the machine's memory about itself."""
+    """Return whether a process held so much of its limit that it caused the lack of memory itself."""
     return peak > max(memory_bytes // 2, 1 << 27)
 
 
 def take_frame(buffer: bytearray) -> Any | None:
-    """Removes the first whole frame from `buffer` and returns its message; None while it is incomplete."""
+    """Remove the first whole frame from `buffer` and return its message; return None if it is incomplete."""
     if len(buffer) < HEADER.size:
         return None
     end = HEADER.size + HEADER.unpack_from(buffer)[0]
@@ -82,7 +88,7 @@ def take_frame(buffer: bytearray) -> Any | None:
 
 
 def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
-    """The reply to one job, and whether the process may go on (after exhausted memory it may not)."""
+    """Return the reply to one job, and whether the process can go on; after exhausted memory it cannot."""
     try:
         value = handler(payload)
         if isinstance(value, AtLimit):
@@ -99,7 +105,7 @@ def _answer(handler: Handler, payload: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Do what a fork does: lower its limits, say that it is ready, serve until the socket closes."""
+    """Run a worker: lower its limits, report that it is ready, and answer jobs until the socket closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -126,7 +132,8 @@ def _serve(channel: socket.socket, handler: Handler, memory_bytes: int, cpu_s: f
 
 
 class ForkServer:
-    """Forks workers on request, reports how they ended, kills them. ``limits``: of a worker, as ``main`` has them."""
+    """Forks workers on request, reports how they ended, and kills them. ``limits`` are the last three arguments of
+    ``main``."""
 
     def __init__(
         self, control: socket.socket, handler: Handler | None, bug: str, limits: tuple[int, float, float]
@@ -167,7 +174,7 @@ class ForkServer:
                 self._kill(number)
 
     def _receive(self) -> bool:
-        """Takes in requests; False at the end of the socket."""
+        """Read and carry out requests; return False once the socket is closed."""
         chunk, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
         self._descriptors.extend(descriptors)
         self._buffer += chunk
@@ -203,7 +210,7 @@ class ForkServer:
         self._workers[number] = (pid, channel)
 
     def _kill(self, number: int) -> None:
-        """Nothing to do where it has ended and been reaped: its number may be another process's by now."""
+        """Kill a worker. Does nothing if it has been reaped: its pid may be another process's by now."""
         if number in self._workers:
             pid, channel = self._workers.pop(number)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -214,7 +221,7 @@ class ForkServer:
 
 
 def main(fd: int, trainer: int, handler_name: str, memory_bytes: int, cpu_s: float, self_destruct_s: float) -> None:
-    """Entry point: import the handler, then fork workers on request until the trainer is gone."""
+    """Entry point: import the handler, then fork workers on request until the trainer has ended."""
     for deadly in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(deadly, signal.SIG_DFL)
     control = socket.socket(fileno=fd)

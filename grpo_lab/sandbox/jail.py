@@ -1,12 +1,12 @@
-"""A process in a jail, in an empty folder: started, waited for, ended with everything it left behind.
+"""Start a process in a jail with an empty folder, wait for it, and end it with everything it started.
 
     worker ── watcher ── jailed process (first of its namespaces) ── what it starts
 
-The watcher is a fork of the worker that does nothing but wait. It dies when the worker does, and takes the jailed
-process along; as the reaper of orphans it also finds children in sessions of their own.
+The watcher is a fork of the worker that only waits. It ends when the worker does, and takes the jailed process along.
+It adopts orphaned processes, so it also finds children in sessions of their own.
 
 A program may leave a hundred thousand files, or folders nested deeper than a path can be long. So its folder is removed
-by descriptors, without recursion, for ``_PATIENCE_S`` at most; what is left then is removed by the next that comes.
+by descriptors, without recursion, for at most ``_PATIENCE_S``. A later jail removes what is left.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _ALIVE, _FAULT = 8, 9
 
 
 class Jailed:
-    """A running jail. ``status`` is None while it runs, then its exit status (−n when signal n ended it); ``usage``:
-    what all of it used; ``stopped``: by us. ``fault``: why its walls could not be put up: its task never began."""
+    """A running jail. ``status`` is None while it runs, then its exit status (−n if signal n ended it). ``usage`` is
+    what all its processes used; ``stopped`` is True if we ended it. ``fault`` says why a wall could not be put up; the
+    task then never began."""
 
     def __init__(self, watcher: int, fault: int) -> None:
         self._watcher = watcher
@@ -50,7 +51,7 @@ class Jailed:
         self.fault = ""
 
     def fileno(self) -> int:
-        """Readable when the process has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         return self._handle
 
     def poll(self) -> int | None:
@@ -69,7 +70,7 @@ class Jailed:
         os.close(self._handle)
 
     def kill(self) -> None:
-        """End it and everything in it; back when nothing of it is left."""
+        """End the process and all that it started; return once nothing of it is left."""
         if self.poll() is not None:
             return
         self.stopped = True
@@ -82,16 +83,15 @@ class Jailed:
 
     @property
     def ended_by_itself(self) -> bool:
-        """Neither SIGKILL nor the limit of its processor time ended it."""
+        """True if neither SIGKILL nor the limit of its processor time ended it."""
         return self.status not in (-signal.SIGKILL, -signal.SIGXCPU)
 
     def killed_from_outside(self, cpu_seconds: float) -> bool:
-        """Return whether SIGKILL ended it that was neither ours nor the limit of its processor time. Behind
-        ``namespaces`` or ``seccomp`` no program can send it to itself.
+        """Return whether it was ended by a SIGKILL that came neither from us nor from the limit of its processor time.
+        Behind ``namespaces`` or ``seccomp`` no program can send it to itself.
 
-        SIGXCPU ends a program at its limit. SIGKILL comes a second later to one that holds SIGXCPU off. That second is
-        wide because the kernel holds a program to a count of clock ticks, which on a busy machine runs ahead of
-        ``usage``.
+        At its limit a program gets SIGXCPU. One that survives SIGXCPU gets SIGKILL a second later. The second is wide
+        because the kernel holds a program to a count of clock ticks, which on a busy machine runs ahead of ``usage``.
         """
         if self.status != -signal.SIGKILL or self.stopped or self.usage is None:
             return False
@@ -99,7 +99,8 @@ class Jailed:
 
 
 def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jailed:
-    """Runs ``task`` in a jail, with no descriptor but ``keep`` (there → here); ``/dev/null`` for the rest of 0 to 2."""
+    """Run ``task`` in a jail. ``keep`` maps its descriptors to ours; of 0 to 2 the rest are ``/dev/null``, all others
+    closed."""
     fault, theirs = os.pipe()
     os.set_blocking(fault, False)
     watcher = os.fork()
@@ -110,7 +111,8 @@ def spawn(task: Callable[[], None], keep: Mapping[int, int], cell: Cell) -> Jail
 
 
 def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) -> NoReturn:
-    """A child never returns into its parent's code, whatever happens; it ends with what ``function`` returns."""
+    """Call ``function`` in a forked child and exit with its result, so that the child never returns into its parent's
+    code."""
     status = 1
     try:
         with contextlib.suppress(SystemExit):  # of the program's, where its tests do not expect it
@@ -123,7 +125,7 @@ def _last_resort(fault: int, function: Callable[..., int | None], *args: Any) ->
 
 
 class _Stop(BaseException):
-    """SIGTERM."""
+    """Raised in the watcher by SIGTERM."""
 
 
 def _stop(number: int, frame: object) -> None:
@@ -158,15 +160,16 @@ def _watch(task: Callable[[], None], keep: Mapping[int, int], cell: Cell, worker
     own_user = "user" in cell.walls and "namespaces" not in cell.walls
     _end_descendants(walls.job_user(job) if own_user else None)
     if status < 0:  # ended by a signal: this process by the same, which no exit status can be made to look like
-        with contextlib.suppress(OSError):  # not SIGKILL's, which is as it is
+        with contextlib.suppress(OSError):  # the handler of SIGKILL cannot be set
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 
 
 def _end_descendants(user: int | None) -> None:
-    """Leave no descendant: all of the job's own user at once; then those found below, stopped first so that they cannot
-    multiply. Children of one that ended become ours (``adopt_orphans``), in whatever session they are."""
+    """End all descendants. If the job has its own ``user``, first kill all processes of that user. Then stop the
+    remaining ones, so that they cannot multiply, and kill them. Orphans become our children (``adopt_orphans``), in
+    whatever session they are."""
 
     def end_user(user: int) -> None:
         walls.become(user)
@@ -230,7 +233,8 @@ def _close_all_but(wanted: set[int]) -> None:
 
 @contextlib.contextmanager
 def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
-    """A new one, removed by a moment after the ``deadline`` (monotonic); behind ``namespaces`` the one in the view."""
+    """Yield a new folder and remove it soon after ``deadline`` (monotonic) at the latest. Behind ``namespaces`` yield
+    the one in the view."""
     if "namespaces" in up:
         yield walls.INSIDE
         return
@@ -247,7 +251,7 @@ def empty_folder(up: frozenset[str], deadline: float) -> Iterator[str]:
 
 
 def remove_folder(folder: str, until: float) -> bool:
-    """Return whether all of ``folder`` is gone by then (monotonic seconds)."""
+    """Remove ``folder``; return whether all of it was gone by ``until`` (monotonic seconds)."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         here = os.open(folder, _FOLDER)
@@ -288,7 +292,7 @@ def _enter_folder(here: int, name: str) -> int:
 
 
 def _remove_abandoned() -> None:
-    """Folders of this user's that no worker holds."""
+    """Remove folders of this user that no worker holds any more."""
     until = time.monotonic() + _PATIENCE_S
     for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

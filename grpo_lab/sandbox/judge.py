@@ -1,7 +1,7 @@
-"""Runs inside a worker process (``pool.WorkerPool``): one program against one row's tests, in jails, under one clock.
+"""Judge one program by one row's tests, inside a worker process (``pool.WorkerPool``), in jails and under one clock.
 
-This process never runs the program and never runs the tests; it starts who does, reads the tester's report (or a
-script's output), and ends everything at the limit. It ends itself when the trainer is gone.
+This process runs neither the program nor the tests. It starts the processes that do, reads the tester's report (or a
+script's output), and ends everything at the limit. It ends itself when the trainer has ended.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def _clock_ran_out(deadline: float) -> bool:
 
 @cache
 def _parent() -> int:
-    """Who forked this worker, first asked before its first program runs. It ends with the trainer."""
+    """Return the process that forked this worker, as first asked before its first program runs. It ends with the
+    trainer."""
     return os.getppid()
 
 
 def _follow(process: Jailed, pipe: int, most: int, deadline: float) -> tuple[bytes, bool]:
-    """Return what ``process`` wrote before it ended, and whether it ended by itself, within time and ``most`` bytes."""
+    """Return what ``process`` wrote, and whether it ended by itself, within time and ``most`` bytes."""
     os.set_blocking(pipe, False)
     said = bytearray()
     while process.poll() is None:
@@ -79,7 +80,8 @@ def _drain(pipe: int, said: bytearray, most: int) -> None:
 
 
 def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
-    """A ``client.Trial`` of ``{"kind", "program", "tests", …}``, as a dictionary; or which walls can be put up."""
+    """Return the ``client.Trial`` of ``{"kind", "program", "tests", …}``, as a dictionary; for kind ``walls``, why each
+    is missing."""
     _parent()
     if job["kind"] == "walls":
         return {name: _missing(name, job["view"]) for name in walls.WALLS}
@@ -93,7 +95,7 @@ def judge(job: dict[str, Any]) -> dict[str, Any] | AtLimit:
 
 
 def _processor_seconds() -> float:
-    """Processor seconds that all jails that have ended used."""
+    """Return the processor seconds used by all jails that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -132,7 +134,7 @@ def _verdict(end: str, passed: int = 0, total: int = 0, why: str = "") -> dict[s
 
 
 def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float) -> dict[str, Any]:
-    """A tester and a program, each in a jail, a socket between them, and the tester's report to here."""
+    """Run a tester and a program, each in a jail and joined by a socket; return the verdict of the tester's report."""
     asks, answers = socket.socketpair()
     report, writes = os.pipe()
 
@@ -170,8 +172,8 @@ def _tested(job: dict[str, Any], up: frozenset[str], total: int, deadline: float
 
 
 def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, deadline: float) -> tuple[bool, bool]:
-    """Return whether a script's output is ``expected``, by line without white space at the ends, and whether it ended
-    by itself."""
+    """Return whether a script printed ``expected``, compared by line without white space at the ends, and whether it
+    ended by itself."""
     ours, theirs = socket.socketpair()
     output, writes = os.pipe()
     typed = os.memfd_create("input")
@@ -200,7 +202,8 @@ def _script(job: dict[str, Any], up: frozenset[str], given: str, expected: str, 
 
 
 def _refuse_killed(process: Jailed, cell: Cell, who: str) -> None:
-    """``KilledFromOutside``: its end says nothing of the program. Where a program may end itself so, it is its own."""
+    """Raise ``KilledFromOutside`` if it was: its end then says nothing of the program. Without walls that prevent it,
+    the program may have killed itself."""
     if {"namespaces", "seccomp"} & cell.walls and process.killed_from_outside(cell.cpu_seconds):
         peak = 0
         if process.usage is not None:
@@ -216,8 +219,8 @@ def _lines(text: str) -> list[str]:
 
 @cache
 def _missing(name: str, view_too: bool = True) -> str:
-    """Why this wall cannot be put up on this machine; empty where it can: a script must print behind it. ``view_too``:
-    beside ``namespaces``, where these are in force."""
+    """Return why this wall cannot be put up on this machine; empty if a trial script runs behind it. ``view_too``: try
+    ``user`` within ``namespaces``, if these are available."""
     if name in ("namespaces", "seccomp", "landlock") and not kernel.known_machine():
         return "not known for this system and processor"
     if name == "landlock" and not kernel.landlock_version():

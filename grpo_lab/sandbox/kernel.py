@@ -1,7 +1,8 @@
-"""Requests to the Linux kernel that Python 3.11 has no function for: namespaces, mounts, Landlock, seccomp. ``OSError``
-where it says no.
+"""Requests to the Linux kernel for which Python 3.11 has no function: namespaces, mounts, Landlock, seccomp. They raise
+``OSError`` if the kernel refuses.
 
-Landlock: a process gives up the file system, but for what it names. Needs no privilege and no namespace (Linux 5.13).
+With Landlock a process gives up the file system, except the paths that it names. It needs no privilege and no namespace
+(Linux 5.13).
 
 The seccomp filter that is installed here is made by ``system_calls``.
 """
@@ -67,7 +68,7 @@ def _checked(done: int, what: str) -> int:
 
 
 def known_machine() -> bool:
-    """Linux on a processor whose system calls are known here."""
+    """Return whether this is Linux on a processor whose system calls are known here."""
     return _LIBC is not None and platform.machine() in ARCHES
 
 
@@ -86,14 +87,14 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str, *, below: bool) -> None:
-    """Read-only and without set-user-id; with ``below``, every mount under it too."""
+    """Make a mount read-only, without set-user-id; with ``below``, also every mount under it."""
     attributes = struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
     flags = ctypes.c_uint(_AT_RECURSIVE if below else 0)
     syscall(_SYS_MOUNT_SETATTR, ctypes.c_int(_AT_FDCWD), os.fsencode(target), flags, attributes, ctypes.c_size_t(32))
 
 
 def pivot_into(new_root: str) -> None:
-    """``new_root`` is ``/`` from now on; the old one is out of reach."""
+    """Make ``new_root`` this process's ``/``; the old root becomes unreachable."""
     os.chdir(new_root)
     syscall(_SYS_PIVOT_ROOT, b".", b".")
     _checked(_LIBC.umount2(b".", ctypes.c_int(_MNT_DETACH)), "umount of the old root")
@@ -105,23 +106,24 @@ def _prctl(option: int, value: Any, pointer: Any = 0) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Send this process the signal when its parent ends (on Linux). A change of user takes this back: do it last."""
+    """Have the kernel send this process the signal ``number`` when its parent ends (on Linux). A change of user undoes
+    this: do it last."""
     if _LIBC is not None:
         _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become this process's children, wherever they have put themselves."""
+    """Make this process the parent of descendants whose own parent ends, whatever session they are in."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def hide_memory() -> None:
-    """Other processes of this user can neither trace this one nor read its memory and environment."""
+    """Forbid other processes of this user to trace this one or to read its memory and environment."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def install_filter(instructions: bytes) -> None:
-    """A seccomp filter for this process and all that it starts."""
+    """Install a seccomp filter for this process and all that it starts."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(code))
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -129,13 +131,13 @@ def install_filter(instructions: bytes) -> None:
 
 
 def give_up_rights() -> None:
-    """Give up every capability, also for any program that is started."""
+    """Give up every capability, also for any program started later."""
     syscall(_SYS_CAPSET, struct.pack("Ii", 0x20080522, 0), bytes(24))
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock version; 0: none."""
+    """Return the kernel's Landlock version; 0 if it has none."""
     try:
         return syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
@@ -143,8 +145,8 @@ def landlock_version() -> int:
 
 
 def give_up_files_but(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Leave only these paths from now on: read and execute, or all but devices and sockets. After
-    ``give_up_rights``."""
+    """Allow only these paths from now on: ``readable`` to read and execute, ``writable`` for all but execution, devices
+    and sockets. Call ``give_up_rights`` first."""
     known = landlock_version()
     handled = _HANDLED[min(known, 5)]
     tcp = 3 if known >= 4 else 0

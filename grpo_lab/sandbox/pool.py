@@ -1,7 +1,7 @@
 """A pool of killable worker processes: hard time limit per job, memory limit per worker, no lost jobs.
 
-Why processes and not `signal.alarm` or threads: sympy can sit for minutes inside one C call (`9**9**9**9`), out of a
-signal handler's or thread's reach; and TRL may call a reward from a thread, where signals do not work at all.
+Why processes and not `signal.alarm` or threads: sympy can spend minutes in one C call (`9**9**9**9`), which neither a
+signal handler nor a thread can interrupt. And TRL may call a reward from a thread, where signals do not work at all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Status = Literal["ok", "timeout", "crash", "unjudged"]
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Outcome of one job: `ok` with the handler's value; with a reason `timeout` or `crash`, which are the job's own
-    doing, or `unjudged`: its process was killed from outside twice, or the batch had no time left; wall-clock
-    seconds."""
+    """Outcome of one job. `ok` has the handler's value, the others a reason. `timeout` and `crash` are the job's own
+    doing. `unjudged`: its process was killed from outside twice, or the batch had no time left. `seconds` is wall-clock
+    time."""
 
     status: _Status
     value: Any
@@ -41,7 +41,7 @@ class JobOutcome:
 
 
 def _close_all(workers: list[WorkerProcess], servers: list[ForkServerProcess], owner_pid: int) -> None:
-    """End the processes, unless this is a fork of the owner: they are not ours to end there."""
+    """End the processes; do nothing in a fork of their owner, where they are not ours to end."""
     if os.getpid() == owner_pid:
         for server in servers:
             server.end(at_once=not any(worker.pid for worker in workers))
@@ -53,15 +53,15 @@ class WorkerPool:
     """`size` processes that run `handler` on JSON payloads.
 
     Args:
-        handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It turns bad
-            model text into a value of its own; an exception out of it is a bug and is raised here as `VerifierError`.
-            Where its module has a function `prepare_worker`, that is called once, before any fork.
+        handler: `"package.module:function"`, imported in the child; `function(payload) -> JSON value`. It returns a
+            value for bad model text, too; an exception is a bug and is raised here as `VerifierError`. If its module
+            has a function `prepare_worker`, that is called once, before any fork.
         limits: processor time and wall clock per job, bytes per worker.
-        size: number of processes; None: half of the cores this process may use, between 1 and 4.
+        size: number of processes; None takes half of the cores that this process may use, between 1 and 4.
 
     Workers are forks of one process that has imported the handler; it starts on first need, or with `warm_up`. The pool
-    may be called from any thread (calls take turns), survives pickling and forking (the copy starts processes of its
-    own), and leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
+    may be called from any thread (calls take turns) and survives pickling and forking (the copy starts its own
+    processes). It leaves no process behind at exit, at garbage collection, or when its own process is killed (-9 too).
     """
 
     def __init__(self, handler: str, *, limits: Limits | None = None, size: int | None = None) -> None:
@@ -98,9 +98,9 @@ class WorkerPool:
         return None
 
     def warm_up(self) -> None:
-        """Starts the imports in a process beside this one and returns at once: the first job then finds them done."""
+        """Start importing the handler in another process and return at once, so that the first job need not wait."""
         self._own()
-        if self._lock.acquire(blocking=False):  # else a round is at it
+        if self._lock.acquire(blocking=False):  # else a round is running
             try:
                 self.fork_server()
             finally:
@@ -115,13 +115,13 @@ class WorkerPool:
             self._reset()  # forked: the parent's processes and its lock (perhaps held) are not ours
 
     def fork_server(self) -> ForkServerProcess:
-        """The running one; a new one where there is none."""
+        """Return the running fork server; start one if there is none."""
         if not self._servers or self._servers[0].process.poll() is not None:
             self._servers[:] = [ForkServerProcess(self.handler, self.limits)]
         return self._servers[0]
 
     def run(self, payloads: Sequence[Any]) -> list[JobOutcome]:
-        """Runs every payload and returns outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
+        """Run every payload; return the outcomes in the same order. Raises `VerifierError` on a bug in the handler."""
         self._own()
         with self._lock:
             try:
@@ -132,10 +132,11 @@ class WorkerPool:
 
 
 class Patience:
-    """The time that a batch may lose to jobs which end at their limit. After half of it each further job has a tenth of
-    its time, so that honest ones are still judged; after all of it no further one is begun.
+    """The time that a batch may lose to jobs that end at their limit. After half of it, each further job gets a tenth
+    of its time, so that honest ones are still judged. After all of it, no further job begins.
 
-    Counted is what a limit counts: processor time, or the clock where that ended it. So a busy machine loses no more.
+    The lost time is measured as by the limit: processor time, or the wall clock if that ended the job. So a busy
+    machine loses no more.
     """
 
     def __init__(self, limits: Limits, workers: int, jobs: int) -> None:
@@ -148,7 +149,7 @@ class Patience:
 
     @property
     def share(self) -> float:
-        """Share of its time that the next job has."""
+        """Share of its time limit that the next job gets."""
         if self.lost >= self._allowed / 2:
             return 0.1
         return 1.0
@@ -188,8 +189,8 @@ class _Round:
         return found
 
     def _choose(self) -> None:
-        """Choose what comes next: what was killed is judged again at the end, alone, where nothing of this batch takes
-        its memory."""
+        """Choose the next jobs. A job whose process was killed is judged again at the end, alone, where nothing of this
+        batch takes its memory."""
         if self.patience.over:
             for job in (*self.todo, *self.again):
                 self.results[job] = JobOutcome("unjudged", None, str(self.patience), 0.0)
@@ -234,8 +235,8 @@ class _Round:
             self._end(worker)
 
     def _lose(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """Somebody killed the fork server, or a worker that was not ready: another worker does its job. An end of the
-        imports' own doing is a bug, and so is one that comes again and again."""
+        """Give the job of a worker to another one after somebody killed the fork server, or a worker that was not
+        ready. Raises `VerifierError` if the imports caused it, or if it happens again and again."""
         if "lost" in message:
             how = worker.server.ended()
         else:
@@ -252,8 +253,8 @@ class _Round:
         self._end(worker)
 
     def _judge_again(self, worker: WorkerProcess, why: str, greedy: bool) -> None:
-        """Neither the job nor a limit ended it. The second time it is nobody's verdict; but who had taken much of the
-        memory that it may has brought that about."""
+        """Repeat a job whose process was ended by neither the job nor a limit. The second time it is `unjudged`, or a
+        `crash` if the process held much of its allowed memory."""
         job = self.job_of[worker]
         if job not in self.killed:
             self.killed.add(job)
@@ -270,7 +271,7 @@ class _Round:
         self._run_out(worker, limits.wall_seconds, f"no result within {limits.wall_seconds * worker.share:g} s")
 
     def _run_out(self, worker: WorkerProcess, seconds: float, why: str) -> None:
-        """End a job whose worker has used up its share of these seconds."""
+        """End a job whose worker has used up its share of ``seconds``."""
         self.patience.lost += seconds * worker.share
         if worker.share < 1.0:
             self._finish(worker, "unjudged", None, f"{why}; {self.patience}")

@@ -1,12 +1,12 @@
-"""What runs in the program's own process, after the walls are up: the model's program, and nothing that it could forge.
+"""The jailed process that runs the model's program, behind the walls; it holds nothing that the program could forge.
 
-The source of ``wire`` and of this file is the text that the jailed interpreter is started with; nothing is imported
-from us. This process holds no test, no expected value and no way to the tester's report; what it answers is compared
-elsewhere. So it may be taken over entirely by the program in it.
+The jailed interpreter is started with the source of ``wire`` and of this file as text, and imports nothing from us.
+This process has no test, no expected value and no access to the tester's report; its answers are compared elsewhere. So
+the program may take it over entirely.
 
 Requests: ``{"load": source}``, ``{"get": name}``, ``{"call": id, "args", "named"}``, ``{"ask": id, "what", "args"}``.
 Replies: ``{"value": data, "args": the new value of each that the call changed in place, else null}``, ``{"raised": …}``
-(``pack_error``); ``{"back": id, "args"}`` calls a function of the tester's.
+(``pack_error``); ``{"back": id, "args"}`` calls a function of the tester.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _is_exception(value: Any) -> bool:
 
 
 def _as_error(said: dict[str, Any]) -> Exception:
-    """What a function of the tester's raised: the nearest of Python's own classes."""
+    """Return an exception raised by a function of the tester, as the nearest of Python's own classes."""
     for kind in (getattr(builtins, name, None) for _, name in said["kinds"]):
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
@@ -195,7 +195,8 @@ def _as_error(said: dict[str, Any]) -> Exception:
 
 
 def run(kind: str, fd: int) -> None:
-    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run as a script, once)."""
+    """Entry point in the jail: ``kind`` is ``calls`` (answer a tester) or ``script`` (run the program once, as a
+    script)."""
     from _sitebuiltins import Quitter, _Helper
 
     sys.path[:] = [place for place in sys.path if place]

@@ -1,6 +1,5 @@
-"""The program as its tester sees it: functions that are called in another process and give back plain data, which a
-test compares by Python's own ``==``. What is no plain data stays there, and a ``RemoteObject`` stands for it.
-"""
+"""The program as its tester sees it. Its functions are called in another process and return plain data, which a test
+compares by Python's own ``==``. Other objects stay there, and a ``RemoteObject`` represents them here."""
 
 from __future__ import annotations
 
@@ -28,20 +27,21 @@ _MAY_CHANGE = ("attr", "item", "put", "del", "set", "iter", "next", "anext", "aw
 
 
 def lacks_a_module(error: BaseException | None) -> bool:
-    """The tests' own import of what is not there. What the program raises has a message alone."""
+    """Return whether the tests' own import failed. An error of the program has a message, but no module name."""
     return type(error) is ModuleNotFoundError and error.name is not None
 
 
 class ProgramGone(BaseException):
-    """The program ended, left by ``sys.exit``, or broke the channel. No ``Exception``, that a test could catch."""
+    """Raised if the program ended, left by ``sys.exit``, or broke the channel. It is no ``Exception``, so no test
+    catches it."""
 
 
 class Unsendable(BaseException):
-    """The test hands the program what cannot be sent to it: the test is unusable, whatever the program."""
+    """Raised if a test gives the program a value that cannot be sent: the test is unusable, whatever the program."""
 
 
 class Program:
-    """The connection to one program. ``gone`` once it can no longer answer: from then on no test passes."""
+    """The connection to one program. ``gone`` is set once it can no longer answer; from then on no test passes."""
 
     def __init__(self, fd: int) -> None:
         self._channel = Channel(fd)
@@ -66,7 +66,7 @@ class Program:
         self.names = frozenset(name for name in named if isinstance(name, str) and not name.startswith("__"))
 
     def get(self, name: str) -> Any:
-        """A value of the program: plain data, or what stands for it."""
+        """Return a value of the program: plain data, or a ``RemoteObject``."""
         with self._one_at_a_time:
             return self._ask({"get": name})
 
@@ -77,8 +77,9 @@ class Program:
             return self._ask({"call": number, "args": [self._pack(one) for one in args], "named": packed}, args)
 
     def holds(self, number: int) -> Any:
-        """Return what an object that is a kind of list, number or text holds (else None): until a call may change it,
-        it says no other. Asked afresh at every ``==``, it could be True to one and False to the next."""
+        """Return what an object derived from list, number or text holds; None for any other object. The answer is kept
+        until a call may change it. Asked afresh at every ``==``, the object could be True to one and False to the next.
+        """
         if number not in self._held:
             self._held[number] = self.ask(number, "plain")
         return self._held[number]
@@ -90,7 +91,7 @@ class Program:
             return self._ask({"ask": number, "what": what, "args": [self._pack(one) for one in args]})
 
     def leave(self, number: int, error: Any) -> None:
-        """``__exit__`` of a context of the program's."""
+        """Call ``__exit__`` of a context manager of the program."""
         self._held.clear()
         self._ask({"leave": number, "error": error})
 
@@ -111,7 +112,7 @@ class Program:
         return value
 
     def _take(self, reply: dict[str, Any], args: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
-        """Return what the program raised (else None), or the value that it gave."""
+        """Serve the program's calls back, then return what it raised (else None) and the value that it gave."""
         while "back" in reply:
             self._channel.send(self._called_back(reply))
             reply = self._channel.receive()
@@ -161,7 +162,7 @@ class Program:
         return error
 
     def exception(self, kinds: list[tuple[str, str]]) -> type[Exception]:
-        """The class of that name: Python's own, or one made here, under the nearest of Python's."""
+        """Return the class of that name: Python's own, or a new one under the nearest of Python's."""
         module, name = kinds[0]
         if module.partition(".")[0] in sys.stdlib_module_names:  # where the tests could name it, it is loaded
             own = getattr(sys.modules.get(module), name, None)
@@ -229,7 +230,7 @@ def _named_class(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
 
 
 def _named(name: str, fields: list[str], values: list[Any], reference: dict[str, Any]) -> Any:
-    """A named tuple of the program's; handed back, it is the object that it was."""
+    """Return a named tuple of the program; sent back, it is again the program's original object."""
     value: Any = _named_class(name, tuple(fields))(*values)
     if not isinstance(reference["object"][0], int):
         raise Broken("no reference of the program's")
@@ -238,7 +239,7 @@ def _named(name: str, fields: list[str], values: list[Any], reference: dict[str,
 
 
 def _write_into(mine: Any, changed: Any) -> None:
-    """The argument as the call left it. Its inner containers are new ones."""
+    """Change the argument in place to what the call made of it. Its inner containers are new ones."""
     if isinstance(mine, list | bytearray) and isinstance(changed, list | bytearray):
         mine[:] = changed
     elif isinstance(mine, dict | set) and isinstance(changed, type(mine)):

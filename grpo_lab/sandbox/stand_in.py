@@ -1,7 +1,8 @@
-"""The tester's proxy of an object of the program's: every question about it is asked in the program's process.
+"""The tester's proxy of an object of the program: every question about it is asked in the program's process.
 
-Beside the tests' data it has neither order nor arithmetic that gives data: an object that claims to be less than
-everything, or whose difference to anything is 0, passes nothing. Among themselves its objects are as the program says.
+Towards the tests' data it has no order, and arithmetic with them never gives data. So an object passes nothing by
+claiming to be less than everything, or to differ from anything by 0. Objects of the program compare with each other as
+the program says.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _PLAIN_NAMES = ("__name__", "__qualname__", "__annotations__", "__wrapped__")
 
 
 class RemoteObject:
-    """Stands for an object in the program's process, ``number`` of the ``remote.Program``.
+    """Proxy of an object in the program's process, ``number`` of the ``remote.Program``.
 
-    ``derived``: it came out of arithmetic with the tests' data, which may be what is expected. No truth, number, order
-    or content of it is asked for, so that ``not f(x) - 3`` is no way to say yes.
+    ``derived``: it came out of arithmetic with the tests' data, which may contain the expected value. It is never asked
+    for its truth, number, order or content, so that a program cannot make ``not f(x) - 3`` true.
     """
 
     def __init__(self, program: Any, number: int, derived: bool = False) -> None:
@@ -43,12 +44,12 @@ class RemoteObject:
         return self._ask(what, *args)
 
     def _refuse(self, why: str) -> NoReturn:
-        """The running test fails, even if it catches this: the program has seen what would be right next."""
+        """Fail the running test, even if it catches this error: the program has seen what would be right next."""
         self._program.refused = True
         raise TypeError(why)
 
     def _reckoned(self, what: str, name: str, other: Any) -> Any:
-        """Among the program's objects its word; with data, an object or nothing."""
+        """Return what the program says of two of its objects; with the tests' data, an object, never data."""
         theirs = isinstance(other, RemoteObject) and not other._derived and not self._derived
         if not theirs and not self._derived:
             self._program.holds(self._number)  # said before it sees the data, so that `x - 3` does not teach it to be 3
@@ -118,7 +119,7 @@ class RemoteObject:
         return float(_number(self._own("float")))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Never swallows: ``with f(x) as y: assert y == 3`` is a test."""
+        """Leave the context without suppressing errors: ``with f(x) as y: assert y == 3`` is a test."""
         self._program.leave(self._number, None if error is None else pack_error(error)["raised"])
 
     def __instancecheck__(self, value: Any) -> bool:

@@ -1,12 +1,12 @@
 """The seccomp filter of a jail: the system calls that a Python program needs are allowed, every other one is refused.
 
-Where a call's arguments decide, they are looked at: signals go to this process alone (none that nobody can catch: what
-kills by ``SIGKILL`` comes from outside or is the limit of processor time), a descriptor gets no owner to be signalled,
-a pair of sockets is a connected stream, threads are no processes.
+Some calls are decided by their arguments. A process may signal only itself, and by no signal that cannot be caught: a
+``SIGKILL`` comes from outside or from the limit of processor time. A descriptor gets no owner to be signalled, a pair
+of sockets must be a connected stream, and ``clone`` must start a thread.
 
-Refused is ``EPERM``, whereupon Python raises ``PermissionError``; and ``ENOSYS`` for calls that Linux has had since
-2019 and all that are unknown here: the C library then does as on an older kernel (``clone3`` → ``clone``, whose flags
-can be looked at), where ``EPERM`` would be an error. No call ends the process, but one of another architecture.
+A refused call fails with ``EPERM``, for which Python raises ``PermissionError``. Calls that Linux got in 2019 or later,
+known here or not, fail with ``ENOSYS``: the C library then does as on an older kernel (``clone3`` → ``clone``, whose
+flags can be checked), while ``EPERM`` would be an error. Only a call of another architecture ends the process.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _ARGUMENTS_AT = 16
 
 @dataclass(frozen=True)
 class Argument:
-    """The call's argument ``place``, its lower half (the kernel reads no more of these), is one of ``values`` in the
-    bits of ``mask``; or, with ``wanted`` False, none of them."""
+    """Condition on a call's argument number ``place``: its lower half, masked by ``mask``, is one of ``values`` or,
+    with ``wanted`` False, none of them. The kernel reads no more of these arguments."""
 
     place: int
     values: tuple[int, ...]
@@ -82,7 +82,7 @@ class Argument:
     wanted: bool = True
 
     def code(self, allow: bytes) -> bytes:
-        """Instructions that go on with ``allow``, or past its end where the argument is not so."""
+        """Return instructions that go on with ``allow`` if the condition holds, and past its end if not."""
         load = _one(_LOAD, _ARGUMENTS_AT + 8 * self.place)
         if self.mask != _ANY:
             load += _one(_AND, self.mask)
@@ -115,8 +115,8 @@ _FILE_KIND, _PIPE = 0o170000, 0o010000
 
 
 def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
-    """Calls whose arguments decide: name and numbers, and the ways in which one is allowed, all of a way's conditions
-    together."""
+    """Yield the calls that their arguments decide: name and numbers, and the alternatives that allow one. All
+    conditions of an alternative must hold."""
     itself = (0, own_pid)
     yield "futex 202/98", [[Argument(1, _FUTEX, _FUTEX_OPERATION)]]
     yield "fcntl 72/25", [[Argument(1, _FCNTL)], [Argument(1, (_F_SETFL,)), Argument(2, (0,), _O_ASYNC)]]
@@ -137,7 +137,7 @@ def _looked_at(own_pid: int) -> Iterator[tuple[str, list[list[Argument]]]]:
 
 
 def numbers(calls: str) -> dict[str, int]:
-    """Number the system calls in a text as above that this machine has."""
+    """Return name → number of the system calls in such a text, for those that this machine has."""
     here = 0
     if platform.machine() != "x86_64":
         here = -1
@@ -155,7 +155,7 @@ def _refuse(error: int) -> bytes:
 
 
 def _where(call: int, code: bytes) -> bytes:
-    """``code``, which returns, for this call alone."""
+    """Return instructions that run ``code``, which returns, for this call alone."""
     return _one(_JEQ, call, 0, len(code) // 8) + code
 
 
@@ -170,8 +170,8 @@ def _any_of(ways: Iterable[list[Argument]]) -> bytes:
 
 
 def seccomp_filter(own_pid: int, *, view: bool) -> bytes:
-    """The filter's instructions for the process ``own_pid``. ``view``: it sees no files but its own, so that modes and
-    times may be set by name."""
+    """Return the filter's instructions for the process ``own_pid``. ``view``: it sees no files but its own, so it may
+    set modes and times by name."""
     parts = [_one(_LOAD, _ARCH_AT), _one(_JEQ, ARCHES[platform.machine()], 1, 0), _one(_RETURN, _KILL)]
     parts.append(_one(_LOAD, _NUMBER_AT))
     for calls, ways in _looked_at(own_pid):

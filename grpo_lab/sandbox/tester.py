@@ -1,11 +1,11 @@
-"""Runs a row's tests against a program that lives in another process, and reports each result on a pipe of its own.
+"""Run a row's tests against a program in another process, and report each result on a separate pipe.
 
 Names that neither the tests nor Python define are the program's, and are asked for over the channel. The model's code
 never runs in this process, so it cannot patch, trace, skip or read a test.
 
-A *test* is a statement that asserts or raises (at the top of the text; in ``check``; a ``test_…`` function as a whole),
-or, where none does, a statement that is a call; a ``check`` that is called more than once is a test a statement that
-calls it. ``assert True`` and its like count for nothing. What fails between tests ends the run.
+A *test* is a statement that asserts or raises: at the top of the text, in ``check``, or a function ``test_…`` as a
+whole. If there is none, a statement that is a call is a test. If ``check`` is called more than once, each statement
+that calls it is one test. ``assert True`` and its like count for nothing. An error between two tests ends the run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | 
 
 
 class NoTests(ValueError):
-    """The tests are no Python, or nothing in them is a test."""
+    """Raised if the tests are no valid Python, or contain no test."""
 
 
 class _Enough(BaseException):
-    """A test failed and one failure decides."""
+    """Raised to end the run: a test failed and one failure decides."""
 
 
 class Run:
-    """Run of one program's tests. ``report`` gets ``1`` or ``0`` a test, then ``.`` at the end of all of them."""
+    """Run of one program's tests. ``report`` gets ``1`` or ``0`` per test, then ``.`` after all of them."""
 
     def __init__(self, program: Program, report: Callable[[bytes], Any], stop_early: bool) -> None:
         self.program = program
@@ -49,7 +49,7 @@ class Run:
 
     @contextlib.contextmanager
     def unit(self) -> Iterator[None]:
-        """``with __one_test__():``: one test; its exceptions end here."""
+        """Run one test as the block of ``with __one_test__():`` and report it; its exceptions end here."""
         passed = True
         try:
             yield
@@ -64,7 +64,7 @@ class Run:
             raise _Enough
 
     def tests(self, code: types.CodeType, entry_point: str | None, source: str, called: frozenset[str]) -> None:
-        """The program's text first, then the tests' code. After what they raise between two tests none counts."""
+        """Load the program's text, then run the tests' code. After an error between two tests, no more count."""
         try:
             self.program.load(source)
             names = Names(self.program, called)
@@ -81,7 +81,7 @@ class Run:
                 self.report(b"?" + ascii(str(error)).encode()[:300])
 
     def calls(self, pairs: Sequence[Sequence[Any]], entry_point: str, source: str) -> None:
-        """Input/output pairs of a function: ``entry_point(*input) == output``."""
+        """Test a function by input/output pairs: ``entry_point(*input) == output``."""
         try:
             self.program.load(source)
             owner, dot, name = entry_point.partition("().")
@@ -99,7 +99,7 @@ class Run:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Equal; a tuple is as good as a list, and a dictionary as one whose keys are texts, which JSON has alone."""
+    """Return whether two values are equal, as JSON has them: a tuple equals a list, and keys are texts."""
     return bool(value == expected) or _as_json(value) == _as_json(expected)
 
 
@@ -114,7 +114,8 @@ def _as_json(value: Any) -> Any:
 
 
 class Names(dict[str, Any]):
-    """The tests' own names, Python's, modules of the standard library but for what is ``called``, the program's."""
+    """The names that tests can use: their own, Python's, standard library modules (not for a name in ``called``), the
+    program's."""
 
     def __init__(self, program: Program, called: frozenset[str]) -> None:
         super().__init__({"__name__": "__main__", "__builtins__": builtins})
@@ -131,14 +132,14 @@ class Names(dict[str, Any]):
         return self._program.get(name)
 
     def program_value(self, name: str) -> Any:
-        """Return the program's value of a name, for a module."""
+        """Return the program's value of a name, for ``from solution import …``."""
         if name not in self._program.names:
             raise AttributeError(name)
         return self._program.get(name)
 
 
 def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, frozenset[str]]:
-    """The tests with every one of them marked, how many there are, and the names that they only call."""
+    """Return the tests compiled with every one marked, the number of tests, and the names that they only call."""
     try:
         tree = ast.parse(tests)
         if not any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(tree)):
@@ -164,7 +165,7 @@ def compiled(tests: str, entry_point: str | None) -> tuple[types.CodeType, int, 
 
 
 def _only_called(tree: ast.Module) -> frozenset[str]:
-    """Names that occur nowhere but before a call's bracket: no module can be meant (``select([2, 1])``)."""
+    """Return the names that are only ever called, as in ``select([2, 1])``: they cannot mean a module."""
     nodes = list(ast.walk(tree))
     calls = [one.func.id for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Name)]
     uses = Counter(one.id for one in nodes if isinstance(one, ast.Name))
@@ -172,7 +173,7 @@ def _only_called(tree: ast.Module) -> frozenset[str]:
 
 
 def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
-    """The names that the tests use and neither they nor Python define; and ``solution``, where they import that."""
+    """Return the names that the tests use and neither they nor Python define, and ``solution`` if they import it."""
     nodes = list(ast.walk(tree))
     used = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     made = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
@@ -185,7 +186,7 @@ def _asked_for(tree: ast.Module, called: frozenset[str]) -> set[str]:
 
 
 def _unguarded(body: list[ast.stmt]) -> list[ast.stmt]:
-    """``if __name__ == "__main__":`` is run without the condition: not taken, it would be a test that passes."""
+    """Replace ``if __name__ == "__main__":`` by its body: skipped, it would be a test that passes."""
     guard = ast.dump(ast.parse('__name__ == "__main__"', mode="eval").body)
     guarded = [isinstance(one, ast.If) and ast.dump(one.test) == guard for one in body]
     return [part for one, inside in zip(body, guarded) for part in (one.body if inside else [one])]  # type: ignore[attr-defined]
@@ -226,7 +227,7 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _asserts_inside(statement: ast.stmt) -> bool:
-    """``assert False``, where nothing should come, and ``raise`` count; ``assert True`` does not."""
+    """Return whether a statement can fail: by ``raise``, or an assertion other than ``assert True``."""
     nodes = list(ast.walk(statement))
     asserted = [one.test for one in nodes if isinstance(one, ast.Assert)]
     vain = [one for one in asserted if isinstance(one, ast.Constant) and one.value]
@@ -244,9 +245,9 @@ def _calls(body: list[ast.stmt], name: str) -> list[ast.Name]:
 
 
 def _called_once(body: list[ast.stmt], name: str) -> bool:
-    """Return whether a function is called by one statement that is this call, and named nowhere else (a comprehension
-    calls it often, it may call itself). Otherwise each statement that calls it is a test: what is inside would be more
-    tests than are counted."""
+    """Return whether one statement is a call of the function, and nothing else names it. A comprehension would call it
+    often, and it may call itself. Otherwise each statement that calls it is a test, as its inner tests would be more
+    than are counted."""
     calls = [one.value for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)]
     alone = [one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name]
     return len(alone) == _uses(body, name) == 1

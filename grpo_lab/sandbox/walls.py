@@ -1,13 +1,13 @@
-"""The walls around a jailed process: which of them this machine gives, and their putting up, in the process itself.
+"""Walls, the isolation layers of a jailed process, and putting them up in the process itself.
 
-``namespaces``  own processes, network (none), IPC, host name and mounts: a view of Python and the system's libraries,
-                read-only, and an empty ``/tmp``. The kernel ends all of it with its first process. As root directly;
-                else in a user namespace, where the machine allows one.
-``user``        as root: another user id, one a job, without any right. (Without root and without ``namespaces``: no.)
-``seccomp``     the system calls that Python needs, no other: no sockets, new processes, tracing, signals to others, ….
-``landlock``    the file system given up but for Python (read-only) and the empty folder; no TCP; no signals out (by
-                kernel version).
-``limits``      processor time, address space, file size, open files, core dumps, processes. Everywhere.
+``namespaces``  its own processes, network (none), IPC, host name and mounts: a view of Python and the system's
+                libraries, read-only, and an empty ``/tmp``. All of it ends with its first process. Root does this
+                directly, others in a user namespace, if the machine allows one.
+``user``        only as root: another user id for each job, without any right.
+``seccomp``     only the system calls that Python needs: no sockets, new processes, tracing, signals to others, ….
+``landlock``    no files but Python (read-only) and the empty folder; no TCP and no signals to others, if the kernel's
+                version can forbid them.
+``limits``      processor time, address space, file size, open files, core dumps, processes. Available everywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PREFIX = os.path.realpath(sys.base_prefix)
 
 @dataclass(frozen=True)
 class Cell:
-    """Behind which walls and in which folder a process runs, and what it may use."""
+    """The walls and the folder of a jailed process, and the resources that it may use."""
 
     walls: frozenset[str]
     folder: str
@@ -53,8 +53,8 @@ class Cell:
 
 
 def enter_namespaces() -> None:
-    """Enter new namespaces in the watching process: the next child is the first process of namespaces of its own
-    (mounts: ``put_up``)."""
+    """Enter new namespaces in the watching process: its next child is the first process in them. The child makes its
+    mount namespace in ``put_up``."""
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):  # no CAP_SYS_ADMIN, as in a container: a user namespace may be allowed
             kernel.unshare(_NAMESPACES)
@@ -68,7 +68,7 @@ def enter_namespaces() -> None:
 
 
 def job_user(job: int) -> int:
-    """A user id that no other job has, so that its processes can be counted."""
+    """Return a user id that no other job has, so that its processes can be counted."""
     return 1_000_000_000 + job % 100_000_000
 
 
@@ -86,8 +86,8 @@ def _set_ids(number: int) -> None:
 
 
 def put_up(cell: Cell, job: int) -> None:
-    """Put the walls up in the jailed process, as the last thing before what it is for; it dies with its parent from
-    here on. ``OSError``: a wall that cannot be put up."""
+    """Put the walls up in the jailed process, right before its task; from here on it dies with its parent. Raises
+    ``OSError`` if a wall cannot be put up."""
     walls = cell.walls
     folder = cell.folder
     if "namespaces" in walls:
@@ -139,14 +139,14 @@ def _limit(cell: Cell, processes: int | None) -> None:
 
 
 def _readable() -> list[str]:
-    """List what can be read inside. Links stay links."""
+    """Return the paths that can be read inside. Symbolic links stay links."""
     inside = any(place == _PREFIX or _PREFIX.startswith(place + "/") for place in _SYSTEM.split())
     places = [place for place in _SYSTEM.split() if os.path.lexists(place)] + ([] if inside else [_PREFIX])
     return places + [place for place in _DEVICES.split() if os.path.exists(place)]
 
 
 def _enter_view(folder_bytes: int) -> None:
-    """Make the view this process's whole file system. In a mount namespace of its own, with the right to mount."""
+    """Make the view this process's whole file system. It needs its own mount namespace and the right to mount."""
     new = tempfile.gettempdir()
     wanted = _readable()
     sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in wanted if not os.path.islink(place)}

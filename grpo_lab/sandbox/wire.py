@@ -1,15 +1,15 @@
 """Plain data over a socket, between a tester and a program that it does not trust: JSON with tags, never pickle.
 
-Its source is also run inside the program's process (``program``), so it imports nothing of ours.
+The source of this file also runs inside the program's process (``program``), so it imports nothing of ours.
 
     None, True, "text", 3, 0.5, [1, 2]       as in JSON (floats exactly, NaN and infinities included)
     {"tuple": [...]}, {"set" | "frozenset" | "deque": ...}, {"dict" | "counter" | "ordered": [[key, value], ...]}
     {"defaultdict": ["list", [[key, value], ...]]}, {"keys" | "values" | "items": a dict}
     {"named": [class, fields, values, reference]}, {"slice": [a, b, c]}, {"type": "int"}, {"int": "hex"} (large)
     {"bytes" | "Decimal" | "date" | ...: text}, {"complex" | "Fraction" | ...: [its parts, whole numbers in hex]}
-    {"name": ["module", "name"]}             what the tester names of the standard library: a function, `class.method`
-    {"object": ...}                          what stands for anything else of the program's
-    {"function": [n, name]}, {"iterator": n} what stands for a function of the tester's, for what it goes through
+    {"name": ["module", "name"]}             the tester's: a function or `class.method` of the standard library
+    {"object": ...}                          a reference to any other object of the program
+    {"function": [n, name]}, {"iterator": n} a reference to a function, or an iterator, of the tester
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _NAMED_MODULES = ("builtins", "math", "operator", "string", "statistics", "itert
 
 
 class Broken(Exception):
-    """The other side ended, or sent what is no message."""
+    """Raised if the other side ended, or sent something that is no message."""
 
 
 def frame(message: Any, most: int | None = MOST_BYTES) -> bytes:
-    """A message as it is sent. ``OverflowError``: longer than is read."""
+    """Return the bytes of a message. Raises ``OverflowError`` if it is longer than ``most``."""
     body = json.dumps(message).encode()
     if most is not None and len(body) > most:
         raise OverflowError(f"a value of {len(body)} bytes; at most {most} are sent")
@@ -61,7 +61,7 @@ def frame(message: Any, most: int | None = MOST_BYTES) -> bytes:
 
 
 class Channel:
-    """One end of a stream, a descriptor: whole messages in, whole messages out."""
+    """One end of a stream, given by its descriptor: it sends and receives whole messages."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -97,7 +97,7 @@ class Channel:
 
 
 def pack(value: Any, opaque: Any, depth: int = 0) -> Any:
-    """``value`` as JSON data; ``opaque(value)`` stands for anything that is no plain data."""
+    """Return ``value`` as JSON data; anything that is no plain data is replaced by ``opaque(value)``."""
     if value is None or isinstance(value, bool | str):
         if type(value) in (bool, type(None)):
             return value
@@ -153,7 +153,7 @@ def _pack_dict(value: dict[Any, Any], opaque: Any, depth: int) -> Any:
 
 
 def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
-    """A named tuple: its values, and what stands for it, so that it comes back as itself."""
+    """Return a named tuple as its values and a reference, by which it comes back as the same object."""
     try:
         reference = opaque(value)
     except (TypeError, ValueError):  # the tests' own
@@ -165,8 +165,8 @@ def _pack_named(value: Any, opaque: Any, depth: int) -> Any:
 
 
 def _is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether ``value`` is of a class whose module, not loaded here for its start's sake, somebody else has
-    loaded."""
+    """Return whether ``value`` is of a class of ``module``. The module is not imported here, for a fast start; nobody
+    has such a value unless it is loaded."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
@@ -176,7 +176,7 @@ def _name_of(kind: Any) -> str | None:
 
 
 def pack_name(value: Any) -> Any:
-    """A function or class of the standard library by its name; None for another. For the tester alone."""
+    """Return a function or class of the standard library as its name; None for any other. Only the tester uses it."""
     module = getattr(value, "__module__", None)
     name = getattr(value, "__name__", None)
     owner = getattr(value, "__objclass__", None)
@@ -193,7 +193,8 @@ def pack_name(value: Any) -> Any:
 
 
 def unpack(data: Any, opaque: Any) -> Any:
-    """The value again; ``opaque(tag, reference)``: what no plain data stands for. ``Broken``: malformed."""
+    """Return the value that was packed; ``opaque(tag, reference)`` returns what a reference means. Raises ``Broken`` if
+    malformed."""
     try:
         return _unpack(data, opaque)
     except Broken:
@@ -239,7 +240,8 @@ def _unpack(data: Any, opaque: Any) -> Any:
 
 
 def pack_error(error: BaseException, again: int | None = None) -> Any:
-    """An exception as data: its classes, text, plain arguments and attributes. ``again``: the other side's own."""
+    """Return an exception as data: its classes, text, plain arguments and attributes. ``again``: its number on the
+    other side, if it came from there."""
     kinds = [[str(kind.__module__), kind.__name__] for kind in type(error).__mro__]
     try:
         text = str(error)[:1000]
@@ -256,7 +258,7 @@ def pack_error(error: BaseException, again: int | None = None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Packed, or None for what is no plain data, or long."""
+    """Return the packed value, or None if it is no plain data, or long."""
     try:
         packed = pack(value, refuse)
         if len(json.dumps(packed)) < 10_000:
@@ -267,12 +269,12 @@ def _plain(value: Any) -> Any:
 
 
 def refuse(value: Any) -> Any:
-    """For ``pack`` where nothing can be referred to."""
+    """Raise ValueError: the ``opaque`` of ``pack`` where nothing can be referred to."""
     raise ValueError(f"a {type(value).__name__} is no plain data")
 
 
 def refuse_tag(tag: str, inside: Any) -> Any:
-    """The same for ``unpack``."""
+    """Raise ``Broken``, the ``opaque`` of ``unpack`` for plain data only; a named tuple becomes a tuple."""
     if tag == "named":
         return tuple(inside[2])
     raise Broken(f"{tag} where only plain data is taken")

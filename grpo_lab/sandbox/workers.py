@@ -1,7 +1,7 @@
-"""The worker processes of a pool as the trainer holds them: the fork server, the workers, what one may use up.
+"""The trainer's side of a pool: the fork server, its workers, and the limits of what they may use up.
 
-Why our own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child, so a
-training script without a `__name__` guard would start a second training. The other side of this one is `fork_server`.
+Why our own `Popen` and not `multiprocessing` spawn: spawn runs the caller's `__main__` again in every child. A training
+script without a `__name__` guard would then start a second training. The other side is `fork_server`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _ANSWER_SECONDS = 10.0  # for a kill: the process asked does nothing else
 
 
 class VerifierError(RuntimeError):
-    """A bug in a verifier or a worker that cannot start: ours to fix, never the model's fault."""
+    """Raised for a bug in a verifier or a worker that cannot start: ours to fix, never the model's fault."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of what one job may use up: `cpu_seconds`, enforced by the kernel (processor time, so that a busy machine
-    makes no right answer a timeout), and `wall_seconds`, the end of one that sleeps or starves; one worker: address
-    space, and `startup_seconds` on the clock for its imports; and one batch: the `batch_seconds` that each worker may
-    lose, for every thousand jobs begun, to jobs that end at their limit (`pool.Patience`)."""
+    """Limits of a job, a worker and a batch.
+
+    One job: `cpu_seconds` of processor time, enforced by the kernel, so that a busy machine makes no right answer a
+    timeout; and `wall_seconds`, which end a job that sleeps or starves. One worker: `memory_bytes` of address space,
+    and `startup_seconds` on the clock for its imports. One batch: the `batch_seconds` that each worker may lose, per
+    thousand jobs, to jobs that end at their limit (`pool.Patience`).
+    """
 
     cpu_seconds: float = 5.0
     wall_seconds: float = 30.0
@@ -64,7 +67,8 @@ def _how(code: int) -> str:
 
 
 class ForkServerProcess:
-    """The child that imports the handler and forks the workers (`fork_server.main`); its imports go on at first."""
+    """The child process that imports the handler, then forks the workers (`fork_server.main`). At first it is still
+    importing."""
 
     def __init__(self, handler: str, limits: Limits) -> None:
         self._limits = limits
@@ -85,7 +89,7 @@ class ForkServerProcess:
             )
 
     def fork(self) -> WorkerProcess:
-        """A new worker, ready as soon as the imports are done; `lost` where this process is no more."""
+        """Return a new worker, which is ready once the imports are done; it is `lost` if this process has ended."""
         self._count += 1
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
@@ -93,7 +97,7 @@ class ForkServerProcess:
         return WorkerProcess(self, self._count, ours, self._limits)
 
     def ended(self) -> str:
-        """Say how the process ended; empty where it was killed from outside, or runs."""
+        """Return how the process ended; empty if it was killed from outside, or still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close a moment before it is over
             code = self.process.wait(_ANSWER_SECONDS)
             if -code in FROM_OUTSIDE:
@@ -102,7 +106,7 @@ class ForkServerProcess:
         return ""
 
     def kill(self, number: int) -> None:
-        """End that worker, its process group with it, and wait until they are gone."""
+        """End worker ``number`` and its process group, and wait until they are gone."""
         try:
             self._control.settimeout(_ANSWER_SECONDS)
             self._control.sendall(frame({"kill": number}))
@@ -115,7 +119,7 @@ class ForkServerProcess:
             self.end(at_once=True)
 
     def end(self, at_once: bool = False) -> None:
-        """End it and all workers, and reap it. `at_once`: do not wait for its imports."""
+        """End this process and all workers, and reap it. `at_once`: do not wait for its imports."""
         with contextlib.suppress(OSError):  # `close` alone says nothing while a fork of the trainer has it too
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
@@ -127,7 +131,8 @@ class ForkServerProcess:
 
 
 class WorkerProcess:
-    """A worker process. `pid` is known once it is ready, and has said hello; `deadline` is monotonic seconds."""
+    """A worker process. `pid` is known once the worker has reported that it is ready; `deadline` is in monotonic
+    seconds."""
 
     def __init__(self, server: ForkServerProcess, number: int, channel: socket.socket, limits: Limits) -> None:
         self.server = server
@@ -144,8 +149,7 @@ class WorkerProcess:
         return self._channel.fileno()
 
     def send(self, payload: Any, share: float) -> bool:
-        """Hand over a job and start its clock, for that share of a job's time; False when the process is no longer
-        there to take it."""
+        """Send a job and start its clock, for ``share`` of a job's time limits. Return False if the process ended."""
         if select.select([self], [], [], 0)[0]:
             return False  # nobody has asked it anything, so this is how it ended
         self.since = time.monotonic()
@@ -159,8 +163,8 @@ class WorkerProcess:
         return True
 
     def receive(self) -> dict[str, Any] | None:
-        """Call when readable. The reply, None while it is incomplete; an end is a `crash`, a `timeout`, `killed` (from
-        outside: no limit of its own), or `lost` (its fork server has ended)."""
+        """Return the reply of a readable worker, or None while it is incomplete. If the process has ended, the reply is
+        a `crash`, a `timeout`, `killed` (from outside, by none of its limits) or `lost` (with its fork server)."""
         try:
             chunk = self._channel.recv(1 << 16)
         except OSError:
@@ -187,6 +191,6 @@ class WorkerProcess:
         return {"crash": f"the process {_how(code)}"}
 
     def kill(self) -> None:
-        """End the process group now: no zombie stays."""
+        """End the process group now and reap it, so that no zombie stays."""
         self.server.kill(self._number)
         self._channel.close()

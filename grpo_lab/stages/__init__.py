@@ -1,1 +1,1 @@
-"""Stages, of which commands and pipelines are lists: they sample, filter, select, train, merge and evaluate."""
+"""Stages, the steps of commands and pipelines: they sample, filter, select, train, merge and evaluate."""

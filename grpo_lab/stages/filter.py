@@ -1,5 +1,5 @@
-"""Filter: rows go through filters, those that read the text, then those that ask a model about what is left. A filter
-is its settings and `apply(filtering)`, which scores rows and keeps some in ``filtering.selection``."""
+"""Filters of rows: first those that read the text, then those that ask a model about the rows left. A filter is a
+settings class with `apply(filtering)`, which scores rows and keeps some in ``filtering.selection``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ NO_THINKING = {"enable_thinking": False}
 
 @dataclass(kw_only=True)
 class Filtering(Workspace):
-    """The rows on their way through the filters; the model (from `leave_room` on) is asked about those left. ``shown``:
-    column of the text; ``judge``: the reward in words; ``against``: rows of evaluation sets."""
+    """The rows on their way through the filters. `leave_room` loads the model, which is then asked about the rows left.
+    ``shown``: column of the text; ``judge``: the reward in words; ``against``: rows of evaluation sets."""
 
     rows: list[dict[str, Any]]
     selection: Selection
@@ -65,11 +65,11 @@ class Filtering(Workspace):
         return [i for i, kept in enumerate(self.selection.mask) if kept]
 
     def score(self, name: str, values: Mapping[int, Any]) -> None:
-        """A score of the rows that are left; the others have None."""
+        """Add a score for rows that are left; the other rows get None."""
         self.selection.score(name, [values.get(i) for i in range(len(self.rows))])
 
     def keep(self, name: str, keep: Mapping[int, bool], rule: str, reasons: Mapping[int, str | None]) -> None:
-        """A filter that looked at some rows; the others stay as they are."""
+        """Apply a filter that looked at some rows; rows that are not in ``keep`` stay as they are."""
         every = range(len(self.rows))
         mask = [keep.get(i, True) for i in every]
         self.selection.keep(name, mask, setting=rule, reasons=[reasons.get(i) for i in every])
@@ -83,7 +83,7 @@ def _listed(value: Any) -> Any:
 
 @settings()
 class KindFilter:
-    """``kind``: keep these kinds of question (`question_kind`)."""
+    """``kind``: keep only these kinds of question (`question_kind`)."""
 
     keep: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ("open",)
 
@@ -101,7 +101,7 @@ class KindFilter:
 
 @settings()
 class DuplicateFilter:
-    """``duplicates``: least word similarity of a near duplicate (`deduplicate`)."""
+    """``duplicates``: drop rows that repeat another; ``similarity``: least word similarity (`deduplicate`)."""
 
     similarity: Number = SIMILAR
 
@@ -113,7 +113,7 @@ class DuplicateFilter:
 
 @settings()
 class ContaminationFilter:
-    """``contamination``: evaluation sets as data sections, and the rules of `find_contamination`."""
+    """``contamination``: drop rows that the evaluation sets ``against`` contain (`find_contamination`)."""
 
     against: Annotated[tuple[DataSection, ...], Field(min_length=1)]
     ngram: Positive = NGRAM
@@ -134,12 +134,12 @@ class ContaminationFilter:
 
 @settings(bare="rule")
 class BandFilter:
-    """``band``: which pass rates stay, by a named rule, or by ends of one's own.
+    """``band``: keep rows by their pass rate p, by a named rule or by limits of your own.
 
     Args:
-        rule: ``learnable``, 0 < p < 1; ``hard``, 0 < p < 0.3 (where "low" ends no source says). Both ends are out.
-        low, high: other ends than the rule's (`keep_band`).
-        fail_best_of: in place of a rule: all of the first so many samples are scored, and none is right.
+        rule: ``learnable``, 0 < p < 1; ``hard``, 0 < p < 0.3 (no source says where "low" ends). Both ends are excluded.
+        low, high: limits in place of the rule's (`keep_band`).
+        fail_best_of: in place of a rule: keep a problem if this many first samples are all scored and all wrong.
     """
 
     rule: Literal["learnable", "hard"] = "learnable"
@@ -178,8 +178,8 @@ class BandFilter:
 
 @settings()
 class GuessFilter:
-    """``guessable``: out if right in one of ``tries`` answers without reasoning, of at most ``max_new_tokens``. Of rows
-    to imitate (with a ``completion``) each problem is asked once, and all of its rows share what comes out."""
+    """``guessable``: drop a row if one of ``tries`` answers without reasoning, of at most ``max_new_tokens``, is right.
+    If rows have a ``completion`` to imitate, each problem is asked once, and all of its rows share the result."""
 
     tries: Positive = TRIES
     max_new_tokens: Positive = 32
@@ -208,7 +208,7 @@ class GuessFilter:
 
 
 def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Pick what rows to imitate have in common where they are about one problem: equal problems are sampled once."""
+    """Return a row without what belongs to its answer, so that rows of one problem are equal and it is sampled once."""
     of_answer: tuple[str, ...] = ()
     if "completion" in row:
         of_answer = ("completion", "source", "length")
@@ -217,8 +217,8 @@ def _problem_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @settings()
 class BalanceFilter:
-    """``balance``: rows a value of the column ``by`` may keep (`balance`); None: as many as the smallest has. ``by:
-    domain`` takes `question_domain` where the rows have no column of that name."""
+    """``balance``: most rows per value of the column ``by`` (`balance`); None: as many as the smallest value has. ``by:
+    domain`` uses `question_domain` if the rows have no column of that name."""
 
     by: str
     per_domain: Annotated[
@@ -249,7 +249,7 @@ class BalanceFilter:
 
 @settings()
 class HardestFilter:
-    """``hardest``: the ``n`` rows of the lowest pass rate among those that are left; of equal ones, drawn by ``seed``.
+    """``hardest``: keep the ``n`` rows of the lowest pass rate among those left; of equal ones, a choice by ``seed``.
     Qwen3's reasoning RL is on 3,995 problems, learnable and as hard as possible (arXiv 2505.09388, section 4.2)."""
 
     n: Positive
@@ -270,7 +270,7 @@ class HardestFilter:
 
 @settings()
 class Filters:
-    """Filters that run, in this order; None leaves one out."""
+    """The filters to apply, in this order; None leaves one out."""
 
     kind: KindFilter | None = None
     duplicates: DuplicateFilter | None = None
@@ -281,20 +281,20 @@ class Filters:
     hardest: HardestFilter | None = None
 
     def asked(self, *names: str) -> list[tuple[str, Any]]:
-        """List those of ``names`` that run, with their settings."""
+        """Return (name, settings) of those of ``names`` that are set."""
         return [(name, rules) for name in names if (rules := getattr(self, name)) is not None]
 
     @field_validator("*", mode="before")
     @classmethod
     def _switched(cls, written: Any) -> Any:
-        """`true` is a filter as it is by default, `false` leaves it out."""
+        """Turn `true` into a filter's default settings, and `false` into None."""
         if isinstance(written, bool):
             return {True: {}, False: None}[written]
         return written
 
 
 def leave_room(filtering: Filtering, model: str) -> None:
-    """Load the model, and drop rows whose prompt leaves no room for a completion in the model's context."""
+    """Load the model, and drop rows whose prompt leaves no room for a completion in its context."""
     generator = filtering.generator = ModelGenerator(model, filtering.sampling)
     tokens = {i: len(generator.rendered(filtering.rows[i]["prompt"])) for i in filtering.left}
     filtering.score("prompt_tokens", tokens)
@@ -311,7 +311,7 @@ def leave_room(filtering: Filtering, model: str) -> None:
 
 
 def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
-    """Samples every row that is left: its pass rate and lengths; those outside of ``band`` go."""
+    """Sample every row that is left; add its pass rate and lengths as scores, and drop rows outside of ``band``."""
     if not to_be_measured(filtering.rows[0] if filtering.rows else (), filters):
         return
     generator = filtering.generator
@@ -330,7 +330,7 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
     filtering.score("trials", {i: rate.trials for i, rate in found.items()})
     for name, lengths in (("mean_tokens", tokens), ("mean_tokens_right", right)):
         filtering.score(name, {i: fmean(counts) if counts else None for i, counts in lengths.items()})
-    # of all completions that the rates count, whichever session made them
+    # counts all completions behind the rates, also those that an earlier session made
     total = sum(len(rate.scores) for rate in measured if rate.cut is not None)
     cut = sum(rate.cut or 0 for rate in measured)
     if total and cut / total > 0.05:
@@ -350,20 +350,21 @@ def measure_pass_rates(filtering: Filtering, filters: Filters) -> None:
 
 
 def to_be_measured(columns: Collection[str], filters: Filters) -> bool:
-    """Rows to imitate are answers to problems that were sampled before: measured where a filter needs it."""
+    """Return whether to measure pass rates. The problems of rows to imitate were sampled before: only if a filter needs
+    it."""
     needed = filters.band or filters.hardest or (filters.balance and filters.balance.by in RATES)
     return bool(needed) or "completion" not in columns
 
 
 def shown_column(rows: Any) -> str:
-    """The column of the questions' text."""
+    """Return the name of the column with the questions' text."""
     if "question" in rows.column_names:
         return "question"
     return "prompt"
 
 
 def text_of(prompt: Any) -> str:
-    """The text of a question: a string as it is, of messages the user's."""
+    """Return the text of a question: a string as it is; of messages, all but the system's."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message.get("content", "")) for message in prompt if message.get("role") != "system")

@@ -1,4 +1,4 @@
-"""Evaluate: a saved model on held-out rows, and the facts of it that later rounds, tables and pages read."""
+"""Evaluate a saved model on held-out rows, and return the facts that later rounds, tables and pages read."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ EVALUATION = "evaluation"
 
 @settings(rest="section")
 class Evaluate:
-    """``evaluate``: a model on held-out rows. Other keys: those of a recipe's ``evaluation``, but ``before``.
+    """``evaluate``: measure a model on held-out rows. Other keys: those of a recipe's ``evaluation``, but ``before``.
 
     Args:
-        effort_by: a column of the rows that says how hard they are (`steps`, `level`): adds the mean tokens of thinking
-            at each of its values.
+        effort_by: a column that says how hard a row is (`steps`, `level`): adds the mean tokens of thinking at each of
+            its values.
         against: a second model, on the same problems, with the paired test.
     """
 
@@ -71,8 +71,8 @@ class Evaluate:
         return f"{on}; {names}" if names else on
 
     def run(self, workspace: Workspace) -> Facts:
-        """Numbers of the evaluation's own condition under plain names, of the others as ``accuracy.<condition>``;
-        ``thinking``, ``no_thinking``: the accuracy in each mode that was asked for."""
+        """Return the numbers of the evaluation's own condition under plain names, of the others as
+        ``accuracy.<condition>``; ``thinking``, ``no_thinking``: the accuracy in each mode that was asked for."""
         found = self._measured(workspace.folder / EVALUATION)
         facts = flat_facts(found[0].result)
         for one in found:
@@ -95,7 +95,7 @@ class Evaluate:
         return facts
 
     def measured(self, target: Path) -> Facts:
-        """The answers in ``target``, without their seconds, which no two runs share."""
+        """Evaluate with answers in ``target``; return the results without seconds, which no two runs share."""
         result = self._measured(target)[0].result
         return {
             "accuracy": result.accuracy.to_dict() if result.accuracy else None,
@@ -107,7 +107,7 @@ class Evaluate:
         }
 
     def _difficulty(self, rows: Any) -> list[Any]:
-        """Values of the rows in the column ``effort_by``."""
+        """Return the values of the column ``effort_by``; empty if none is set."""
         if self.effort_by is not None and self.effort_by not in rows.column_names:
             raise ValueError(f"`effort_by` is {self.effort_by!r}; the columns of `data` are {rows.column_names}")
         if self.effort_by is None:
@@ -121,8 +121,8 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Measure:
-    """Kind of stage that measures a model within a command: its answers to the recipe's held-out rows, at ``place`` of
-    the folder; prompts are rendered as the command samples."""
+    """Stage that measures a model within a command, on the recipe's held-out rows. Answers go to ``place`` in the
+    folder; prompts are rendered as for the command's sampling."""
 
     whole: ClassVar[bool] = True
     model: str
@@ -142,7 +142,7 @@ class Measure:
 
 
 def flat_facts(result: EvaluationResult) -> Facts:
-    """A result as numbers, under the names that stages share; what was not measured is left out."""
+    """Return a result as numbers, under the names that stages share; what was not measured is left out."""
     accuracy = result.accuracy
     sampled = result.sampled_accuracy
     facts = {
@@ -164,13 +164,14 @@ def flat_facts(result: EvaluationResult) -> Facts:
 
 
 def evaluate_saved_model(model: str, section: EvaluationSection, target: Path | None, **how: Any) -> EvaluationResult:
-    """Return what `measure_conditions` finds in the evaluation's own condition."""
+    """Return the result of `measure_conditions` in the evaluation's own condition."""
     return measure_conditions(model, section, target, **how)[0].result
 
 
 @dataclass(frozen=True)
 class Condition:
-    """``thinking``: what the chat template is told; None: nothing. ``budget``: tokens of thinking; None: no limit."""
+    """How a model is asked. ``thinking`` is passed to the chat template, unless None. ``budget``: most tokens of
+    thinking; None: no limit."""
 
     template: str
     thinking: bool | None = None
@@ -178,14 +179,14 @@ class Condition:
 
 
 def refuse_itself(model: str, against: str | None) -> None:
-    """ValueError where a model is to be held against itself."""
+    """Raise ValueError if a model would be compared with itself."""
     if against == model:
         raise ValueError(f"`against` names the model itself, {model!r}; name another, or leave it out")
 
 
 def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
-    """Name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing: asked
-    once."""
+    """Return name → condition of a recipe's ``evaluation``, its own first. Without thinking a budget limits nothing, so
+    that mode is asked once."""
     templates = section.templates or (section.data.template,)
     modes = section.thinking or (None,)
     budgets = sorted({*section.thinking_budget} or {None}, key=lambda one: math.inf if one is None else one)
@@ -203,7 +204,7 @@ def conditions_in(section: EvaluationSection) -> dict[str, Condition]:
 
 
 def template_kwargs_in(section: EvaluationSection, way: Condition) -> dict[str, Any]:
-    """Keywords that the chat template gets in a condition."""
+    """Return the keyword arguments that the chat template gets in a condition."""
     mode = {}
     if way.thinking is not None:
         mode = {"enable_thinking": way.thinking}
@@ -211,8 +212,8 @@ def template_kwargs_in(section: EvaluationSection, way: Condition) -> dict[str, 
 
 
 class HeldOutRows:
-    """A recipe's ``evaluation``, loaded: its conditions, rows by template (in a plan None where they are not here),
-    rewards; how it is asked."""
+    """A recipe's ``evaluation``, loaded: its conditions, rows by template, rewards, and how the model is asked. In a
+    plan, rows that are not on this machine are None."""
 
     def __init__(
         self,
@@ -222,7 +223,8 @@ class HeldOutRows:
         load: Callable[..., Any] = load_rows,
         where: str = "evaluation.data",
     ) -> None:
-        """``load``: what loads the rows, which messages call ``where``. ValueError: what cannot be loaded or built."""
+        """``load`` loads the rows, which messages call ``where``. Raises ValueError if something cannot be loaded or
+        built."""
         self.section = section
         self.ways = conditions_in(section)
         templates = dict.fromkeys(way.template for way in self.ways.values())
@@ -239,8 +241,8 @@ class HeldOutRows:
     def asking(
         self, model: str, loaded: LoadedGenerator, way: Condition, in_step: bool = False
     ) -> Callable[..., EvaluationResult]:
-        """Return the function that evaluates ``model`` in this condition, as it is given ``blocks``. ValueError: a mode
-        that the prompts do not know, a budget without room."""
+        """Return a function of ``blocks`` that evaluates ``model`` in this condition. Raises ValueError if the prompts
+        do not know the mode, or a budget has no room."""
         generate = loaded.generate
         template_kwargs = template_kwargs_in(self.section, way)
         limits = self._limits(way, loaded.tokenizer, loaded.stops)
@@ -256,7 +258,8 @@ class HeldOutRows:
         return partial(evaluate, None, loaded.tokenizer, self.rows[way.template], said=said, **how)
 
     def _limits(self, way: Condition, tokenizer: Any, stops: Sequence[int] = ()) -> ThinkingBudget | None:
-        """The budget of a condition. ValueError: a mode that the prompts do not know, a budget without room."""
+        """Return the budget of a condition. Raises ValueError if the prompts do not know the mode, or the budget has no
+        room."""
         rows = self.rows[way.template]
         if way.thinking is not None and rows is not None:
             prompt = rows[0]["prompt"]
@@ -273,8 +276,8 @@ class HeldOutRows:
         return ThinkingBudget.for_tokenizer(tokenizer, way.budget, text=self.section.budget_text, **room)
 
     def check_model(self, model: str, where: str, here_only: bool = True) -> None:
-        """ValueError for a model that is not there, cannot be asked in a condition, or has no room for an answer; of
-        one that is known here only as far as that is."""
+        """Raise ValueError if a model does not exist, cannot be asked in a condition, or has no room for an answer. A
+        model that is not fully known here is checked as far as possible."""
         if self.section.use_vllm:
             EngineOptions.from_mapping(self.section.engine)
             check_engine(True, "use_vllm", here_only)
@@ -303,10 +306,12 @@ def measure_conditions(
     against: str | None = None,
     timed: bool = True,
 ) -> list[Measured]:
-    """Held-out accuracy by a recipe's ``evaluation`` in all its conditions, of one model or two. Every rank calls it.
+    """Measure held-out accuracy by a recipe's ``evaluation`` in all its conditions, of one model or two. Every rank
+    calls it.
 
     Finished blocks of answers are kept in ``target`` (None: nothing is written), and the same call goes on with them.
-    ``max_new_tokens``: where the section does not say. EvaluationStopped: Ctrl-C; what was answered is written."""
+    ``max_new_tokens`` is used if the section has none. Raises EvaluationStopped after Ctrl-C, with the answers written.
+    """
     refuse_itself(model, against)
     found = list[Measured]()
     main = rank_and_ranks()[0] == 0
@@ -338,7 +343,7 @@ def measure_conditions(
 
 
 def about(model: str, section: EvaluationSection, way: Condition | None = None) -> dict[str, Any]:
-    """Facts that a score depends on besides the generation, for `summary.json`: rows with every argument, template,
+    """Return what a score depends on besides the generation, for `summary.json`: rows with every argument, template,
     judge."""
     mode = getattr(build.build_reward(section.reward, "evaluation.reward"), "mode", None)  # the default, too
     judge = {"name": section.reward.name, **({} if mode is None else {"mode": mode}), **section.reward.arguments}

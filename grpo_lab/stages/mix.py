@@ -1,5 +1,6 @@
-"""Build: one file of rows to train on out of several, mixed by weights or counts, without the same row twice; fusion:
-rows that teach Qwen3's two modes, out of a model's own judged samples and of answers without reasoning."""
+"""Stages that build rows. `build` mixes several sources into one file, by weights or counts, without the same row
+twice. `fusion` builds rows that teach Qwen3's two modes, out of a model's own judged samples and answers without
+reasoning."""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ Rows = list[dict[str, Any]]
 
 @settings(bare="file")
 class Source:
-    """A source of rows: where they come from, and how many. Without ``weight`` and ``count``: all of them.
+    """A source of rows, and how many of them to use. Without ``weight`` and ``count`` all are used.
 
     Args:
-        file: JSON lines with ``prompt`` and ``completion``, as stages leave them.
+        file: JSON lines with ``prompt`` and ``completion``, as stages write them.
         data: in place of a file, rows of a loader with a ``worked_solution``.
         weight: its share of the mix, against the other sources' weights; the mix is the largest that repeats no row.
     """
@@ -49,13 +50,13 @@ class Source:
     count: Count | None = None
 
     def check(self, name: str) -> None:
-        """ValueError: not one place of rows, or two words for how many of them."""
+        """Raise ValueError unless it has one of `file` and `data`, and at most one of `weight` and `count`."""
         if (self.file is None) == (self.data is None) or None not in (self.weight, self.count):
             raise ValueError(f"`rows.{name}` is a `file` or `data`, and has a `weight`, a `count` or neither")
 
     def at_most(self, name: str) -> int | None:
-        """Number of rows that there are, equal ones counted each time; None where they are not here yet. ValueError: no
-        such file or loader, or rows without what is learned."""
+        """Return the number of rows, equal ones counted each time; None if they do not exist here yet. Raises
+        ValueError if the file or loader does not exist, or its rows lack what is learned."""
         if self.data is None:
             place = str(self.file)
             check_lines(place, f"rows.{name}.file", {"prompt": TEXT, "completion": TEXT})
@@ -72,7 +73,7 @@ class Source:
         return len(loaded)
 
     def rows(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows one after the other: a file's are never in memory together."""
+        """Yield the rows one after the other; a file is never in memory as a whole."""
         if self.data is None:
             found = self._read(name)
         else:
@@ -94,7 +95,7 @@ class Source:
 
 @settings()
 class Build:
-    """``build``: row files mixed, drawn and shuffled by ``seed``."""
+    """``build``: mix row files, drawn and shuffled by ``seed``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     rows: Annotated[Mapping[str, Source], Field(min_length=1)]
@@ -129,9 +130,8 @@ class Build:
         return {**facts, "sources": counts, "dropped": dropped}
 
     def _different(self) -> tuple[int, dict[str, list[bytes]]]:
-        """Return how many rows the sources have, and the different ones by source, as the lines that are written: so
-        they take the room of their text. The same prompt with the same words of an answer stays where it stands
-        first."""
+        """Return the number of all rows, and the different ones by source, as the lines to write (they take less
+        memory). Of rows with the same prompt and the same words in the answer, the first is kept."""
         asked = 0
         seen: set[bytes] = set()
         found: dict[str, list[bytes]] = {name: [] for name in self.rows}
@@ -146,7 +146,7 @@ class Build:
         return asked, found
 
     def counts(self, there: Mapping[str, int]) -> dict[str, int]:
-        """Rows to draw of each source. ValueError for more than there are."""
+        """Return how many rows to draw from each source. Raises ValueError if a source has fewer."""
         weights = {name: float(source.weight) for name, source in self.rows.items() if source.weight is not None}
         unit = min((there[name] / weight for name, weight in weights.items()), default=0.0)
         wanted = {name: there[name] if one.count is None else one.count for name, one in self.rows.items()}
@@ -169,11 +169,11 @@ class Fusion:
     """``fusion``: rows for `sft`, thinking and non-thinking ones (`grpo_lab.data.fusion`).
 
     Args:
-        model: whose chat template and tokens the rows are checked against: the one that will be trained.
-        samples: what `sample` left; of each problem the first ``per_problem`` right answers with one closed block of
+        model: the model that will be trained; the rows are checked against its chat template and tokens.
+        samples: output of `sample`; of each problem the first ``per_problem`` right answers with one closed block of
             reasoning become thinking rows.
-        plain: rows whose ``worked_solution`` becomes a non-thinking answer, an empty block before it.
-        shares: how many rows have their flag where, and how many are dialogues.
+        plain: rows whose ``worked_solution`` becomes a non-thinking answer, with an empty block before it.
+        shares: where rows have the flag of their mode, and how many rows are dialogues.
     """
 
     leaves: ClassVar[dict[str, str]] = {"rows": ROWS}
@@ -214,7 +214,7 @@ class Fusion:
         return {"rows": len(rows), **kinds, "dropped": {"no_closed_reasoning": unclosed}, "trained_tokens": tokens}
 
     def _answers(self, load: Callable[..., Any]) -> Rows:
-        """The non-thinking ones. ValueError for rows without worked solutions."""
+        """Return the non-thinking rows. Raises ValueError if a data set has no worked solutions."""
         found: Rows = []
         for place, section in enumerate(self.plain):
             rows = load(section, f"plain.{place}")
@@ -225,9 +225,8 @@ class Fusion:
 
 
 def check_rendering(rows: Rows, tokenizer: Any, model: str) -> Iterator[int]:
-    """Yield of every row the number of tokens that are trained on. ValueError where the model's chat template does not
-    leave the choice of the mode to them: what it renders must begin with the prompt's tokens, then have the row's
-    block."""
+    """Yield the number of trained tokens of every row. Raises ValueError if the model's chat template does not let the
+    rows choose the mode: the rendered text must begin with the prompt's tokens, then have the row's block."""
     for number, row in enumerate(rows, start=1):
         asked, whole = render_pair(row["prompt"], row["completion"], tokenizer, continues=goes_on(row))
         if row["mode"] == "think":

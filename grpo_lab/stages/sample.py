@@ -1,4 +1,4 @@
-"""Sample: n completions of each problem by a saved model, judged, on the disk batch by batch."""
+"""Sample n completions of each problem from a saved model, judge them, and write them to disk batch by batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sample:
     """``sample``: completions of each row by a model, judged. Other keys: `SamplingSettings`."""
 
     leaves: ClassVar[Mapping[str, str]] = {"samples": SAMPLES}
-    seed = None  # the sampling's
+    seed = None  # `sampling.seed` is used
     model: str
     data: DataSection
     reward: RewardSection = STRICT_ACCURACY
@@ -77,7 +77,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class LoadedGenerator:
-    """A loaded model that generates: the call, its tokenizer, context, and the tokens that end a completion."""
+    """A loaded model: the function that generates, its tokenizer, its context length, and the ids that end a
+    completion."""
 
     generate: CompletionGenerator
     tokenizer: Any
@@ -88,7 +89,7 @@ class LoadedGenerator:
 def load_generator(
     model: str, asked: Any, *, use_cpu: bool, seed: int, tokenizer: str | None = None, logprobs: bool = False
 ) -> LoadedGenerator:
-    """Load a saved model (folder or hub name) by transformers or vLLM, as ``asked`` (`use_vllm`, `engine`,
+    """Load a saved model (folder or hub name) in transformers or vLLM, by the settings ``asked`` (`use_vllm`, `engine`,
     `batch_size`)."""
     if not asked.use_vllm:
         loaded, words = load_saved_model(model, use_cpu, tokenizer)
@@ -117,8 +118,8 @@ def load_generator(
 
 
 class ModelGenerator:
-    """`generator(prompts, n)` → n completions a prompt by a saved model (folder or hub name), in the form of the prompt
-    (text or message list); transformers or vLLM. ``made``: completions by this process."""
+    """Generator by a saved model (folder or hub name), in transformers or vLLM. `generator(prompts, n)` returns n
+    completions per prompt, in the prompt's form (text or message list). ``made`` counts this process's completions."""
 
     def __init__(self, model: str, settings: SamplingSettings) -> None:
         check_place(model)
@@ -141,9 +142,9 @@ class ModelGenerator:
         max_new_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[Written]]:
-        """Sample completions, each with whether the limit of tokens cut it."""
+        """Sample completions; each says whether the token limit cut it off."""
         ids = [self.rendered(prompt, chat_template_kwargs) for prompt in prompts]
-        # a batch's own seed, of what is sampled: a resumed run draws what it would have drawn
+        # the seed depends on the batch's prompts alone, so a resumed run draws the same
         digest = hashlib.sha256(f"{self.settings.seed}/{json.dumps(ids)}".encode()).digest()
         limit = max_new_tokens or self.settings.max_completion_length
         seed = int.from_bytes(digest[:4], "big") >> 1
@@ -160,12 +161,12 @@ class ModelGenerator:
         ]
 
     def rendered(self, prompt: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """The tokens the model is given for a prompt: what another chat template or tokenizer changes."""
+        """Return the token ids that the model gets for a prompt, by its chat template and tokenizer."""
         template_kwargs = {**self.settings.chat_template_kwargs, **(chat_template_kwargs or {})}
         return render_prompt(prompt, self.tokenizer, template_kwargs).ids
 
     def tokens(self, completion: Any) -> int:
-        """Length of a completion's text in this model's tokens, without an end token."""
+        """Return the length of a completion's text in this model's tokens, without an end token."""
         return len(self.tokenizer(text_of(completion), add_special_tokens=False)["input_ids"])
 
     def judged(
@@ -177,11 +178,11 @@ class ModelGenerator:
         said: Mapping[str, Any],
         label: str = "pass rates",
     ) -> list[PassRate]:
-        """Completions of every problem with ``reward``'s scores; goes on with those that ``file`` has. A file of other
-        samples is refused; ``said``: what they follow from beside the generator."""
+        """Return completions of every problem with ``reward``'s scores, and use those in ``file`` again. A file of
+        other samples is refused. ``said``: what the samples depend on besides the generator."""
 
         def written(prompts: Sequence[Any], n: int) -> list[list[Written]]:
-            stop.check()  # it may end before a batch: each is on the disk before the next
+            stop.check()  # a stop falls between batches: each is on disk before the next
             return self.written(prompts, n)
 
         how: Any = {"path": file, "batch_size": self.settings.problems_per_save, "label": label}
@@ -189,8 +190,8 @@ class ModelGenerator:
         return pass_rates(problems, written, reward, self.settings.n_samples, **how)
 
     def identity(self) -> dict[str, Any]:
-        """Facts that the samples depend on, for the header of their file: the model's files, and the settings. The
-        engine counts: its rounding differs. What it is given for a prompt is `rendered`."""
+        """Return what the samples depend on, for the header of their file: the model's files, and the settings. The
+        engine is included, as its rounding differs. The model's input for a prompt is not: see `rendered`."""
         settings = self.settings
         return {
             "model": self.name,
@@ -203,8 +204,8 @@ class ModelGenerator:
 
 
 def with_room(problems: Mapping[int, Problem], generator: ModelGenerator) -> dict[int, Problem]:
-    """Keep the problems whose prompt leaves room for a completion in the model's context; the others are counted and
-    said."""
+    """Return the problems whose prompt leaves room for a completion in the model's context; print how many others there
+    were."""
     context = generator.context
     completion = generator.settings.max_completion_length
     if context is None:
@@ -230,8 +231,9 @@ def sample(
     said: Mapping[str, Any],
     label: str,
 ) -> list[dict[str, Any]]:
-    """`samples.jsonl` in the stage's folder: a line a problem with its row's number, its completions, their scores and
-    lengths in tokens. The model is loaded where the file is not there. ``said``: as in `ModelGenerator.judged`."""
+    """Return the lines of `samples.jsonl` in the stage's folder; sample first if it does not exist. A line is a
+    problem: its row's number, its completions, their scores and lengths in tokens. ``said``: as in
+    `ModelGenerator.judged`."""
     file = workspace.folder / SAMPLES
     progress = workspace.folder / SAMPLING
     if not file.is_file():
@@ -254,7 +256,7 @@ def sample(
 
 
 def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
-    """Tokens: of the texts, and one for each end that was written."""
+    """Return the stage's facts. `tokens` counts the texts' tokens and one for each end that was written."""
     each = [(length, score) for line in lines for length, score in zip(line["lengths"], line["scores"], strict=True)]
     cut = sum(line["cut"] or 0 for line in lines)
     scored = [score for _, score in each if score is not None]
@@ -272,7 +274,7 @@ def sample_facts(lines: Sequence[Mapping[str, Any]], asked: int) -> Facts:
 
 
 def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> list[Sampled]:
-    """Read what `sample` wrote; the problems are in ``rows``, by number, or beside their samples."""
+    """Read what `sample` wrote. The problems are in ``rows``, by number, or beside their samples in the file."""
     return [
         Sampled(row["prompt"], line["completions"], line["scores"], line["lengths"], row)
         for line in read_lines(file, OF_A_LINE if rows is None else SAMPLED)
@@ -283,8 +285,8 @@ def samples_in(file: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> l
 def check_lines(place: str, where: str, needs: Fields) -> None:
     """Check the JSON-lines file at ``place``, which the setting ``where`` names, by its first line.
 
-    A file that an earlier stage has still to write is not checked. ValueError: there is no file, it has no line, or
-    its first line is damaged or has a field of ``needs`` missing or of another type.
+    A file that an earlier stage has still to write is not checked. Raises ValueError if there is no file or no line. It
+    also does if the first line is damaged, or has a field of ``needs`` missing or of another type.
     """
     file = check_file(place, where)
     if file is None:
@@ -297,20 +299,20 @@ def check_lines(place: str, where: str, needs: Fields) -> None:
 
 
 def lines_in(file: Path) -> int:
-    """Count the lines of a file without reading any of them."""
+    """Return the number of lines of a file, without parsing them."""
     with file.open("rb") as opened:
         return sum(block.count(b"\n") for block in iter(lambda: opened.read(1 << 20), b""))
 
 
 def read_lines(file: Path, needs: Fields | None = None) -> list[dict[str, Any]]:
-    """A file of JSON, an object a line with the fields that it ``needs``."""
+    """Return the objects of a JSON-lines file; each must have the fields that it ``needs``."""
     return [row for _, row in read_json_lines(file, needs)]
 
 
 def plan_of_samples(
     model: Any, reward: RewardSection, settings: SamplingSettings, rows: Any, file: Path, overwrite: bool
 ) -> Words:
-    """Say what will be sampled, and what an earlier run has left of it in ``file``."""
+    """Say in words what will be sampled, and what an earlier run has left in ``file``."""
     each = f"{settings.n_samples} a problem at temperature {settings.temperature:g}"
     total = ""
     if rows is not None:
@@ -329,12 +331,12 @@ def plan_of_samples(
 
 
 def refuse_other_count(file: Path, n: int, setting: str, instead: str) -> None:
-    """ValueError, before a model is loaded, where ``file`` holds another number of samples than ``setting`` asks
+    """Raise ValueError, before a model is loaded, if ``file`` has not ``n`` samples per problem, which ``setting`` asks
     for."""
     if not file.is_file():
         return
     _, first = next(json_lines(file), (1, ""))
-    if isinstance(first, str):  # torn or of somebody else: said where they are read
+    if isinstance(first, str):  # damaged, or another kind of file: reported when it is read
         there = n
     else:
         there = first.get("n", n)

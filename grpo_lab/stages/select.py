@@ -1,4 +1,4 @@
-"""Select: what a training learns from a model's own judged samples, by one of five ways: same samples, same rows."""
+"""Select what to train on from a model's own judged samples, by one of five ways. Same samples, same rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Distinct = Literal["equations", "words", "text"]
 
 
 def _equations_or_words(text: str) -> Any:
-    """Key of an answer: its equations, or its words where it has none: two proofs in words are two ways."""
+    """Return the key of an answer: its equations, or its words if it has none. So two proofs in words are two ways."""
     return equation_list(text) or normalised(text)
 
 
@@ -37,10 +37,11 @@ class Keep:
     """``keep``: which right answers are imitated (`right_answers`).
 
     Args:
-        per_problem: most answers a problem; None keeps all that differ.
-        distinct: what makes two answers one: the list of their ``equations``, their ``words``, or the ``text`` itself.
-        gold: the rows' ``worked_solution`` is learned, too; right_calculations: no answer with an equation that does
-            not hold, right or not.
+        per_problem: most answers per problem; None keeps all that differ.
+        distinct: two answers count as one if they share this: the list of their ``equations``, their ``words``, or the
+            ``text``.
+        gold: learn the rows' ``worked_solution``, too.
+        right_calculations: leave out right answers with an equation that does not hold.
     """
 
     needs: ClassVar[str] = "right on some"
@@ -59,8 +60,8 @@ class Keep:
 
 @settings()
 class Contrast:
-    """``pairs`` of a right and a wrong answer (`contrast_pairs`), most a problem, None: all; ``distinct`` as in
-    `Keep`."""
+    """``pairs`` of a right and a wrong answer (`contrast_pairs`), at most ``per_problem``, None: all; ``distinct`` as
+    in `Keep`."""
 
     needs: ClassVar[str] = "right and wrong on the same"
     per_problem: Positive | None = None
@@ -82,7 +83,7 @@ class Shortest:
 
 @settings()
 class Shorter:
-    """``pairs`` of a short right answer and longer or wrong ones (`preference_pairs`)."""
+    """``pairs`` of a short right answer with longer or wrong ones (`preference_pairs`)."""
 
     needs: ClassVar[str] = "right, and also wrong or longer, on the same"
     ratio: Number = LONGER
@@ -96,8 +97,8 @@ class Shorter:
 
 @settings()
 class Judged:
-    """``pairs`` of any two answers of a problem, by a judge that may err (`Judge`: ``temperature``, ``longer``,
-    ``seed``); the samples' score is their quality. Most a problem, None: all."""
+    """``pairs`` of any two answers to a problem, ordered by a judge that may err (`Judge`: ``temperature``, ``longer``,
+    ``seed``). A sample's score is its quality. At most ``per_problem`` pairs; None: all."""
 
     needs: ClassVar[str] = "of different quality on the same, for a judge without noise"
     temperature: Number = 0.0
@@ -123,7 +124,7 @@ Way = Keep | Contrast | Shortest | Shorter | Judged
 
 @settings()
 class Select:
-    """``select``: rows to train on out of samples; exactly one of the five ways."""
+    """``select``: choose rows to train on from samples, by exactly one of the five ways."""
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
     samples: str
@@ -152,8 +153,8 @@ class Select:
 
 
 def choose(samples: Sequence[Sampled], way: Way, folder: Path, who: str = "", otherwise: str = "") -> Facts:
-    """`rows.jsonl` in ``folder``, and what was counted. ValueError, between ``who`` and ``otherwise``: there is
-    none."""
+    """Write `rows.jsonl` to ``folder``; return the counts. Raises ValueError if there is no row, with ``who`` before
+    the message and ``otherwise`` after it."""
     rows, counts = way.rows(samples)
     if not rows:
         scores = [score for one in samples for score in one.scores]

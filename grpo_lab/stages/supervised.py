@@ -1,4 +1,5 @@
-"""Models: trained on rows or pairs by TRL's trainers (SFT, DPO, SimPO, rewards), by a teacher; started; merged."""
+"""Stages that make a model: train it by TRL's trainers (SFT, DPO, SimPO, rewards) or by a teacher, start it, or merge
+two."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ Training = Annotated[Mapping[str, Any], NULL_IS_DEFAULT]
 
 @settings(rest="training")
 class Train:
-    """``sft``, ``dpo``, ``simpo``: a model trained on ``rows``. Other keys: TRL's ``SFTConfig``, ``DPOConfig``, …."""
+    """``sft``, ``dpo``, ``simpo``: train a model on ``rows``. Other keys: TRL's ``SFTConfig``, ``DPOConfig``, …."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     method: ClassVar[Any] = "sft"
@@ -60,8 +61,8 @@ class Train:
         return f"{self.model} on {self.rows}; {settings_in_words(self.training)}"
 
     def run(self, workspace: Workspace, reference: Any = None, made_from: Any = None) -> Facts:
-        """``reference``: DPO's; default: the model as it begins. ``made_from``: what a training that was stopped is
-        known by, besides its rows; default: all settings."""
+        """Train and return the facts. ``reference``: DPO's reference, by default the model as it begins. ``made_from``:
+        what identifies a stopped training, besides its rows; by default all settings."""
         model, tokenizer = load_model(ModelSection(path=self.model), self.seed)
         more = {}
         if reference is not None:
@@ -79,23 +80,23 @@ class Train:
 
 @settings(rest="training")
 class Dpo(Train):
-    """``dpo``: on pairs; the reference is the model as it begins."""
+    """``dpo``: train on pairs; the reference is the model as it begins."""
 
     method: ClassVar[Any] = "dpo"
 
 
 @settings(rest="training")
 class Simpo(Train):
-    """``simpo``: on pairs, without a reference."""
+    """``simpo``: train on pairs, without a reference."""
 
     method: ClassVar[Any] = "simpo"
 
 
 @settings(rest="training")
 class RewardModel(Train):
-    """``reward_model``: one number for a prompt and its completion, learned from pairs (``rows``) by TRL's
-    RewardTrainer. Other keys: its ``RewardConfig``. Pairs of a share of the prompts, ``held_out``, are not learned:
-    they say how many it has the right way round. A `PreferenceReward` in RL holds the same prompts out."""
+    """``reward_model``: train a model to score a prompt with its completion, from pairs (``rows``), by TRL's
+    RewardTrainer. Other keys: its ``RewardConfig``. Pairs of a share of the prompts, ``held_out``, are not trained on:
+    they measure how many pairs it orders correctly. A `PreferenceReward` in RL holds the same prompts out."""
 
     method: ClassVar[Any] = "reward"
     held_out: Number = PreferenceReward.held_out
@@ -120,8 +121,7 @@ class RewardModel(Train):
 
 @settings(rest="training")
 class ColdStart:
-    """``cold_start``: a model, or a tiny one, trained on worked solutions (``data``). Other keys: TRL's
-    ``SFTConfig``."""
+    """``cold_start``: train a model, or a tiny one, on worked solutions (``data``). Other keys: TRL's ``SFTConfig``."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: ModelSection
@@ -147,7 +147,7 @@ class ColdStart:
         return f"{self.model.name}{rows}"
 
     def run(self, workspace: Workspace, rows: Any = None) -> Facts:
-        """``rows``: of ``data``, where they are loaded already."""
+        """Train and return the facts. ``rows``: those of ``data``, if already loaded."""
         model, tokenizer = load_model(self.model, self.seed)
         if self.data is None:
             with whole_folder(workspace.folder / MODEL) as folder:
@@ -161,8 +161,9 @@ class ColdStart:
 
 @settings(rest="training")
 class Distill:
-    """``distill``: a model trained on its own answers by a ``teacher`` of the same vocabulary, on the prompts of
-    ``data``. Other keys: TRL's ``DistillationConfig``. It ends with the log by which ``tokens`` are generated, too."""
+    """``distill``: train a model on its own answers by a ``teacher`` of the same vocabulary, on the prompts of
+    ``data``. Other keys: TRL's ``DistillationConfig``. Training also ends at the first log with ``tokens`` generated.
+    """
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str
@@ -197,7 +198,7 @@ class Distill:
         return {**facts, "tokens": budget.generated}
 
     def _check_words(self, tokenizer: Any, words: Any) -> None:
-        """ValueError where the teacher's tokenizer, ``words``, has other tokens than the student's."""
+        """Raise ValueError if the teacher's tokenizer, ``words``, has other tokens than the student's."""
         if words.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"`teacher` is {self.teacher}, whose tokenizer has other tokens than that of {self.model}: what it "
@@ -207,7 +208,7 @@ class Distill:
 
 @settings()
 class Merge:
-    """``merge``: the average of two models' weights (`average_weights`)."""
+    """``merge``: average the weights of two models (`average_weights`)."""
 
     leaves: ClassVar[Mapping[str, str]] = {"model": MODEL}
     model: str
@@ -225,7 +226,7 @@ class Merge:
 
 
 def check_merged(model: str, short_model: str, alpha: float, where: str = "model") -> None:
-    """ValueError for models that cannot be averaged, as far as they are there."""
+    """Raise ValueError if two models cannot be averaged; what does not exist yet is not checked."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"`alpha` is {alpha:g}; it must be a share between 0 and 1")
     for path, setting in ((model, where), (short_model, "short_model")):
@@ -235,7 +236,7 @@ def check_merged(model: str, short_model: str, alpha: float, where: str = "model
 
 
 def check_supervised(method: str, training: Mapping[str, Any], where: str = "training") -> None:
-    """ValueError for settings that TRL's configuration refuses, here or when it is made."""
+    """Raise ValueError if TRL's configuration would refuse the settings."""
     settings = check_training(method, training, where)
     check_trackers(settings.get("report_to"), f"{where}.report_to")
     with tempfile.TemporaryDirectory() as folder:
@@ -253,8 +254,8 @@ def learn(
     callbacks: Sequence[Any] = (),
     **more: Any,
 ) -> Facts:
-    """`model/`, by `train_by` with ``more``, and its facts. A training that was stopped is gone on with from
-    `stopped/`, where it is of the same ``rows`` and ``made_from`` (default: the stage's settings)."""
+    """Train by `train_by` with ``more``, save to `model/`, and return the facts. A stopped training goes on from
+    `stopped/` if it had the same ``rows`` and ``made_from`` (default: the stage's settings)."""
     from datasets import Dataset
 
     counted = TrainingFacts(workspace.folder / "metrics.jsonl")
@@ -274,7 +275,7 @@ def learn(
 
 
 class TrainingFacts(MetricsFile):
-    """`metrics.jsonl` of one training, begun anew or gone on with, and what its stage's marker says of it."""
+    """Writes `metrics.jsonl` of one training, new or resumed, and collects the facts for its stage's marker."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -282,7 +283,7 @@ class TrainingFacts(MetricsFile):
         self.weights: list[float] = []
 
     def begin(self, step: int) -> None:
-        """Begin after ``step`` steps: the lines up to there stay."""
+        """Begin after ``step`` steps; keep the lines up to there."""
         if step:
             cut_metrics(self.path, step)
             self.weights = [line[WEIGHT] for line in read_lines(self.path) if WEIGHT in line]
@@ -299,5 +300,5 @@ class TrainingFacts(MetricsFile):
         self.found["steps"] = state.global_step
 
     def facts(self) -> Facts:
-        """Optimizer steps, mean loss; of pairs also w(θ) in the first and the last log."""
+        """Return optimizer steps and the mean loss; for pairs also w(θ) in the first and the last log."""
         return self.found | ({"weight_first": self.weights[0], "weight_last": self.weights[-1]} if self.weights else {})

@@ -1,9 +1,10 @@
-"""Traces: a model's judged samples become rows to learn from: filtered, each filter counted, and refined into one form.
+"""Turn a model's judged samples, or traces, into rows to learn from: filter them, count each filter, rewrite them in
+one form.
 
 Source: DeepSeek-R1 (arXiv 2501.12948). Section 2.3.1, cold start: R1-Zero's outputs in "a readable pattern that
-includes a summary at the end of each response", refined by people; what is not reader-friendly is left out. Section
-2.3.3, rejection sampling: right answers only, without "mixed languages, long paragraphs, and code blocks". The paper
-gives no thresholds: those here are ours. Our refinement is a rule (`Refine`) in place of people.
+includes a summary at the end of each response", refined by people, without what is not reader-friendly. Section 2.3.3,
+rejection sampling: right answers only, without "mixed languages, long paragraphs, and code blocks". The paper gives no
+thresholds: those here are ours. Our refinement is a rule (`Refine`) in place of people.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Trace = dict[str, Any]
 
 @settings(bare="target")
 class OneLanguage:
-    """Keeps traces in which at least ``share`` of the reasoning's words are in ``target`` (`LanguageConsistencyReward`;
-    or ``prompt``)."""
+    """Keeps traces in which at least ``share`` of the reasoning's words are in the language ``target``, or, for
+    ``prompt``, in the prompt's (`LanguageConsistencyReward`)."""
 
     target: str = "en"
     share: Number = 0.95
@@ -60,9 +61,9 @@ class Readable:
     """Keeps traces that a reader can follow.
 
     Args:
-        layout: the tags that a trace must have (`ThinkFormatReward`); None asks for none.
+        layout: the tags that a trace must have (`ThinkFormatReward`); None requires none.
         longest_paragraph: most characters between two empty lines.
-        code: whether fenced blocks may stand in it.
+        code: whether fenced code blocks are allowed.
     """
 
     layout: Literal["think", "think_answer"] | None = None
@@ -78,8 +79,7 @@ class Readable:
 
 @settings()
 class NotRepeating:
-    """Keeps traces in which at most ``share`` of the n-grams of ``ngram`` words were there before (TRL's repetition
-    penalty)."""
+    """Keeps traces in which at most ``share`` of the n-grams of ``ngram`` words repeat (TRL's repetition penalty)."""
 
     ngram: Positive = 20
     share: Number = 0.1
@@ -93,9 +93,9 @@ class NotRepeating:
 
 @settings()
 class Refine:
-    """Writes every trace in one form, and judges it again: one that is not right any more goes. ``form``: its
-    ``{reasoning}`` is the inside of the think tags, or all before the answer, without empty lines at its ends and lines
-    that are said twice in a row; its ``{answer}`` is the trace's own, alone."""
+    """Rewrites every trace in one form and judges it again; one that is no longer right is dropped. In ``form``,
+    ``{reasoning}`` is the inside of the think tags, or all text before the answer. Empty lines at its ends and lines
+    repeated in a row are removed. ``{answer}`` is the trace's own answer, alone."""
 
     form: str = "<think>\n{reasoning}\n</think>\nThe answer is {answer}."
 
@@ -104,7 +104,7 @@ class Refine:
             raise ValueError(f"`refine.form` is {self.form!r}; both {{reasoning}} and {{answer}} must stand in it")
 
     def refined(self, trace: Trace) -> list[Trace]:
-        """Return the trace in its form; none where there is no answer to sum up, or no reasoning."""
+        """Return a list with the trace in its form; empty if the trace has no answer or no reasoning."""
         text = trace["text"]
         answer = extract_answer(trace["text"])
         if answer is None:
@@ -120,15 +120,16 @@ class Refine:
 
 @settings()
 class FilterTraces:
-    """``filter``: rows out of samples, by what is set of these; a trace is counted where it falls: in the order
-    ``right``, ``not_too_long``, ``one_language``, ``readable``, ``not_repeating``, ``refine``, ``per_problem``.
+    """``filter``: turn samples into rows, by the filters that are set. A dropped trace is counted at the first filter
+    that drops it, in the order ``right``, ``not_too_long``, ``one_language``, ``readable``, ``not_repeating``,
+    ``refine``, ``per_problem``.
 
     Args:
-        samples: what a stage ``sample`` leaves.
-        right: only right answers; what could not be scored falls, too.
+        samples: output of a stage ``sample``.
+        right: keep only right answers; unscorable ones are dropped, too.
         not_too_long: most tokens.
         reward: judges the refined traces.
-        per_problem: most rows of one problem, the first ones.
+        per_problem: most rows of one problem; the first ones are kept.
     """
 
     leaves: ClassVar[Mapping[str, str]] = {"rows": ROWS}
@@ -179,7 +180,7 @@ class FilterTraces:
         }
 
     def _filtered(self, left: list[Trace]) -> Iterator[tuple[str, list[Trace]]]:
-        """Yield the traces that are left after each filter that is set."""
+        """Yield the name of each filter that is set, and the traces left after it."""
         if self.right:
             yield "right", (left := [trace for trace in left if (trace["score"] or 0) >= CORRECT_FROM])
         if self.not_too_long is not None:

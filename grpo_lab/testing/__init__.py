@@ -1,4 +1,4 @@
-"""Shipped for teams, for tests of their own training code: small real models, a tokenizer, a scripted rollout."""
+"""Shipped for a team's tests of its own training code: small real models, a tokenizer, a scripted rollout."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ THINKING_TEMPLATE = """\
 
 
 def tiny_tokenizer(thinking: bool = False) -> Qwen2Tokenizer:
-    """A Qwen2 tokenizer of about 1,000 entries, built from code; pad ``<|endoftext|>``, end of text ``<|im_end|>``.
+    """Build a Qwen2 tokenizer of about 1,000 entries from code; pad ``<|endoftext|>``, end of text ``<|im_end|>``.
 
     * byte-level BPE with Qwen's own rules for cutting text, so every text round-trips (after Qwen's Unicode NFC);
-    * a number is its digits, one token each, wherever it stands (``" 12"`` is a space, ``1``, ``2``);
+    * a number is its digits, one token each, everywhere (``" 12"`` is a space, ``1``, ``2``);
     * each word of ``grpo_lab.data.word_problems`` is one token, and so are ``####`` and a full stop with its newline;
-    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking``
-      as in Qwen3, with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
+    * special tokens and chat template as in Qwen2.5: ``<|im_start|>role\\n…<|im_end|>\\n``; with ``thinking`` as in
+    Qwen3,
+      with its blocks and modes: ``<think>``, ``</think>`` and the words of its flags are tokens, too.
 
-    Of this class because ``AutoTokenizer`` gives it to every folder with a Qwen2 or Qwen3 model in it.
+    Its class is the one that ``AutoTokenizer`` gives to every folder with a Qwen2 or Qwen3 model in it.
     """
     from transformers import AddedToken, Qwen2Tokenizer
 
@@ -83,7 +84,7 @@ def tiny_tokenizer(thinking: bool = False) -> Qwen2Tokenizer:
 
 
 def _byte_pairs(more: set[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """All 256 bytes, and the merges that make each known piece, and each of ``more``, one token."""
+    """Return all 256 bytes, and the merges that make each known piece, and each of ``more``, one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     pieces: set[str] = {"####", ".\n", "system", "user", "assistant", *NAMES, *more}
@@ -125,7 +126,7 @@ def tiny_model(
     thinking: bool = False,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, with a tokenizer that has a chat template.
+    """Build a random ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM`` in float32, and a tokenizer with a chat template.
 
     Args:
         num_kv_heads: None for as many as ``num_heads``; fewer gives grouped-query attention.
@@ -133,10 +134,10 @@ def tiny_model(
         initializer_range: standard deviation of the weights; a narrow model learns faster from 1 / √hidden_size.
         tokenizer: None for ``tiny_tokenizer(thinking)``; else a local tokenizer folder, or a loaded one.
         thinking: a tokenizer and a chat template with Qwen3's thinking blocks and modes.
-        seed: same arguments and seed, same weights. The global random state is left as it was.
+        seed: the same arguments and seed give the same weights. The global random state is not changed.
 
     Raises:
-        ValueError: unknown architecture, sizes that do not divide, a tokenizer folder that is not there.
+        ValueError: unknown architecture, sizes that do not divide, or a missing tokenizer folder.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -190,14 +191,15 @@ def _load_tokenizer(tokenizer: str | Path | PreTrainedTokenizerBase | None, thin
 
 @dataclass
 class ScriptedRollout:
-    """TRL's ``rollout_func(prompts, trainer)``: completions depend only on a seed, the call and the global row.
+    """A ``rollout_func(prompts, trainer)`` for TRL whose completions depend only on a seed, the call and the global
+    row.
 
-    So stock TRL and ours, one process and four, get the very same completions: a difference can only be the update's.
+    So stock TRL and ours, on one process or four, get the very same completions: only the update can make a difference.
 
     Args:
         vocabulary: completions are drawn from these token ids (keep special tokens out).
         lengths: completion lengths in tokens, drawn from this list.
-        end_id: appended where the completion is not truncated (``None``: never).
+        end_id: ends every completion that is not truncated (``None``: never).
         truncated_share: share of completions without ``end_id``.
         sampler_logps: ``(prompt ids, completion ids) -> log-probs`` of the "sampler", nats (for a sampler correction).
     """
@@ -222,7 +224,7 @@ class ScriptedRollout:
         return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
 
     def completion(self, call: int, row: int) -> list[int]:
-        """Token ids of global row ``row`` at generation ``call``."""
+        """Return the token ids of global row ``row`` at generation ``call``."""
         rng = random.Random(f"{self.seed}/{call}/{row}")
         ids = [rng.choice(self.vocabulary) for _ in range(rng.choice(self.lengths))]
         if self.end_id is not None and rng.random() >= self.truncated_share:
