@@ -1,4 +1,4 @@
-"""Answers of a server to the main process, on every rank: its value, or its error, raised at the same place."""
+"""Share a server's answer to the main process with every rank: its value, or its error, raised at the same place."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def from_main(accelerator: Any, value: Any) -> Any:
 
 
 def raise_together(accelerator: Any, failure: Exception | None) -> None:
-    """Raise ``failure`` of the main process on every rank, marked as one of all; nothing where it is None. Another
-    rank's own is raised there alone, and not marked. Every rank must call this."""
+    """Raise the main process's ``failure`` on every rank, marked as common to all; do nothing if it is None. A failure
+    of another rank is raised on that rank alone, without the mark. Every rank must call this."""
     own = None
     if failure is not None:
         own = (type(failure).__name__, str(failure))
@@ -43,13 +43,13 @@ def raise_together(accelerator: Any, failure: Exception | None) -> None:
 
 
 def of_all_ranks(fault: BaseException | None) -> bool:
-    """Return whether ``raise_together`` raised it, or what it comes ``from``, so that what takes all ranks may
-    follow."""
+    """Return whether ``raise_together`` raised ``fault``, or one of its causes, on every rank. Only then is work that
+    takes all ranks possible."""
     return fault is not None and (getattr(fault, "of_all_ranks", False) or of_all_ranks(fault.__cause__))
 
 
 def on_main(accelerator: Any, call: Callable[[], Any]) -> Any:
-    """The result of ``call``, made on the main process, on every rank; its error likewise."""
+    """Call ``call`` on the main process; return its result, or raise its error, on every rank."""
     value = None
     failure = None
     if accelerator.is_main_process:

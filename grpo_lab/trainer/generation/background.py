@@ -1,8 +1,8 @@
 """A request to a server that runs beside the training, in a thread of the main process.
 
-The thread talks HTTP and nothing else: no collective, no random number, no tensor of the training. Whoever wants the
-server next (a sync, a proof, an evaluation's completions) waits for the request first, so weights never change under
-it. Its completions are kept meanwhile, and so is an error, which the main thread meets where it asks for them.
+The thread only talks HTTP: no collectives, no random numbers, no tensors of the training. Whatever needs the server
+next (a sync, a proof, an evaluation's completions) first waits for the request, so weights never change under it. The
+completions, or an error, are kept until the main thread asks for them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from grpo_lab.engines.vllm.talk import in_thread
 
-#: seconds between two looks of the main thread, in which signals are heard
+#: seconds of one wait of the main thread; between two of them it handles signals
 LOOK = 5.0
 
 
 class BackgroundRequest:
-    """Completions of ``prompts`` (token ids), which ``ask`` is getting from the moment that this object is made.
+    """One request for completions of ``prompts`` (token ids). ``ask`` starts in a thread when the object is made.
 
     Attributes:
         version: optimizer steps that the policy had taken whose weights the server holds.
         waited: seconds that the main thread has waited for the completions.
-        taken: whether they were handed over.
+        taken: whether the completions were handed over.
     """
 
     def __init__(self, ask: Callable[[], dict[str, Any]], prompts: list[list[int]], version: int) -> None:
@@ -35,7 +35,7 @@ class BackgroundRequest:
         self._answer = in_thread(ask)
 
     def wait(self) -> None:
-        """Return when the server is done with it."""
+        """Wait until the server has answered."""
         if self._answer.done():
             return
         start = time.monotonic()
@@ -44,10 +44,11 @@ class BackgroundRequest:
         self.waited += time.monotonic() - start
 
     def completions(self, prompts: list[list[int]], **_: Any) -> dict[str, Any]:
-        """Return the server's answer, or raise its error; stands in for ``LabVLLMClient.generate``.
+        """Return the server's answer, or raise its error; takes the place of ``LabVLLMClient.generate``.
 
         Raises:
-            RuntimeError: it is of other prompts, which can only come of code that reads the data loader by itself.
+            RuntimeError: if ``prompts`` are not those of the request; only code that reads the data loader itself
+                causes that.
         """
         if prompts != self._prompts:
             raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Completions by the engine that TRL drives, outside of its own rollouts: every rank calls, so that ranks stay in step.
+"""Completions outside of TRL's own rollouts, by the engine that TRL drives. Every rank calls, so ranks stay in step.
 
-`PolicyGenerator`: greedy answers of the policy as it is, for an evaluation on the way. `ThinkingRollout`: with
-``rollout.thinking_budget`` the trainer's ``rollout_func``, which calls TRL's own generation up to three times with
+`PolicyGenerator` makes greedy answers of the current policy, for an evaluation during training. `ThinkingRollout` is
+the trainer's ``rollout_func`` with ``rollout.thinking_budget``. It calls TRL's own generation up to three times with
 another length limit (``engines/thinking_budget.py``), whichever engine TRL drives.
 """
 
@@ -26,16 +26,16 @@ from grpo_lab.trainer.exactness.model_conditions import dropout_rate, shared_dro
 from grpo_lab.trainer.settings.parse import RolloutSettings
 from grpo_lab.trainer.trl_bridge import replaced
 
-#: what keeps the graphs of a model in training; one model, one room
+#: compiled generation of each model in training, with its graphs and its one cache of keys and values
 _COMPILED: MutableMapping[Any, CompiledGenerate] = WeakKeyDictionary()
 
 
 def by_groups(trainer: GRPOTrainer) -> AbstractContextManager[None]:
-    """Context in which the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks for; not
-    with an engine, nor in a drop-in run that asks for none, which draws what stock TRL draws.
+    """Return a context in which the model's ``generate``, which TRL calls, is the one that ``rollout.generate`` asks
+    for. Nothing changes with an engine, nor in a drop-in run with ``auto``, which draws what stock TRL draws.
 
     Raises:
-        ValueError: ``groups`` or ``compiled`` is asked for and cannot be had.
+        ValueError: if ``groups`` or ``compiled`` is asked for and is not possible.
     """
     how = trainer.lab_settings.rollout.generate
     engine = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -63,8 +63,8 @@ NOT_ON_A_CPU = (
 
 
 def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
-    """Raise ValueError where ``rollout.generate`` is ``how``, 'groups' or 'compiled', and ``model`` cannot be generated
-    with so."""
+    """Raise ValueError if ``model`` cannot generate in the way ``how``, 'groups' or 'compiled'
+    (``rollout.generate``)."""
     reason = _drops(model) or not_by_groups(model, generation_config)
     if reason:
         raise ValueError(f"`rollout.generate` is {how!r}, and {reason}: leave it out, and transformers makes every row")
@@ -73,7 +73,7 @@ def refuse_generation(how: str, model: Any, generation_config: Any) -> None:
 
 
 def _drops(model: Any) -> str:
-    """Say why the model's dropout keeps groups apart; "" where none is active."""
+    """Return why active dropout rules out generation by groups; "" if no dropout is active."""
     drops = model.training and max(dropout_rate(model), shared_dropout_rate(model)) > 0
     if drops:
         return "dropout is active, which a prompt that is read once would share"
@@ -81,9 +81,9 @@ def _drops(model: Any) -> str:
 
 
 class PolicyGenerator:
-    """The policy in training as a `CompletionGenerator` of greedy answers; draws no random number, records no metric.
-    ``logprobs``: the policy's own of each answer, a forward a row. ValueError: they are asked for, and no process has
-    all weights."""
+    """The policy in training as a `CompletionGenerator` of greedy answers. It draws no random number and records no
+    metric. With ``logprobs``, each answer gets the policy's log-probs, from one forward per row. Raise ValueError if
+    they are asked for and FSDP or DeepSpeed shards the weights."""
 
     def __init__(self, trainer: GRPOTrainer, logprobs: bool = False) -> None:
         self.trainer = trainer
@@ -107,7 +107,7 @@ class PolicyGenerator:
     def __call__(
         self, prompts: Sequence[list[int]], *, n: int, temperature: float, max_new_tokens: int, seed: int | None
     ) -> list[list[Completion]]:
-        """Complete greedily. ValueError: samples are asked for."""
+        """Return one greedy completion per prompt. Raise ValueError if samples are asked for."""
         if n != 1 or temperature != 0:
             raise ValueError(f"an evaluation on the way is greedy; got n={n}, temperature={temperature}")
         trainer = self.trainer
@@ -121,11 +121,11 @@ class PolicyGenerator:
                 plain = plain_generation_config(0.0, max_new_tokens, self.stops, pad)
                 stack.enter_context(replaced(trainer, "generation_config", plain))
             stack.callback(trainer.model.train, training)
-            trainer.model.eval()  # the sync is proven on training's own batches
+            trainer.model.eval()  # keeps the proof of the sync to training's own batches
             made = generate_in_step(trainer, [list(ids) for ids in prompts], [self.stops[:1]], 1, max_new_tokens)
             if self.logprobs:
                 model = trainer.accelerator.unwrap_model(trainer.model)
-                with torch.no_grad():  # a row alone, as after the training
+                with torch.no_grad():  # one row per forward, as after the training
                     scored = [
                         forward_logprobs(model, [ids], [one.ids])[0] for ids, one in zip(prompts, made, strict=True)
                     ]
@@ -136,8 +136,8 @@ class PolicyGenerator:
 def generate_in_step(
     trainer: GRPOTrainer, prompt_ids: list[list[int]], filler: list[list[int]], group: int, max_new_tokens: int
 ) -> list[Completion]:
-    """Completions by the engine that TRL drives; every rank calls. One with fewer rows than it must hand in completes
-    the ``filler`` in vain, so that ranks stay in step."""
+    """Return one completion per prompt, by the engine that TRL drives. Every rank must call this. A rank with too few
+    rows also completes ``filler`` and drops the result, so that ranks stay in step."""
     rows = prompt_ids + filler[:1] * (rows_in_step(trainer, len(prompt_ids)) - len(prompt_ids))
     if not rows:
         return []
@@ -157,8 +157,9 @@ def generate_in_step(
 
 
 def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
-    """Number of rows that this rank must hand in: as many as any other to an engine that ranks share (tensor parallel,
-    server); else one where others have any, since sharded weights are gathered by all ranks together."""
+    """Return how many rows this rank must hand in. An engine that ranks share (tensor parallel, server) needs the same
+    number from each: the largest. Otherwise a rank without rows hands in one if others have any, since gathering
+    sharded weights takes all ranks."""
     if trainer.accelerator.num_processes == 1:
         return rows
     most = int(trainer.accelerator.gather(torch.tensor([rows], device=trainer.accelerator.device)).max())
@@ -169,9 +170,9 @@ def rows_in_step(trainer: GRPOTrainer, rows: int) -> int:
 
 
 def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environment_factory: Any) -> Any:
-    """The ``rollout_func`` for the constructed ``trainer``: its own where no budget is set, else a ``ThinkingRollout``.
-    ValueError: the inserted text does not fit or does not close the thinking; a rollout function, tools or an
-    environment of the team, which make completions in their own way."""
+    """Return the ``rollout_func`` for the constructed ``trainer``: a ``ThinkingRollout`` if a budget is set, else its
+    own. Raise ValueError if the inserted text does not fit or does not close the thinking. Raise it, too, for a team's
+    rollout function, tools or environment, which make completions in their own way."""
     if settings.thinking_budget is None:
         return trainer.rollout_func
     taken = {"rollout_func": trainer.rollout_func, "tools": trainer.tools, "environment_factory": environment_factory}
@@ -185,11 +186,11 @@ def thinking_rollout(trainer: GRPOTrainer, settings: RolloutSettings, environmen
 
 
 class ThinkingRollout:
-    """TRL's ``rollout_func(prompts, trainer)`` under a budget; logs ``rollout/cut_share``.
+    """A ``rollout_func(prompts, trainer)`` for TRL that keeps a thinking budget; logs ``rollout/cut_share``.
 
-    Its ``env_mask`` says which tokens the policy wrote. TRL makes it the ``tool_mask``, which multiplies the loss, the
-    sampler correction and every denominator that counts tokens, while ``completion_mask`` keeps the inserted tokens as
-    context. Their sampler log-probs are NaN: a use of them would show.
+    Its ``env_mask`` marks the tokens that the policy wrote. TRL uses it as ``tool_mask``, which multiplies the loss,
+    the sampler correction and every denominator that counts tokens; ``completion_mask`` keeps the inserted tokens as
+    context. The inserted tokens have NaN as sampler log-prob, so that any use of it would show.
     """
 
     #: completions come from the engine that TRL drives, so its limits hold for them
@@ -206,8 +207,8 @@ class ThinkingRollout:
         several = trainer.accelerator.num_processes > 1
 
         def generate(ids: list[list[int]], max_new_tokens: int) -> list[Completion]:
-            """Thinking is asked for in groups (a server gets one request with ``n = G``); rows that go on differ within
-            a group, and are asked for one by one."""
+            """Generate the thinking in groups (a server gets one request with ``n = G``). Rows that are continued
+            differ within a group, and are generated one by one."""
             if self.budget.budget > 0 and ids == prompt_ids:
                 group = trainer.current_group_size
             else:

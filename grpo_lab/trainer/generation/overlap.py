@@ -4,13 +4,13 @@
     trainer    trains on k-1 ─│─ takes k ─ sync ─────│─ scores, trains on k ─│─ takes k+1 ─ sync ───│─ trains on k+1
                                           └ proof    begin_next                         └ proof      begin_next
 
-So the policy that trains is one generation batch ahead of the one that sampled, always: nothing is dropped, paused or
-cut off, and no weights reach a running request. A batch that nobody could ask for before (the first of a training, of a
-resumed one and of each epoch) is generated then and there, with the weights of its step. ``policy_version`` says, row
-by row, whose completion it is; ``rollout/staleness`` is logged.
+The policy that trains is thus always one generation batch ahead of the one that sampled. Nothing is dropped, paused or
+cut off, and no weights reach a running request. The first batch of a training, of a resumed one and of each epoch
+cannot be asked for in advance. It is generated when it is needed, with that step's weights. ``policy_version`` records
+which policy wrote each row; ``rollout/staleness`` is logged.
 
-The prompts of k+1 come from the data loader, read one generation batch ahead (``read_ahead.py``); a resumed run meets
-them again and asks again. The request runs in a thread of the main process (``background.py``).
+The prompts of batch k+1 come from the data loader, read one generation batch ahead (``read_ahead.py``). A resumed run
+reads them again and asks again. The request runs in a thread of the main process (``background.py``).
 
 Sources: slime's ``train_async.py``, verl's one-step-off recipe (both wait for the running batch before the sync).
 """
@@ -36,12 +36,12 @@ from grpo_lab.trainer.trl_bridge import prompt_tokens, replaced
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]
-    """Keeps the server one generation batch ahead. Its methods stand in the order in which they happen; every rank
-    calls each of them. None does anything in an evaluation, or where ``rollout.overlap`` is not set.
+    """Keeps the server one generation batch ahead. Its methods are listed in the order of their calls; every rank calls
+    each. They do nothing in an evaluation, or if ``rollout.overlap`` is not set.
 
     Raises:
-        ValueError: completions that are made in turns or bring images: tools, an environment, a rollout function, a
-            vision model's data.
+        ValueError: if completions are made in turns (tools, an environment, a rollout function) or a vision model's
+            data bring images.
     """
 
     def __init__(self, trainer: RolloutPort, settings: RolloutSettings, ahead: ReadAhead) -> None:
@@ -57,7 +57,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forget what an earlier training began, once the server is done with it."""
+        """Wait for a request of an earlier training, if there is one, and forget it."""
         self._ahead.forget()
         self._version = None
         if self.trainer.accelerator.is_main_process:
@@ -65,9 +65,9 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Wait for the completions that were begun one batch ago, and hand them to the generation in the block, which
-        sends the weights of this step before it asks. A server that is lost there and comes back has nothing of them,
-        and is asked then and there."""
+        """Return a context in which generation gets the completions that were asked for one batch ago. Wait for them
+        first; in the block, this step's weights are sent before generation asks. A server that is lost there and comes
+        back has lost them, and is asked anew."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             yield
@@ -94,7 +94,7 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         book.add_alike("rollout/waited_s", torch.tensor([waited]), 1)
 
     def _take_request(self) -> BackgroundRequest | None:
-        """The request that was begun, from here on not the client's, when the server is done with it."""
+        """Wait until the server is idle, then remove the pending request from the client and return it."""
         client = self.trainer.vllm_generation.vllm_client
         client.wait_until_idle()
         begun = client.in_background
@@ -102,8 +102,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
         return begun
 
     def begin_next(self) -> None:
-        """Ask for the next generation batch, with the weights that the server holds now (they are proven); for nothing
-        at the end of an epoch and of the training."""
+        """Ask for the next generation batch, with the weights that the server holds now (they are proven). Do nothing
+        at the end of an epoch or of the training."""
         trainer = self.trainer
         if not self.on or not trainer.model.training:
             return
@@ -121,15 +121,15 @@ class Overlap(TrainerCallback):  # type: ignore[misc]
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the policy had taken which wrote the generation batch at hand."""
+        """Number of optimizer steps that the policy had taken when it wrote the current generation batch."""
         if self._version is None or not self.trainer.model.training:
             return int(self.trainer.state.global_step)
         return self._version
 
 
 class BeginsAlone:
-    """Stands before the client while TRL puts a request together: it is begun, and an empty answer given in its place.
-    What goes wrong with it is met where the completions are asked for."""
+    """Replaces the client while TRL assembles a request: starts it in the background and returns an empty answer. An
+    error of the request is raised where its completions are asked for."""
 
     def __init__(self, client: LabVLLMClient, version: int) -> None:
         self.client = client

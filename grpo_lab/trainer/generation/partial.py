@@ -1,30 +1,30 @@
-"""Partial rollouts, ``rollout: {cut_after: c}``: a completion that is longer than c tokens is put aside and gone on
-with at the next generation batch, so that a few long ones do not hold up the rest.
+"""Partial rollouts, ``rollout: {cut_after: c}``: a completion longer than c tokens is put aside and continued with the
+next generation batch, so that a few long ones do not hold up the rest.
 
-Generation batch k is to have P groups of G completions. In place of TRL's generation:
+Generation batch k needs P groups of G completions. In place of TRL's generation:
 
     until P groups are whole, and at least once:                                                           (a *turn*)
         where fewer than P are whole: begin the loader's next unread generation batch, at most ⌈T/c⌉ ahead of k
-        go on with every completion that has no end, each by at most c tokens: one call of the engine
+        continue every completion that has not ended, each by at most c tokens: one call of the engine
     train on the P oldest whole groups; all others wait
 
-T is ``max_completion_length`` (completions with fewer than c tokens left to it are a call of their own). A completion
-ends by an end token or by T tokens over all its segments, never because a segment ends. A group waits until all of it
-is whole. At the end of an epoch and of the training there is nothing more to begin, and the waiting groups are gone on
-with until they are whole: each prompt of an epoch is trained on once in it, in another order.
+T is ``max_completion_length`` (completions with fewer than c tokens left of it get a call of their own). A completion
+ends by an end token or after T tokens over all its segments, never because a segment ends. A group is whole when all
+its completions have ended. At the end of an epoch and of the training no more groups are begun, and the waiting ones
+are continued until they are whole. So each prompt of an epoch is trained on once in it, in another order.
 
-Each token keeps the log-prob of the policy that sampled it, so the sampler's correction, a ratio per token, is right
+Each token keeps the log-prob of the policy that sampled it. So the sampler's correction, a ratio per token, is right
 for a completion of several policies. ``policy_version`` of a row is that of its *first* segment, the oldest.
 
 The groups are the same on every rank; each asks the engine for its share of the rows. A checkpoint keeps them
-(``waiting.py``). What an engine call that fails would have added is not in it.
+(``waiting.py``). An engine call that fails changes no group.
 
-A row that comes without a finite log-prob of each token (NaN in the engine's weights or KV cache) is not gone on with:
-it is asked for again at the next turn, after the weights were sent anew, which clears that cache. From the ``TURNS``-th
-such turn in a row of one generation batch on rows are taken as they are, and the guard leaves out what trains on them.
+A row without a finite log-prob for each token (NaN in the engine's weights or KV cache) is not continued. It is asked
+for again at the next turn, after the weights were sent anew, which clears that cache. From the ``TURNS``-th such turn
+in a row of one generation batch on, rows are taken as they are, and the guard leaves out the steps that train on them.
 
 Sources: Kimi k1.5 (arXiv 2501.12599, partial rollouts), which puts aside what passes a budget of tokens; APRIL (arXiv
-2509.18521), which begins more than it trains on. Both go on under the newer policy.
+2509.18521), which begins more than it trains on. Both continue under the newer policy.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from grpo_lab.trainer.trl_bridge import has_micro_batches, prompt_tokens, replac
 
 Rows = list[dict[str, Any]]
 Groups = tuple[WaitingGroup, ...]
-#: turns in a row, within a generation batch, of which the last takes rows without log-probs as they are
+#: the last of so many turns in a row, within a generation batch, takes rows without finite log-probs as they are
 TURNS = 3
 
 
 class Batch(enum.Enum):
-    """Stages of the generation batch at hand; the moves are drawn in ``PartialState``."""
+    """Stages of the current generation batch; ``PartialState`` shows the transitions."""
 
     NONE = enum.auto()
     CHOSEN = enum.auto()
@@ -73,7 +73,7 @@ class Batch(enum.Enum):
 
 @dataclass(frozen=True)
 class PartialState:
-    """All groups that were begun and are not yet done with, the same on every rank, and how far the batch at hand is.
+    """All groups that were begun and are not used up, the same on every rank, and the stage of the current batch.
 
     A group:
 
@@ -83,10 +83,10 @@ class PartialState:
 
     The generation batch whose groups are ``in_training``:
 
-        NONE    none yet; or one is being chosen, and calls of ``_generate_single_turn`` are for the engine
+        NONE    none yet, or one is being chosen: calls of ``_generate_single_turn`` go to the engine
         CHOSEN  its completions are ready for TRL's generation
         TAKEN   TRL has them
-        LOST    a checkpoint inside of the batch was loaded, and its micro-batches could not be
+        LOST    a checkpoint inside the batch was loaded, but its micro-batches could not be
 
         a training begins ──▶ NONE ──┐
                                      ├─ choose ──▶ CHOSEN ── take ──▶ TAKEN ── choose ──▶ CHOSEN …
@@ -100,14 +100,14 @@ class PartialState:
 
 
 class PartialRollouts(TrainerCallback):  # type: ignore[misc]
-    """Chooses the groups that a generation batch trains on, and keeps those that wait; does nothing where it is not
-    asked for. Every rank calls every method.
+    """Chooses the groups that a generation batch trains on, and keeps those that wait. Does nothing if
+    ``rollout.cut_after`` is not set. Every rank calls every method.
 
     Attributes:
         asked: prompts of the rows that this rank has in the engine at the moment; empty between two calls.
 
     Raises:
-        ValueError: completions that are made in turns, or bring images.
+        ValueError: if completions are made in turns or bring images.
     """
 
     holds = (
@@ -125,8 +125,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         self._ahead = ahead
         self._batches_ahead = batches_ahead(settings, trainer.max_completion_length)
         self._now = PartialState()
-        self._after_step = PartialState()  # the last whole optimizer step: what a checkpoint holds
-        self._training: Any = None  # HF's state object of the training that these are of
+        self._after_step = PartialState()  # as of the last whole optimizer step: what a checkpoint holds
+        self._training: Any = None  # HF's state object of the training that the groups belong to
         if self.cut is None:
             return
         turns = "whose completions are put together in turns of its own, and none of them can be put aside"
@@ -134,7 +134,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         refuse_turns(trainer, "rollout.cut_after", turns, images)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forget what an earlier training left; what ``load`` has taken up for this one stays."""
+        """Forget what an earlier training left, but keep what ``load`` has restored for this one."""
         if self._training is not state:
             self._begin_with(PartialState())
         self._ahead.forget()
@@ -150,8 +150,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
             self._after_step = replace(self._now, in_training=())
 
     def choose(self, inputs: Rows) -> Rows:
-        """Choose this rank's rows of the generation batch, of ``len(inputs)`` as the loader gave them; in training the
-        completions to them are then ready to be taken."""
+        """Return this rank's rows of the generation batch, as many as ``inputs``, the loader's rows. In training, also
+        make their completions, which ``take`` hands over."""
         trainer = self.trainer
         if self.cut is None or not trainer.model.training:
             return inputs
@@ -170,9 +170,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [dict(group.row) for group, _ in self._rows_of_this_rank()]
 
     def take(self, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Hand over (ids, log-probs) of the completions that ``choose`` made ready; None where the engine is to be
-        asked. RuntimeError: they are of other prompts, which can only come of code that makes another prompt of a row
-        the second time."""
+        """Return (ids, log-probs) of the completions that ``choose`` made, or None if the engine is to be asked. Raise
+        RuntimeError if they belong to other prompts; only code that makes another prompt of a row the second time
+        causes that."""
         if self._now.batch is not Batch.CHOSEN or not self.trainer.model.training:
             return None
         self._now = replace(self._now, batch=Batch.TAKEN)
@@ -186,8 +186,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return [list(one.ids) for _, one in rows], [list(one.logprobs) for _, one in rows]
 
     def versions(self) -> list[int] | None:
-        """Optimizer steps that the policy of each row's first segment had taken, for the generation batch at hand; None
-        where all are of one policy, that of the step or of ``overlap``."""
+        """Return, for each row of the current generation batch, how many optimizer steps the policy of its first
+        segment had taken. Return None if all rows are of one policy, that of the step or of ``overlap``."""
         if self.cut is None or not self.trainer.model.training:
             return None
         return [one.version for _, one in self._rows_of_this_rank()]
@@ -202,7 +202,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return rows[accelerator.process_index * share :][:share]
 
     def _with_oldest_whole(self, inputs: Rows) -> PartialState:
-        """Take turns until there are enough whole groups, and train on the oldest of them."""
+        """Take turns until there are enough whole groups; return the state that trains on the oldest of them."""
         trainer = self.trainer
         number = trainer.phase.start // trainer.phase.every
         wanted = len(inputs) * trainer.accelerator.num_processes // trainer.num_generations
@@ -221,8 +221,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return PartialState(rest, tuple(waiting[place] for place in places))
 
     def _rows(self, inputs: Rows, number: int, ahead: int) -> Rows:
-        """Read this rank's rows of the generation batch that is ``ahead`` of batch ``number``, whose are ``inputs``;
-        none where it is too far ahead, or there is no such batch in this epoch and training."""
+        """Return this rank's rows of the generation batch that comes ``ahead`` batches after batch ``number``, whose
+        rows are ``inputs``. Return none if that is too far ahead, or past the end of the epoch or the training."""
         if ahead == 0:
             return inputs
         if ahead > self._batches_ahead:
@@ -230,7 +230,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return self._ahead.rows_to_train(self.trainer, (number + ahead) * self.trainer.phase.every) or []
 
     def _begin(self, rows: Rows) -> Groups:
-        """The groups of this rank's ``rows`` and of all others', without a token; every rank has rows, or none has."""
+        """Begin the groups of all ranks' ``rows``, without a token yet. Either every rank has rows, or none has."""
         if not rows:
             return ()
         trainer = self.trainer
@@ -246,8 +246,8 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(gather_object(mine))
 
     def _continue(self, groups: Groups, take_unscored: bool) -> tuple[Groups, bool]:
-        """Make every completion that has no end longer by at most ``cut`` tokens; return the groups, and whether rows
-        came without log-probs. Those are as they were, but with ``take_unscored``. Where a call fails all groups are as
+        """Continue every unfinished completion by at most ``cut`` tokens; return the groups, and whether rows came
+        without log-probs. Such rows stay as they were, unless ``take_unscored``. If a call fails, all groups stay as
         they were."""
         assert self.cut is not None
         trainer = self.trainer
@@ -276,7 +276,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return tuple(longer), unscored
 
     def _made(self, rows: list[tuple[list[int], list[int]]], limit: int) -> list[Segment]:
-        """Generate what follows (prompt, completion so far) of each row of all ranks."""
+        """Generate the continuation of each row (prompt, completion so far) of all ranks."""
         trainer = self.trainer
         accelerator = self.trainer.accelerator
         share = math.ceil(len(rows) / accelerator.num_processes)
@@ -292,7 +292,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return list(gather_object(segments))
 
     def _settings(self) -> dict[str, Any]:
-        """Settings in which the groups of a checkpoint must agree with those of this run."""
+        """Return the settings that must be the same in a checkpoint with groups and in this run."""
         trainer = self.trainer
         phase = self.trainer.phase
         return {
@@ -305,7 +305,7 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         }
 
     def save(self, folder: Path) -> dict[str, Any] | None:
-        """The groups that wait into a checkpoint, and the record's entry; on every rank, one of which writes."""
+        """Write the groups into a checkpoint and return the record's entry. Every rank calls this; one writes."""
         trainer = self.trainer
         if self.cut is None or trainer.args.save_only_model or not trainer.is_in_train:
             return None
@@ -317,8 +317,9 @@ class PartialRollouts(TrainerCallback):  # type: ignore[misc]
         return {"settings": self._settings(), "waiting": len(waiting), "in_training": len(in_training)}
 
     def load(self, saved: SavedState | None) -> None:
-        """Take up what ``save`` wrote; called on every rank before a training begins, after the open generation batch
-        is back. ValueError: it is damaged, or of a run with other settings, or this run has no place for it."""
+        """Restore what ``save`` wrote. Every rank calls this before a training begins, after the open generation batch
+        was restored. Raise ValueError if the groups are damaged, of a run with other settings, or do not fit this
+        run."""
         found: PartialState | None = None
         problem: str | None = None
         if saved is not None:
@@ -362,7 +363,7 @@ _LOST = "the groups that wait are then lost, and as many prompts of the epoch ar
 
 
 def whole(groups: Groups) -> list[int]:
-    """Places of the groups that are whole, the oldest first."""
+    """Return the indices of the groups that are whole, the oldest first."""
     return [place for place, group in enumerate(groups) if group.whole]
 
 

@@ -1,7 +1,8 @@
-"""Prompts that do not fit the engine: found in the data before the first step where that can be, else when they come.
+"""Prompts that do not fit the engine: found in the data before the first step if possible, else when they are used.
 
-vLLM refuses such a request, with the whole batch in it. A server's prompt must leave room for ``max_completion_length``
-tokens; an engine in the process takes one that leaves room for any, and ends completions at its context.
+vLLM refuses such a request together with its whole batch. On a server, a prompt must leave room for
+``max_completion_length`` tokens. An engine in the process needs room for one token, and ends completions at its
+context.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ AT_ONCE = 32
 
 
 class PromptTooLong(ValueError):
-    """A prompt leaves no room for its completion in the engine's context."""
+    """Raised if a prompt leaves no room for its completion in the engine's context."""
 
 
 def _no_room(who: str, context: int, room: int) -> str:
@@ -50,8 +51,9 @@ def refuse_long(
 def fill_rooms(
     ask: Callable[..., dict[str, Any]], prompts: list[list[int]], context: int, features: Any = None, **sampling: Any
 ) -> dict[str, Any]:
-    """A server's answer to rows that each get what their prompt leaves of ``context``, as an engine in the process does
-    it. A request has one ``max_tokens`` for all its prompts, so each row is one; the server takes them together."""
+    """Return a server's answer in which each row may use all that its prompt leaves of ``context``, as with an engine
+    in the process. A request has one ``max_tokens`` for all its prompts, so each row is a request; the server takes
+    them together."""
 
     def row(number: int) -> dict[str, Any]:
         shown = None
@@ -71,8 +73,8 @@ def fill_rooms(
 
 
 def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ``ValueError`` for a prompt (token ids) that fills the engine's or the model's context, or has no token; a
-    tight one is said."""
+    """Raise ``ValueError`` if a prompt (token ids) is empty or fills the engine's or the model's context; warn if one
+    leaves little room."""
     if any(len(ids) == 0 for ids in prompts):
         raise ValueError(
             "a prompt has no token: it is an empty text, and the tokenizer puts no beginning-of-text token in front, "
@@ -91,10 +93,10 @@ def check_room(trainer: GRPOTrainer, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False) -> None:
-    """Raise ``ValueError`` with the rows of the data sets that leave no room in the engine's context.
+    """Raise ``ValueError`` that names the rows of the data sets which leave no room in the engine's context.
 
-    Left to the run: streamed data, images, environments (which make or extend prompts), a rollout function, and a
-    subclass that tokenizes in its own way. Every rank looks at all rows, so all of them end together.
+    Not checked here: streamed data, images, environments (which make or extend prompts), a rollout function, and a
+    subclass with its own tokenization. Every rank checks all rows, so all of them fail together.
     """
     own_rollout = trainer.rollout_func is not None and not getattr(trainer.rollout_func, "drives_trls_engine", False)
     if not trainer.use_vllm or trainer.environment_factories is not None or own_rollout or tokenizes_itself:
@@ -117,8 +119,8 @@ def check_training_prompts(trainer: GRPOTrainer, tokenizes_itself: bool = False)
 
 
 def too_long(trainer: GRPOTrainer, prompts: Any, limit: int) -> list[tuple[int, int]]:
-    """Find (row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a
-    prompt of few bytes is short and is not tokenized; what a chat template adds is measured on the first."""
+    """Return (row, tokens) of the prompts with more than ``limit`` tokens. A token stands for at least one byte, so a
+    prompt of few bytes is not tokenized. What a chat template adds is measured on the first prompt."""
     if len(prompts) == 0:
         return []
 

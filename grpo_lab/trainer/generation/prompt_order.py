@@ -1,11 +1,11 @@
-"""Order of the prompts: our samplers in the place of TRL's `RepeatSampler`, fed by the run, kept in the checkpoint.
+"""Order of the prompts: our samplers replace TRL's `RepeatSampler`, learn from the run, and are kept in the checkpoint.
 
     sampler: {name: prioritized}                                     P(i) ∝ max(1 − s_i, floor), s_i from the run itself
     sampler: {name: curriculum, pass_rate_column: pass_rate}         easy → hard
     sampler: {name: uniform_then_hard, uniform_rounds: 50}           all problems first, then those below `hard_below`
 
-The samplers stand in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number, so
-that a reward is put down to its problem also where prompts are drawn past the sampler (`update.dead_groups: resample`).
+The samplers are in `grpo_lab/curation` (formulas, sources). The data set gets a column with each row's number. So a
+reward counts for its problem even if its prompt was drawn past the sampler (`update.dead_groups: resample`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW_COLUMN = "grpo_lab_row"
 
 
 def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_funcs: Any) -> Any:
-    """The data set with what the sampler needs, or ValueError where it cannot have it."""
+    """Return the data set with what the sampler needs; raise ValueError if it cannot have that."""
     if settings is None:
         return dataset
     if dataset is None:
@@ -63,12 +63,12 @@ def with_row_numbers(settings: SamplerSettings | None, dataset: Any, reward_func
 
 
 def row_numbers(inputs: Iterable[Mapping[str, Any]]) -> list[int]:
-    """The row of the data set of each completion; −1 where it is not known (evaluation, other samplers)."""
+    """Return each completion's row number in the data set; −1 if it is not known (evaluation, other samplers)."""
     return [int(row.get(ROW_COLUMN, -1)) for row in inputs]
 
 
 class PromptOrder:
-    """The sampler of a training and its way in and out of the trainer. Without the setting it does nothing."""
+    """Builds, feeds and saves the sampler of a training. Does nothing if ``sampler`` is not set."""
 
     holds = "with `sampler` what it knows of the prompts"
 
@@ -80,7 +80,7 @@ class PromptOrder:
         self.sampler: RoundSampler | None = None
 
     def built(self, dataset: Any) -> RoundSampler | None:
-        """A new sampler in the shape of TRL's `RepeatSampler`; None where TRL's own is to be used."""
+        """Return a new sampler in the shape of TRL's `RepeatSampler`, or None if TRL's own is to be used."""
         settings = self.settings
         if settings is None:
             return None
@@ -105,14 +105,14 @@ class PromptOrder:
         return self.sampler
 
     def learn(self, rows: Tensor, correct: Tensor | None) -> None:
-        """Give the sampler what a generation showed, of all ranks: ``rows`` (−1 unknown) and correctness rewards (NaN
-        unscorable), both ``[N]``."""
+        """Update the sampler with one generation of all ranks. ``rows`` are row numbers (−1: unknown), ``correct``
+        correctness rewards (NaN: unscorable), both ``[N]``."""
         if isinstance(self.sampler, PrioritizedSampler) and correct is not None:
             for row, successes, trials in outcomes(rows, correct):
                 self.sampler.update(row, successes, trials)
 
     def record(self, book: MetricBook) -> None:
-        """Log how far the sampler has come, once a generation batch."""
+        """Log the shares of prompts that were seen and that are at the floor, once per generation batch."""
         if isinstance(self.sampler, PrioritizedSampler):
             seen = self.sampler.trials > 0
             at_floor = self.sampler.weights <= self.sampler.floor
@@ -120,7 +120,7 @@ class PromptOrder:
             book.add_alike("sampler/at_floor_share", at_floor.sum(), self.sampler.num_samples)
 
     def save(self, _folder: Path) -> dict[str, Any] | None:
-        """Checkpoint entry: the sampler's state; None without one. Called on every rank, which must agree."""
+        """Return the sampler's state for the checkpoint; None without a sampler. Every rank calls this."""
         if self.sampler is None:
             return None
         prints = gather_object([self.sampler.fingerprint()])
@@ -129,7 +129,7 @@ class PromptOrder:
         return dict(self.sampler.state_dict())
 
     def load(self, saved: SavedState | None) -> None:
-        """Go on where the checkpoint was written; called before the first batch of the resumed epoch is drawn."""
+        """Restore the sampler from the checkpoint, before the first batch of the resumed epoch is drawn."""
         if self.sampler is None or saved is None:
             return
         if "sampler" not in saved.entries:
@@ -144,7 +144,7 @@ class PromptOrder:
 
 
 def outcomes(rows: Tensor, correct: Tensor) -> list[tuple[int, int, int]]:
-    """Count (row, right completions, scorable completions), one for each known row, in the rows' order."""
+    """Return (row, right completions, scorable completions) for each known row, in ascending order of the rows."""
     known = (rows >= 0) & ~correct.isnan().to(rows.device)
     found, place = torch.unique(rows[known], return_inverse=True)
     right = (correct.to(rows.device)[known] >= CORRECT_FROM).long()

@@ -1,5 +1,5 @@
-"""Ports of this room: what generation ahead of its turn asks of the run, and what the talk with a server asks of TRL's
-engine. mypy holds the files that take them to these lists (``pyproject.toml``)."""
+"""Protocols of this package: what early generation uses of the run, and what talking to a server uses of TRL's engine.
+mypy checks the files that take them against these lists (``pyproject.toml``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_lab.trainer.ports import Phase, Recorder
 
 @dataclass(frozen=True)
 class EngineHooks:
-    """Callbacks of a trainer for the events of its engine; the defaults are those of an engine that nobody trains with.
+    """Callbacks that a trainer gives to its engine; the defaults are those of an engine without a trainer.
 
     Args:
-        waiting: context around a wait for a server, which a signal may break off.
-        synced: is given the bytes of tensors of each sync.
-        on_fault: is given the fault of log-probs that are not finite; ``None``: it is raised.
-        prove: proves the weights of a server that came back, by the prompts of the generation that failed.
+        waiting: returns the context around a wait for a server, which a signal may interrupt.
+        synced: gets the bytes of the tensors of each sync.
+        on_fault: gets the error for log-probs that are not finite; ``None``: it is raised.
+        prove: proves the weights of a server that came back, with the prompts of the generation that failed.
     """
 
     waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -31,7 +31,7 @@ class EngineHooks:
 
 
 class EnginePort(Protocol):
-    """TRL's ``VLLMGeneration``, as ``trl_engine`` completes it, in server mode."""
+    """TRL's ``VLLMGeneration`` in server mode, with what ``trl_engine`` adds to it."""
 
     accelerator: Any
     model: Any
@@ -42,9 +42,9 @@ class EnginePort(Protocol):
     server_port: int
     server_timeout: float
     group_port: int
-    #: the client of the server; another one where the server was lost and is back
+    #: the client of the server; replaced when a lost server is back
     vllm_client: Any
-    #: tokens of prompt and completion together that the engine takes, and of a page of its cache
+    #: in tokens: the limit for prompt and completion together, and the size of a page of the cache
     context: int
     page: int
     adapters: AdapterFiles | None
@@ -52,7 +52,7 @@ class EnginePort(Protocol):
 
 
 class RolloutPort(Protocol):
-    """The run, for ``overlap``, ``partial`` and ``read_ahead``; ``LabTrainer`` is one."""
+    """What ``overlap``, ``partial`` and ``read_ahead`` use of the run; ``LabTrainer`` provides it."""
 
     accelerator: Any
     args: Any

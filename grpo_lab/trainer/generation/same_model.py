@@ -1,6 +1,6 @@
-"""Check that a vLLM server serves the model that the trainer trains, made before anything is sent.
+"""Check that a vLLM server serves the model that the trainer trains, before anything is sent.
 
-With another end-of-sequence id completions never end, and the proof of the sync is perfect; with other shapes loading
+With another end-of-sequence id completions never end, although the proof of the sync passes; with other shapes loading
 fails.
 """
 
@@ -22,8 +22,9 @@ logger = logging.getLogger("grpo_lab")
 def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -> None:
     """Raise ``ValueError`` with every difference: end-of-sequence ids, vocabulary, tokenization, parameter shapes.
 
-    Our worker describes the server's model. Without it (``vllm serve`` by hand) the server is tried out; shapes are
-    then not compared, and a warning says so. So does one of another chat template, which changes nothing here.
+    Our worker extension describes the server's model. Without it (``vllm serve`` by hand) the server is tested with
+    requests; shapes are then not compared, and a warning says so. Another chat template also gets only a warning, since
+    it changes nothing here.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -62,7 +63,7 @@ def check_same_model(client: LabVLLMClient, model: Any, processing_class: Any) -
 
 
 def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[str, Any]) -> list[str]:
-    """Sentences about parameters in which a model of our config and one of theirs differ; no memory is used."""
+    """Return sentences about parameters whose shapes differ between models of the two configs. Uses no memory."""
     if theirs.get("model_type") != ours.model_type:
         return [f"its model is a {theirs.get('model_type')!r}, the trainer's a {ours.model_type!r}"]
     with torch.device("meta"):
@@ -79,14 +80,14 @@ def shape_mismatches(model_class: type[nn.Module], ours: Any, theirs: Mapping[st
 
 
 def _tried_out(client: LabVLLMClient, tokenizer: Any, ends: list[int]) -> list[str]:
-    """List what differs as far as completions and the tokenizer's endpoint show it."""
+    """Return the differences that completions and the server's tokenize endpoint show."""
     found = []
     missed = []
     body = {"model": client.model, "prompt": PROBE_TEXT, "add_special_tokens": False}
     ours = list(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"])
     if list(client.post("/tokenize", body)["tokens"]) != ours:
         found.append("its tokenizer cuts the same text into other tokens")
-    for token in ends:  # the server may write nothing else
+    for token in ends:  # the request allows the server no other token
         body = {"model": client.model, "prompt": [[token]], "max_tokens": 2, "allowed_token_ids": [token]}
         if client.post("/v1/completions", body)["choices"][0]["finish_reason"] != "stop":
             missed.append(token)

@@ -1,14 +1,14 @@
-"""``vllm_mode: server`` inside the trainer: one process talks to the server, all of them learn how it went.
+"""``vllm_mode: server`` inside the trainer: one process talks to the server, and all ranks learn the outcome.
 
-TRL lets the main process talk to the server while the others wait for what it broadcasts; an error on the main process
-leaves them waiting. Here every talk ends in ``raise_together``: the same error on every rank at the same place, so that
-a checkpoint, which takes all of them, can be written before the run ends.
+In TRL the main process talks to the server while the others wait for its broadcast; an error on the main process leaves
+them waiting. Here every exchange ends in ``raise_together``: the same error on every rank at the same place. So a
+checkpoint, which takes all ranks, can be written before the run ends.
 
-A server that is lost in the middle of a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it
-again, and ``rollout.server.return_timeout`` waits for it (``ServerReturn``). Then, on every rank at the same place:
-connect as at the start (is it this model), send all weights, prove them with the prompts of the generation that failed,
-and ask for it again. The completions are other samples than they would have been: the random numbers of the new server
-begin with its ``--seed``.
+A server that is lost during a run may come back: whoever runs it (systemd, Slurm, Kubernetes) starts it again, and the
+run waits for it up to ``rollout.server.return_timeout`` (``ServerReturn``). Then every rank does the same: connect and
+check the model as at the start, send all weights, prove them with the prompts of the failed generation, and generate
+again. The completions are other samples than they would have been: the new server's random numbers begin with its
+``--seed``.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ logger = logging.getLogger("grpo_lab")
 
 #: faults that leave the trainer as it was after its last step, so that a checkpoint of it is worth keeping
 KEPT = (ServerGone, PromptTooLong, RequestRefused)
-#: times that one generation may lose its server; a batch that the server dies of is not tried for ever
+#: times that one generation may lose its server; a batch that crashes the server is not tried for ever
 LOSSES = 3
-#: seconds before a server is asked again that answered, and then was lost once more
+#: seconds before the next attempt at a server that answered and was then lost again
 LOOK_AGAIN = 1.0
 #: an answer of the server without completions
 NOTHING: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "logprob_token_ids": []}
 
 
 def connect(generation: EnginePort, settings: ServerSettings, wait: float | None = None) -> None:
-    """Do what ``VLLMGeneration._init_vllm`` does in server mode: wait for the server (``wait`` seconds; None: as long
-    as at the start), open the way for the weights. ``ValueError`` where it serves another model, or its context has no
-    room beside the longest completion."""
+    """Wait for the server and set up the transfer of weights, in place of ``VLLMGeneration._init_vllm`` in server mode.
+    ``wait`` is in seconds (None: as long as at the start). Raise ``ValueError`` if the server has another model, or a
+    context no larger than the longest completion."""
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
 
     def meet(client: LabVLLMClient) -> None:
@@ -85,7 +85,7 @@ def connect(generation: EnginePort, settings: ServerSettings, wait: float | None
 
 
 def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
-    """Send the weights as TRL does (``stock``); every rank then knows whether it worked."""
+    """Send the weights by TRL's method (``stock``); a failure is raised on every rank."""
     failure = None
     try:
         stock()
@@ -95,7 +95,7 @@ def sync(generation: EnginePort, stock: Callable[[], None]) -> None:
 
 
 def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
-    """Generate as TRL does (``stock``), with a failure on the main process raised on every rank."""
+    """Generate by TRL's method (``stock``); a failure on the main process is raised on every rank."""
     if not generation.accelerator.is_main_process:
         answer = stock()
         raise_together(generation.accelerator, None)
@@ -108,10 +108,10 @@ def generate(generation: EnginePort, stock: Callable[[], Any]) -> Any:
 
 
 class KeptFailure:
-    """Stands before the client during one generation: the first failure is kept and an empty answer given instead.
+    """Replaces the client during one generation: keeps the first failure and returns an empty answer instead.
 
-    So the main process reaches the broadcast in which the others wait. ``on_fault`` is given the ``EngineFault`` of
-    log-probs that are not finite; unless it raises, completions come without them.
+    So the main process reaches the broadcast for which the others wait. ``on_fault`` gets the ``EngineFault`` of
+    log-probs that are not finite; unless it raises, completions come without log-probs.
     """
 
     def __init__(self, client: LabVLLMClient, on_fault: Callable[[Exception], None] | None = None) -> None:
@@ -150,9 +150,9 @@ def prove(
     prompt_ids: list[list[int]],
     tolerance: Callable[[torch.dtype], float],
 ) -> SyncGap:
-    """Prove the sync over HTTP: the main process's probe, every rank's forward pass, tensors (``named_params``) where
-    they can be read. ``tolerance(dtype of the server's weights)`` in nats per token. Raises as ``judge`` and
-    ``sync_gap``."""
+    """Prove the sync over HTTP and return the gap: compare the main process's probe with every rank's forward pass, and
+    the tensors (``named_params``) if they can be read. ``tolerance`` maps the dtype of the server's weights to nats per
+    token. Raises as ``judge`` and ``sync_gap`` do."""
     accelerator = generation.accelerator
     client = getattr(generation, "vllm_client", None)
     asked = on_main(accelerator, lambda: (client.probe(prompt_ids), client.dtype, client.reads_tensors))
@@ -170,10 +170,11 @@ def prove(
 
 
 class ServerReturn:
-    """Syncs and generations of one run in server mode, each with a server that may be lost meanwhile.
+    """Syncs and generations of one run in server mode; in each the server may be lost and come back.
 
-    What cannot be had back in time ends the run as a lost server does without ``return_timeout``: a checkpoint, then
-    ``ServerGone``. ``patience``: seconds that ranks wait for each other (``ddp_timeout``), more than for the server.
+    If it does not come back in time, the run ends as without ``return_timeout``: a checkpoint, then ``ServerGone``.
+    ``patience`` is how long ranks wait for each other, in seconds (``ddp_timeout``); it must exceed the wait for the
+    server.
     """
 
     def __init__(self, generation: EnginePort, settings: ServerSettings, patience: float = math.inf) -> None:
@@ -192,7 +193,7 @@ class ServerReturn:
     def sync(self, stock: Callable[[], None]) -> None:
         """Send the weights to the server, or to the one that came in its place.
 
-        A signal ends the wait for a server that stands still; not over NCCL, where the server would wait for the rest.
+        A signal ends the wait for a server that hangs, but not over NCCL, where the server would wait for the rest.
         """
         client = getattr(self.generation, "vllm_client", None)
         over_nccl = getattr(client, "way", "") == "nccl"
@@ -203,7 +204,7 @@ class ServerReturn:
             self._reconnect(lost, stock)
 
     def generate(self, stock: Callable[[], Any], stock_sync: Callable[[], None], prompts: list[list[int]]) -> Any:
-        """Generate; a server that came back is asked again, after its proof."""
+        """Generate; if the server is lost and comes back, prove its weights and ask again."""
 
         def proven_and_asked() -> Any:
             self._prove(prompts)
@@ -212,22 +213,22 @@ class ServerReturn:
         return self._asked(proven_and_asked, stock_sync, "generation")
 
     def record(self, book: MetricBook) -> None:
-        """Log how often the server came back since the last batch, which may have taken several generations (turns of
+        """Log how often the server came back since the last batch. A batch may take several generations (turns of
         tools, a thinking budget, groups drawn anew)."""
         if self.waits:
             book.add_alike("rollout/server_returns", torch.tensor([float(self._since)]), 1)
         self._since = 0
 
     def proof(self, prove: Callable[[], Proven], stock_sync: Callable[[], None]) -> Proven:
-        """Call ``prove`` between two generations; where the server is lost meanwhile again, of the one that came
-        back."""
+        """Call ``prove`` between two generations and return its result. If the server is lost meanwhile, prove the one
+        that comes back."""
         with self.generation.hooks.waiting():
             proven = self._asked(prove, stock_sync, "proof")
         self._unproven = False
         return proven
 
     def _asked(self, ask: Callable[[], Proven], stock_sync: Callable[[], None], what: str) -> Proven:
-        """Call ``ask`` of the server, or of those that come after it, ``LOSSES`` times at most."""
+        """Call ``ask``, and again after each return of a lost server, ``LOSSES`` times at most."""
         for _ in range(LOSSES - 1):
             try:
                 return ask()
@@ -239,7 +240,8 @@ class ServerReturn:
             raise ServerGone(f"{lost}. That was loss {LOSSES} of the server in one {what}") from lost
 
     def _reconnect(self, lost: ServerGone, stock_sync: Callable[[], None]) -> None:
-        """Wait for the server, connect, send the weights; else ``lost``. Every rank calls this with the same fault."""
+        """Wait for the server, connect and send the weights; raise ``ServerGone`` if that fails. Every rank calls this
+        with the same ``lost``."""
         if not self.waits:
             raise lost
         start = time.monotonic()
@@ -250,7 +252,7 @@ class ServerReturn:
         try:
             with self.generation.hooks.waiting():
                 self._have_back(stock_sync, start + self.waits)
-        except (OSError, RuntimeError, ValueError) as failure:  # ours, a token's file, NCCL's
+        except (OSError, RuntimeError, ValueError) as failure:  # our errors, a token file's, NCCL's
             raise ServerGone(f"{lost}. It did not come back: {failure}") from failure
         self._since += 1
         self._unproven = True
@@ -259,8 +261,8 @@ class ServerReturn:
             logger.info(f"the vLLM server is back after {waited:.0f} s, with this step's weights; their proof is next")
 
     def _have_back(self, stock_sync: Callable[[], None], end: float) -> None:
-        """Connect, and send the weights, until ``end`` of the main process's clock. One that is about to end may answer
-        once more, or refuse a token whose file is gone: the wait goes on."""
+        """Connect and send the weights; retry until ``end`` on the main process's clock. A server that is about to end
+        may answer once more, or refuse a token whose file is gone; then the wait goes on."""
         accelerator = self.generation.accelerator
         while True:
             try:
@@ -274,14 +276,14 @@ class ServerReturn:
             time.sleep(LOOK_AGAIN)
 
     def _prove(self, prompts: list[list[int]]) -> None:
-        """The proof of a server that came back, however seldom the run proves otherwise."""
+        """Prove the weights of a server that came back, however rarely the run proves otherwise."""
         prove = self.generation.hooks.prove
         if not self._unproven or prove is None:
             return
         failure = None
         try:
             prove(prompts)
-        except (EngineFault, WeightSyncError) as caught:  # of every rank, which judges the same probe
+        except (EngineFault, WeightSyncError) as caught:  # on every rank: all judge the same probe
             failure = ServerGone(f"the vLLM server came back, and the proof of its weights failed: {caught}")
             failure.__cause__ = caught
         raise_together(self.generation.accelerator, failure)
@@ -290,9 +292,9 @@ class ServerReturn:
 
 @contextlib.contextmanager
 def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iterator[None]:
-    """A fault of ``KEPT`` ends the run with a checkpoint of its last step; so does Ctrl-C in a wait for the server. A
-    fault of one rank of several (a prompt too long for its own engine, or in its rows of streamed data) ends the run
-    without one, which would take all of them."""
+    """Return a context that ends the run with a checkpoint of its last step on a fault of ``KEPT``, or on Ctrl-C in a
+    wait for the server. If one rank of several fails alone (a prompt too long for its own engine, or in its rows of
+    streamed data), there is no checkpoint, which would take all of them."""
     try:
         yield
     except KEPT as fault:
@@ -315,7 +317,7 @@ def checkpoint_if_server_gone(trainer: GRPOTrainer, stop: StopOnRequest) -> Iter
 
 
 def record_returns(trainer: RolloutPort) -> None:
-    """Log ``rollout/server_returns`` of the batch that was just made, where there is a server."""
+    """Log ``rollout/server_returns`` of the batch that was just made, if there is a server."""
     returns = getattr(getattr(trainer, "vllm_generation", None), "server_return", None)
     if returns is not None:
         returns.record(trainer.recorder.book())
@@ -326,7 +328,7 @@ def checkpoint_folder(trainer: GRPOTrainer) -> str:
 
 
 def save_for_resume(trainer: GRPOTrainer, then: str) -> str:
-    """Write a checkpoint as TRL would after this step → a sentence that says where, and what to do ``then``."""
+    """Write a checkpoint as TRL would after this step; return a sentence with its place and what to do ``then``."""
     if not trainer.is_in_train:
         return "No training was in progress, so there was nothing to save"
     step = trainer.state.global_step

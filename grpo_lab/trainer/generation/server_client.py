@@ -1,12 +1,13 @@
-"""TRL's client of a vLLM server, with waits that end, errors that say what happened, and two ways for the weights.
+"""TRL's client of a vLLM server, with limits on waits, errors that say what happened, and two ways to send weights.
 
     nccl            trainer and server on GPUs: TRL's own transfer, unchanged
     shared_memory   no NCCL between them (a CPU on either side, or one GPU for both): safetensors in /dev/shm and the
                     server's own reload (``engines/vllm/worker.py``), on one machine
 
-LoRA's adapter alone (``rollout.sync: adapter``) is a folder there that the server loads under a name of its own.
+With ``rollout.sync: adapter`` only the LoRA adapter is sent: a folder in /dev/shm that the server loads under its own
+name.
 
-Before anything is sent the server's model is compared with the trainer's (``same_model.py``).
+Before anything is sent, the server's model is compared with the trainer's (``same_model.py``).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from grpo_lab.trainer.settings.parse import ServerSettings
 
 logger = logging.getLogger("grpo_lab")
 
-#: requests that may take as long as a generation takes
+#: paths of requests that generate, and so may take long
 GENERATIONS = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions")
 
 
 def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], url: str) -> str:
-    """Choose ``nccl`` or ``shared_memory``; ``ValueError`` with what the server (its ``vllm_config``) lacks for it."""
+    """Return ``nccl`` or ``shared_memory``; raise ``ValueError`` with what the server (``vllm_config``) lacks."""
     server_device = str((server.get("device_config") or {}).get("device", "unknown")).partition(":")[0]
     gpus = trainer.type == "cuda" and server_device == "cuda"
     if chosen != "auto":
@@ -73,7 +74,7 @@ def weight_way(chosen: str, trainer: torch.device, server: Mapping[str, Any], ur
 
 
 def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
-    """Raise ``ValueError`` where a server (its ``vllm_config``) does not take the run's adapters."""
+    """Raise ``ValueError`` if a server (its ``vllm_config``) cannot take the run's adapters."""
     lora = server.get("lora_config")
     replicas = (server.get("parallel_config") or {}).get("data_parallel_size") or 1
     start = f"start it with `grpo-lab serve --model … --max-lora-rank {rank}`"
@@ -91,22 +92,22 @@ def refuse_without_lora(rank: int, server: Mapping[str, Any], url: str) -> None:
 
 
 def read_to_end(stream: Iterator[Any]) -> None:
-    """Exhaust a stream of tensors, after a failure, too: gathering a shard needs every rank, and merged adapters are
-    unmerged at the end."""
+    """Exhaust a stream of tensors, also after a failure: gathering a shard needs every rank, and merged adapters are
+    unmerged at the end of the stream."""
     for _ in stream:
         pass
 
 
 class LabVLLMClient(VLLMClient):  # type: ignore[misc]
-    """TRL's client of a vLLM server, with a time limit on every call. A call fails with ``ServerGone``,
+    """TRL's client of a vLLM server, with a time limit on every call. A call that fails raises ``ServerGone``,
     ``EngineFault`` or ``WeightSyncError``."""
 
-    way = ""  # of the weights, settled by open_way
-    decode: Callable[[list[int]], str] | None = None  # the trainer's, to name a prompt by its text
-    meet: Callable[[], None] = staticmethod(lambda: None)  # set by server.connect: is it this model
-    faulty = False  # a log-prob was not finite, so pages of the server's cache may hold NaN
-    sends_adapters = False  # and no weights, settled by open_way
-    in_background: BackgroundRequest | None = None  # begun, and its completions not yet taken
+    way = ""  # how weights travel, set by open_way
+    decode: Callable[[list[int]], str] | None = None  # the tokenizer's, to quote a prompt in an error
+    meet: Callable[[], None] = staticmethod(lambda: None)  # checks that it is the same model; set by connect
+    faulty = False  # a log-prob was not finite, so the server's cache may hold NaN
+    sends_adapters = False  # instead of weights; set by open_way
+    in_background: BackgroundRequest | None = None  # whose completions were not yet taken
 
     def __init__(self, settings: ServerSettings, **arguments: Any) -> None:
         self.settings = settings
@@ -118,18 +119,18 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         self.adapters: list[str] = []  # names that the server holds; it samples with the last
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """TRL's constructor calls this first; its own waits for ever where the port is open and nobody answers."""
+        """Wait until the server is ready. TRL's constructor calls it; TRL's own waits for ever at a silent port."""
         limit = min(self.settings.request_timeout, self.settings.silence_timeout)
         talk.bound_session(self.session, timeout=limit, retries=self.settings.retries, backoff=self.settings.backoff)
         talk.wait_until_ready(self.base_url, total_timeout, token=self._find_token)
 
     def wait(self, limit: float) -> None:
-        """Wait until the server that was lost answers."""
+        """Wait at most ``limit`` seconds until the lost server answers."""
         self.close_communicator()
         talk.wait_until_ready(self.base_url, limit, token=self._find_token, setting="rollout.server.return_timeout")
 
     def _find_token(self) -> str | None:
-        """The server's token, for every request from here on; None for a server of somebody else's."""
+        """Set the server's token for all later requests and return it; None for a server that somebody else started."""
         token = of_trainer(self.base_url, self.settings.token_file)
         self.session.auth = None if token is None else Bearer(token)
         return token
@@ -138,7 +139,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return talk.answer_of(self.session, self.base_url, url, lambda: self.session.get(url, **arguments))
 
     def _post(self, url: str, **arguments: Any) -> dict[str, Any]:
-        """A generation is watched, since it may rightly take long."""
+        """Send a POST request. A generation may rightly take long, so the server is watched meanwhile."""
         if not url.endswith(GENERATIONS):
             return talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, **arguments))
 
@@ -159,7 +160,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return dict(answer)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The server's resolved configuration (TRL 1.15's client cannot ask for it)."""
+        """Return the server's resolved configuration (TRL 1.15's client cannot ask for it)."""
         try:
             answer = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})
         except talk.RequestRefused as refused:
@@ -181,22 +182,22 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
 
     @property
     def reads_tensors(self) -> bool:
-        """Return whether the server's tensors can be compared with the trainer's: our worker, on this machine."""
+        """Return whether the server's tensors can be compared with the trainer's: our worker, this machine."""
         return self.has_worker and urlparse(self.base_url).hostname in LOCAL_NAMES
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and completion together that the server takes."""
+        """Most tokens of prompt and completion together that the server takes."""
         return int(self.info["model_config"]["max_model_len"])
 
     @property
     def page(self) -> int:
-        """Tokens of a page of the server's cache."""
+        """Number of tokens in a page of the server's cache."""
         return int(self.info["cache_config"]["block_size"])
 
     def open_way(self, device: torch.device, lora_rank: int | None = None) -> None:
-        """Settle how weights, or adapters that take a ``max_lora_rank`` of ``lora_rank``, travel, and try it. Raises
-        ``ValueError`` where no way is possible."""
+        """Choose how weights travel, or adapters of at most rank ``lora_rank``, and try it. Raise ``ValueError`` if no
+        way is possible."""
         self.sends_adapters = lora_rank is not None
         if lora_rank is not None:
             refuse_without_lora(lora_rank, self.info, self.base_url)
@@ -216,7 +217,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All weights to the server, once it is idle."""
+        """Send all weights to the server, once it is idle."""
         try:
             self.wait_until_idle()
             self._see_that_it_is_the_same()
@@ -233,8 +234,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             read_to_end(named_params)
 
     def load_adapter(self, version: AdapterVersion) -> None:
-        """The LoRA adapter to the server, once it is idle, which samples with it from here on; the one before the last
-        goes."""
+        """Send a LoRA adapter to the server, once it is idle; from then on the server samples with it. Unload the
+        version before the last."""
         self.wait_until_idle()
         self._see_that_it_is_the_same()
         for old in self.adapters[: 1 - LORA_VERSIONS]:
@@ -252,7 +253,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         talk.answer_of(self.session, self.base_url, url, lambda: self.session.post(url, json=body), is_text=True)
 
     def _see_that_it_is_the_same(self) -> None:
-        """A server that was started since the last sync may serve another model, and is compared as at the start."""
+        """Check a restarted server's model again; raise ``ServerGone`` if it, or this run's connection, is another."""
         if not (self.has_worker and self.courier.pushes) or self.courier.is_current():
             return
         self.model, self.info = self._get(f"{self.base_url}/v1/models")["data"][0]["id"], self.get_server_info()
@@ -263,7 +264,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise talk.ServerGone(f"{again}: {other}") from other
         if self.way == "nccl":
             raise talk.ServerGone(f"{again}, without this run's NCCL group")
-        if self.sends_adapters:  # and of its base weights nobody knows
+        if self.sends_adapters:  # and its base weights are unknown
             raise talk.ServerGone(f"{again}, without this run's adapter")
 
     def reset_prefix_cache(self) -> None:
@@ -271,8 +272,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             raise WeightSyncError("the server would not drop its cached prompts after a weight sync")
 
     def check_same_weights(self) -> None:
-        """Raise ``ServerGone`` where the server no longer holds what this run sent last (known where our worker
-        runs)."""
+        """Raise ``ServerGone`` if the server no longer holds what this run sent last; only our worker can tell."""
         if self.has_worker and not self.courier.is_current():
             raise talk.ServerGone(
                 f"the vLLM server at {self.base_url} no longer holds this run's weights: it was started again, or "
@@ -280,15 +280,15 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             )
 
     def differing(self, named_params: Iterator[tuple[str, torch.Tensor]]) -> list[TensorDifference]:
-        """Tensors in which server and trainer differ; the stream is read to its end."""
+        """Return the tensors in which server and trainer differ; the stream is read to its end."""
         try:
             return [TensorDifference(**entry) for entry in self.courier.differing(named_params)]
         finally:
             read_to_end(named_params)
 
     def begin(self, prompts: list[list[int]], version: int, **arguments: Any) -> None:
-        """Ask as ``generate`` does, in the background, the weights being those of ``version``. RuntimeError: another
-        request's completions were not yet taken."""
+        """Send a request as ``generate`` does, but in the background; the server has the weights of ``version``. Raise
+        RuntimeError if another request's completions were not yet taken."""
         if self.in_background is not None:
             raise RuntimeError("a generation was begun while another's completions were not yet taken")
         ask = functools.partial(self._drawn, prompts, **arguments)
@@ -300,8 +300,8 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
             self.in_background.wait()
 
     def generate(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Generate as TRL's client does. Raises ``EngineFault`` for a log-prob that is missing, NaN or infinite,
-        ``PromptTooLong``."""
+        """Generate as TRL's client does. Raise ``EngineFault`` for a log-prob that is missing, NaN or infinite, and
+        ``PromptTooLong`` for a prompt without room."""
         self.wait_until_idle()
         return self._drawn(prompts, **sampling)
 
@@ -312,7 +312,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
                 answer = self._asked(prompts, **sampling)
             talk.check_answer(answer["logprobs"])
         except talk.RequestRefused:
-            if self.adapters:  # one that was started again knows no such name
+            if self.adapters:  # a server that was started again knows no such name
                 self.check_same_weights()
             raise
         except EngineFault:
@@ -322,14 +322,14 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return answer
 
     def _asked(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
-        """TRL's request; where ``max_tokens`` is None each row gets as many as there is room for."""
+        """Send TRL's request; if ``max_tokens`` is None, each row gets as many tokens as there is room for."""
         ask = super().generate
         if sampling.get("max_tokens", 1) is None:
             return fill_rooms(ask, prompts, self.context, **sampling)
         return dict(ask(prompts, **sampling))
 
     def generate_unscored(self, prompts: list[list[int]], **sampling: Any) -> dict[str, Any]:
-        """Draw once more without log-probs, each of them None: an answer with NaN in it cannot be had as JSON."""
+        """Generate again with None for each log-prob: JSON cannot carry an answer with NaN in it."""
         answer = self._asked(prompts, **{**sampling, "logprobs": None})
         ids = answer["completion_ids"]
         unscored = [[[None] for _ in row] for row in ids]
@@ -337,7 +337,7 @@ class LabVLLMClient(VLLMClient):  # type: ignore[misc]
         return {**answer, "logprobs": unscored, "logprob_token_ids": [[[token] for token in row] for row in ids]}
 
     def probe(self, prompt_ids: list[list[int]]) -> Probe:
-        """Fresh samples at temperature 1 from the whole vocabulary, see ``engines/weights/proof.py``."""
+        """Draw fresh samples at temperature 1 from the whole vocabulary, see ``engines/weights/proof.py``."""
         answer = self.generate(prompt_ids, n=1, temperature=1.0, max_tokens=PROBE_TOKENS, logprobs=0)
         logprobs = [[position[0] for position in row] for row in answer["logprobs"]]
         return Probe(answer["prompt_ids"], answer["completion_ids"], logprobs)

@@ -1,9 +1,9 @@
-"""Engine of TRL's rollouts, completed by ours: engine options, a sync that is proven.
+"""Extend the engine of TRL's rollouts by our engine options and a weight sync that is proven.
 
-While the trainer is built TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``) that starts the engine
-with the recipe's options and, where the engine packs its weights (the CPU build), pushes weights in a way that reaches
-all of them. On a GPU TRL's own sync runs unchanged. With ``rollout.sync: adapter`` a sync is a new version of the LoRA
-adapter, and the engine keeps the base that it read from the disk.
+While the trainer is built, TRL's ``VLLMGeneration`` is replaced by a subclass (``engine_class``). It starts the engine
+with the recipe's options. If the engine packs its weights (the CPU build), it sends weights in a way that reaches all
+of them. On a GPU TRL's own sync runs unchanged. With ``rollout.sync: adapter`` a sync sends a new version of the LoRA
+adapter, and the engine keeps the base weights that it read from the disk.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from grpo_lab.trainer.trl_bridge import replaced, without_critic
 
 FIRST_PROOFS = 2
 PROBE_PROMPTS = 4
-#: steps without a proof from which on a run says so
+#: a run warns if it makes more steps than this without a proof
 MANY_STEPS = 100
 LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
-#: the batches' own difference is doubted above this many tolerances: it is taken over a whole batch, at any length
+#: a batch's log-prob difference asks for a proof above this many tolerances; it is a mean over a whole batch
 GAP_FACTOR = 3.0
 #: proofs that such a difference may ask for in a run
 DOUBTS = 3
 
 
 def engine_class(settings: RolloutSettings, args: Any) -> Any:
-    """``VLLMGeneration`` with our options and, where it is needed, our sync. ``args``: the run's configuration."""
+    """Return ``VLLMGeneration`` with our options and, if needed, our sync. ``args`` is the run's configuration."""
 
     class LabVLLMGeneration(trl_vllm.VLLMGeneration):  # type: ignore[misc]
         #: the trainer's, once it is built (``hook_in``)
@@ -74,14 +74,15 @@ def engine_class(settings: RolloutSettings, args: Any) -> Any:
             start_engine(self, super()._init_vllm, settings, args)
 
         def _iter_named_params(self) -> Any:
-            """The tensors that the engine should hold: LoRA merged, or where the adapter goes by itself the base."""
+            """Yield the tensors that the engine should hold: with LoRA merged, or only the base if the adapter is sent
+            by itself."""
             reshard(self.model)
             moved = 0
             with contextlib.nullcontext() if self.adapters is None else unmerged(self.model):
                 for name, tensor in under_base_names(without_critic(super()._iter_named_params())):
                     moved += tensor.nbytes
                     yield name, tensor
-            self.moved = moved  # bytes of the last whole walk
+            self.moved = moved  # bytes of the last complete pass
 
         def send(self) -> None:
             send(self, super().sync_weights)
@@ -114,8 +115,8 @@ def hook_in(generation: Any, hooks: EngineHooks) -> None:
 
 
 def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSettings, args: Any) -> None:
-    """TRL's ``_init_vllm`` in this process, with our options."""
-    # where the options name no seed: the run's; TRL's 0 in a drop-in run
+    """Run TRL's ``_init_vllm`` for an engine in this process, with our options."""
+    # used if the options name no seed: the run's, or TRL's 0 in a drop-in run
     seed = 0
     if getattr(args, "objective", None) is not None:
         seed = int(args.seed)
@@ -133,8 +134,8 @@ def start_engine(generation: Any, stock: Callable[[], None], settings: RolloutSe
 
 
 def send(generation: Any, stock: Callable[[], None]) -> None:
-    """Weights (``stock``: TRL's way) or adapter to the engine, once; a server that is lost is an error. NumbersError:
-    they are not finite, so nothing is sent, whichever way it would go. Every rank calls."""
+    """Send the weights (``stock`` is TRL's way) or the adapter to the engine, once; a lost server is an error. Raise
+    NumbersError, and send nothing, if the weights are not finite. Every rank calls this."""
     refuse_bad_weights(generation, TO_SEND)
     if generation.adapters is not None:
         generation.moved = send_adapter(generation, generation.adapters)
@@ -146,8 +147,8 @@ def send(generation: Any, stock: Callable[[], None]) -> None:
 
 
 def send_adapter(generation: Any, files: AdapterFiles) -> int:
-    """The next version of the adapter to the engine of this process or to the server -> bytes of its tensors. Every
-    rank calls: shards are gathered; a server gets it from the main process."""
+    """Send the next version of the adapter to the engine of this process or to the server; return the bytes of its
+    tensors. Every rank calls this, since shards are gathered; the main process sends it to a server."""
     model = generation.model
     served = generation.mode == "server"
     reshard(model)
@@ -160,8 +161,8 @@ def send_adapter(generation: Any, files: AdapterFiles) -> int:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """TRL's full_tensor() is of sharded parameters only, and FSDP2 leaves the root's whole after a forward without a
-    backward (the proof)."""
+    """Reshard FSDP2 modules. TRL's full_tensor() works on sharded parameters only, and FSDP2 leaves the root's gathered
+    after a forward without a backward (the proof)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -169,16 +170,16 @@ def reshard(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def unmerged(model: Any) -> Iterator[None]:
-    """TRL's stream of parameters inside the block is that of the base: it merges nothing."""
+    """Return a context in which TRL's stream of parameters is that of the base model: it merges nothing."""
     with replaced(model, "merge_adapter", lambda: None), replaced(model, "unmerge_adapter", lambda: None):
         yield
 
 
 @contextlib.contextmanager
 def awake(generation: Any) -> Iterator[None]:
-    """An engine that TRL has put to sleep (`vllm_enable_sleep_mode`) has its memory and the trainer's weights inside
-    the block, and then sleeps again. Its sleep drops the weights, so they are sent as before a generation. Every
-    rank calls."""
+    """Return a context in which an engine that TRL put to sleep (`vllm_enable_sleep_mode`) is awake, with the trainer's
+    weights. Sleep drops the weights, so they are sent as before a generation; afterwards the engine sleeps again. Every
+    rank calls this."""
     if not (generation.enable_sleep_mode and generation._llm_weights_sleeping):
         yield
         return
@@ -212,11 +213,11 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         return self.doubted or self._done < FIRST_PROOFS or step - self._last >= self.settings.verify_every
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context in which no proof is due."""
+        """Return a context in which no proof is due."""
         return replaced(self, "is_due", lambda: False)
 
     def tolerance(self, *engine: torch.dtype) -> float:
-        """Largest gap in nats per token, for an engine with weights of this dtype."""
+        """Return the largest allowed gap, in nats per token, for an engine with weights of this dtype."""
         trainer = self.trainer
         own = next(trainer.accelerator.unwrap_model(trainer.model).parameters()).dtype
         if trainer.args.bf16:
@@ -229,10 +230,10 @@ class SyncProof(TrainerCallback):  # type: ignore[misc]
         return self.settings.tolerance or tolerance_for(*engine, training, on_gpu=on_gpu)
 
     def prove(self, prompt_ids: list[list[int]], *, strict: bool = False) -> None:
-        """Draw a probe from the engine, log ``rollout/sync_gap``; raise where the engine holds other weights.
+        """Draw a probe from the engine and log ``rollout/sync_gap``; raise an error if the engine holds other weights.
 
-        A probe with NaN in it proves nothing: where a guard is in force the batch is bad, and the next sync is proven
-        instead (``strict``: an error in any case).
+        A probe with NaN in it proves nothing. If a guard is in force, the batch counts as bad and the next sync is
+        proven instead; with ``strict`` it is always an error.
         """
         trainer = self.trainer
         accelerator = self.trainer.accelerator

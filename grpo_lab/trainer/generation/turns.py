@@ -1,13 +1,13 @@
 """A tool loop (``tools``, environments): TRL's own turns, with ranks in step and prompts within the server's context.
 
-TRL lets every rank ask for its own turns. An engine that ranks share (a server, tensor parallel) hands rows out by
-their place among equal numbers of rows, and sharded weights are gathered by all ranks together; so each rank hands in
-as many rows as it must, and one that has no turn left goes on in vain until no rank has.
+In TRL each rank asks for its own turns only. But an engine that ranks share (a server, tensor parallel) assigns rows by
+place and expects equal numbers of them, and sharded weights are gathered by all ranks together. So each rank hands in
+as many rows as it must; a rank without turns hands in filler rows until no rank has any.
 
-A prompt grows with every turn. TRL leaves a row as it is whose prompt fills the context of an engine in the process,
-and of a server it takes the model's positions for that context; here it is the server's own. A server refuses a prompt
-that leaves no room for ``max_completion_length`` tokens: such a row is asked for what there is room for, as an engine
-in the process gives it.
+A prompt grows with every turn. TRL does not continue a row whose prompt fills the context of an engine in the process.
+For a server it takes the model's positions as that context; here it is the server's own. A server refuses a prompt that
+leaves no room for ``max_completion_length`` tokens. Such a row is asked for as many tokens as there is room for, as an
+engine in the process gives it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tool_turns(
 
 
 class Turns:
-    """The turns of one tool loop. ``filler``: a prompt of this rank, completed in vain where ranks must be in step."""
+    """The turns of one tool loop. ``filler`` is a prompt of this rank that is completed only to keep ranks in step."""
 
     def __init__(self, trainer: GRPOTrainer, filler: list[int]) -> None:
         self.trainer = trainer
@@ -50,8 +50,7 @@ class Turns:
         self._together = trainer.accelerator.num_processes > 1 and shares_engine_or_weights(trainer)
 
     def ask(self, prompt_ids: Any, images: Any, fields: Any, **options: Any) -> tuple[Any, Any]:
-        """Do what ``_generate_single_turn`` does, for this rank's rows, of which there is at least one: completions and
-        log-probs."""
+        """Replace ``_generate_single_turn`` for this rank's rows, at least one: return completions and log-probs."""
         made: dict[int, tuple[Any, Any]] = {}
         for tight in self._kinds():
             rows = [row for row, ids in enumerate(prompt_ids) if self._is_tight(ids) is tight]
@@ -67,7 +66,7 @@ class Turns:
         return completions, [logprobs for _, logprobs in in_order]
 
     def keep_in_step(self) -> None:
-        """Take part in the turns of other ranks until none has one."""
+        """Take part in the turns of other ranks, with filler rows, until no rank has any."""
         while self._together:
             took_part = [
                 self._asked([], None, {}, tight, {"num_generations": 1}) is not None for tight in self._kinds()
@@ -76,13 +75,13 @@ class Turns:
                 return
 
     def _kinds(self) -> tuple[bool, ...]:
-        """Kinds of rows (tight or not) in the order in which every rank asks for them."""
+        """Return the kinds of rows (tight or not) in the order in which every rank asks for them."""
         if self._served:
             return False, True
         return (False,)
 
     def _is_tight(self, ids: list[int]) -> bool:
-        """Return whether a server would refuse this prompt beside the longest completion."""
+        """Return whether a server would refuse this prompt: with the longest completion it exceeds the context."""
         if not self._served or self.trainer.max_completion_length is None:
             return False
         return bool(len(ids) + self.trainer.max_completion_length > self.trainer.vllm_generation.context)
@@ -90,7 +89,7 @@ class Turns:
     def _asked(
         self, prompts: list[list[int]], images: Any, fields: Any, tight: bool, options: dict[str, Any]
     ) -> list[tuple[Any, Any]] | None:
-        """Ask for (completion, log-probs) of each of these rows; None where no rank has any."""
+        """Return (completion, log-probs) of each of these rows, or None if no rank has any."""
         rows = len(prompts)
         if self._together:
             rows = rows_in_step(self.trainer, rows)
@@ -113,7 +112,7 @@ class Turns:
 
 
 def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
-    """Return whether a turn of one rank takes all: of a server, of a tensor-parallel engine, of a model in shards."""
+    """Return whether one rank's turn needs all ranks: with a server, a tensor-parallel engine or a sharded model."""
     if trainer.use_vllm:
         return bool(trainer.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1)
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -122,8 +121,8 @@ def shares_engine_or_weights(trainer: GRPOTrainer) -> bool:
 
 @contextlib.contextmanager
 def within_context(trainer: GRPOTrainer) -> Iterator[None]:
-    """Context in which TRL leaves rows as they are whose prompts would fill the server's context: it asks the model's
-    config for that number."""
+    """Return a context in which TRL does not continue rows whose prompts would fill the server's context: it reads that
+    number from the model's config."""
     if not trainer.use_vllm or trainer.vllm_mode != "server":
         yield
         return

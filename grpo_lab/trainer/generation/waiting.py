@@ -1,5 +1,5 @@
-"""Groups that were begun and are not yet trained on (``rollout.cut_after``): what is known of each, and the file of a
-checkpoint (``grpo_lab_generation_waiting.safetensors``: tensors, and a description in JSON; nothing is pickled)."""
+"""Groups that were begun and are not yet trained on (``rollout.cut_after``): their data, and their file in a checkpoint
+(``grpo_lab_generation_waiting.safetensors``: tensors, and a description in JSON; nothing is pickled)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FILE = "grpo_lab_generation_waiting.safetensors"
 
 
 class Segment(NamedTuple):
-    """Tokens that one call of an engine added to a completion, the log-prob of each (None: the engine gave none),
-    whether the completion ends with it."""
+    """Tokens that one engine call added to a completion, their log-probs (None: the engine gave none), and whether the
+    completion ended."""
 
     ids: list[int]
     logprobs: list[float | None]
@@ -35,12 +35,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class WaitingCompletion:
-    """A completion as far as it is written, T tokens up to now.
+    """A completion as far as it is written: T tokens so far.
 
     ids       tokens [T]
     logprobs  of each token, of the policy that sampled it, in nats [T]; NaN where the engine gave none that is finite
     segments  (optimizer steps that the policy had taken, tokens that it wrote), in order; the tokens sum to T
-    whole     it has its end: an end token, or the last token that there is room for
+    whole     whether it has ended: by an end token, or because no room is left
     """
 
     ids: list[int]
@@ -50,11 +50,11 @@ class WaitingCompletion:
 
     @property
     def version(self) -> int:
-        """Optimizer steps that the policy of its first segment had taken."""
+        """Number of optimizer steps that the policy of its first segment had taken."""
         return self.segments[0][0]
 
     def continued(self, segment: Segment, version: int, room: int) -> WaitingCompletion:
-        """Return the completion with one more segment, of at most ``room`` tokens; two of one policy are one."""
+        """Return the completion with one more segment; it ends at ``room`` tokens. Segments of one policy merge."""
         *before, last = self.segments or [(version, 0)]
         segments = [*before, (version, last[1] + len(segment.ids))]
         if last[0] != version:
@@ -66,7 +66,7 @@ class WaitingCompletion:
 
 @dataclass(frozen=True)
 class WaitingGroup:
-    """A prompt and its G completions. ``row``: of the data set; ``room``: tokens that a completion may have."""
+    """A prompt and its G completions. ``row`` is that of the data set; ``room`` is the most tokens of a completion."""
 
     row: dict[str, Any]
     prompt: list[int]
@@ -79,7 +79,7 @@ class WaitingGroup:
 
 
 def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> WaitingGroup:
-    """A group without a token. ValueError: its row could not be written into a checkpoint."""
+    """Return a group without tokens. Raise ValueError if its row cannot be written into a checkpoint."""
     try:
         flattened(row, "row")
     except ValueError as unknown:
@@ -91,7 +91,7 @@ def begin(row: dict[str, Any], prompt: list[int], room: int, size: int) -> Waiti
 
 
 def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
-    """Write groups that wait into a checkpoint's folder."""
+    """Write waiting groups into a checkpoint's folder."""
     plain = [
         {
             "row": group.row,
@@ -116,7 +116,7 @@ def write_groups(folder: Path, groups: Sequence[WaitingGroup]) -> None:
 
 
 def read_groups(folder: Path, device: torch.device) -> list[WaitingGroup]:
-    """Read what ``write_groups`` wrote; tensors of a row come to ``device``. ValueError: it is damaged or missing."""
+    """Read what ``write_groups`` wrote, rows' tensors on ``device``. Raise ValueError if it is damaged or missing."""
     try:
         tensors = load_file(folder / FILE)
         description = json.loads(tensors.pop("description").numpy().tobytes())

@@ -1,18 +1,18 @@
-"""Metrics as results: a mean is a (sum, count) pair until the moment it is logged.
+"""Metrics of a run: a mean is kept as a (sum, count) pair until the moment it is logged.
 
-Pairs accumulate on the device; once per optimizer step one collective adds them up over ranks. Nothing asks the device
-for a number (``.item()``) before ``read``. Whoever records hands over values, masks and which micro-batch each row was
-of (``Origin``); what is made of them is the book's. ``docs/metrics.md`` lists every metric.
+Pairs accumulate on the device; once per optimizer step one collective adds them up over ranks. Nothing is read from the
+device (``.item()``) before ``read``. Callers hand over values, masks and the micro-batch of each row (``Origin``); the
+book computes the metrics. ``docs/metrics.md`` lists every metric.
 
-``MetricBook`` is over all tokens (or rows, groups) since the last log. With ``objective`` unset ``TrlBook`` is in
-force, so that a drop-in logs TRL's numbers:
+``MetricBook`` averages over all tokens (or rows, groups) since the last log. With ``objective`` unset, ``TrlBook`` is
+used, so that a drop-in run logs TRL's numbers:
 
     mean        of the micro-batches' means: each has a pair of its own, and their ratios are averaged
     over rows   rows without loss tokens count as well (TRL takes any ``[B, 1]`` for one value a row)
-    nothing     a micro-batch without any loss token has the mean 0 and takes part; in an extreme over rows it does not
-    sampling/*  of a generation batch at a time
+    no tokens   a micro-batch without any loss token has the mean 0 and counts; in an extreme over rows it does not
+    sampling/*  one mean per generation batch
 
-``by_length``: how the sampler correction π_trainer/π_sampler goes with completion length
+``by_length`` shows how the sampler correction π_trainer/π_sampler depends on completion length
 (docs/algorithms/sampler_correction.md).
 """
 
@@ -37,14 +37,14 @@ EXTREMES: dict[str, tuple[str, str]] = {
     "clip_ratio/low_mean": ("clip_ratio/low_min", "min"),
     "clip_ratio/high_mean": ("clip_ratio/high_max", "max"),
 }
-#: an extreme over nothing
+#: an extreme before any value is seen
 WORST = {"min": math.inf, "max": -math.inf}
 QUARTILES = 4
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The micro-batch of the optimizer step that TRL had each row in."""
+    """For each row, the micro-batch of the optimizer step in which TRL had it."""
 
     micro_batch: Tensor  # long [B], from 0
     count: int  # micro-batches of the step
@@ -56,13 +56,13 @@ class LeftOut:
     """The rows of an optimizer step, and which of them were not computed."""
 
     tokens: Tensor  # long [N], loss tokens of every row
-    skipped: Tensor  # bool [N], not computed; on one rank, which speaks for all
+    skipped: Tensor  # bool [N], not computed; True on one rank only, so that each row counts once
     origin: Origin
     width: int  # completion tokens that the step's rows are padded to
 
 
 class MetricBook:
-    """Pairs of one mode (train or eval), over micro-batches, ranks and the steps of a logging window."""
+    """Pairs (sum, count) of one mode (train or eval), over micro-batches, ranks and the steps between two logs."""
 
     #: count of a micro-batch without loss tokens
     empty = 0.0
@@ -73,18 +73,18 @@ class MetricBook:
         self._total: dict[str, Tensor] = {}  # [2]
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add this rank's ``total`` over ``count`` items to a mean; scalars, or ``[K]`` (``_places``)."""
+        """Add this rank's ``total`` over ``count`` items to a mean; both are scalars or ``[K]`` (``_places``)."""
         pair = _pair(total, count)
         self._fresh[name] = self._fresh[name] + pair if name in self._fresh else pair
 
     def add_alike(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """A pair that every rank computed from the same gathered table: taken once."""
+        """Add a pair that every rank computed from the same gathered table; it counts once."""
         self._settle(name, _pair(total, count))
 
     def add_tokens(self, name: str, values: Tensor, mask: Tensor, origin: Origin | None = None) -> None:
-        """Mean over loss tokens of ``values`` ``[B, T]``, or over rows of ``[B, 1]``; its extreme follows it.
-        ``origin``: of the rows of a bin; ``None``: they are a micro-batch as TRL cut it. Where T is 1 both readings are
-        the same number: a row has one loss token or none."""
+        """Add ``values`` to a mean: ``[B, T]`` over loss tokens, ``[B, 1]`` over rows. Update the mean's extreme, if it
+        has one. ``origin`` belongs to the rows of a bin; ``None`` means a micro-batch as TRL cut it. If T is 1 both
+        readings agree: a row has one loss token or none."""
         weights = self._weights(values, mask, origin)
         selected = values.float().masked_fill(~weights, 0.0)
         totals = selected.sum(1)
@@ -98,7 +98,7 @@ class MetricBook:
             self.add_worst(*EXTREMES[name], means.unsqueeze(1), (counts > 0).unsqueeze(1), origin)
 
     def add_worst(self, name: str, how: str, values: Tensor, where: Tensor, origin: Origin | None = None) -> None:
-        """``min`` or ``max`` of ``values`` ``[B, ·]`` where ``where``."""
+        """Update an extreme by the ``how`` (``min`` or ``max``) of ``values`` ``[B, ·]`` where ``where`` is True."""
         values = values.detach().float().masked_fill(~where, WORST[how])
         rows = values.amin(1) if how == "min" else values.amax(1)
         places, number = self._places(name, rows, origin)
@@ -106,16 +106,16 @@ class MetricBook:
         self._add_extreme(name, how, found.scatter_reduce(0, places, rows, f"a{how}"))
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """Count what was left out, and is known to be 0, in a mean over rows (``of_rows``) or loss tokens."""
+        """Count rows that were left out, and are known to be 0, in a mean over rows (``of_rows``) or loss tokens."""
         rows = self._per_place(name, left_out.skipped & (left_out.tokens > 0), left_out.origin)
         self._zeros(name, rows if of_rows else self._skipped_tokens(name, left_out), rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
-        """Do the same for a mean that says nothing of what was left out: it is over the rows that were computed."""
+        """Do nothing for rows that were left out: this mean is over computed rows only (not so in ``TrlBook``)."""
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
-        """Add this rank's pairs to everybody's: one gather for all metrics. All ranks must hold the same names. Pairs
-        wait until the optimizer step ends."""
+        """Add up this rank's pairs over all ranks, in one gather for all metrics. All ranks must hold the same names.
+        Pairs wait until the optimizer step ends."""
         names = sorted(self._fresh)
         extremes = sorted(self._fresh_extremes)
         if not step_ends or (not names and not extremes):
@@ -133,7 +133,7 @@ class MetricBook:
         self._fresh_extremes.clear()
 
     def read(self) -> dict[str, float]:
-        """The means since the last ``read``; forgets them. A mean over nothing is left out."""
+        """Return the means since the last ``read`` and forget them. A mean over nothing is left out."""
         pairs = {name: pair.tolist() for name, pair in self._total.items()}
         self._total.clear()
         return {name: total / count for name, (total, count) in pairs.items() if count > 0}
@@ -145,19 +145,19 @@ class MetricBook:
         self._total.clear()
 
     def so_far(self) -> tuple[dict[Any, Tensor], ...]:
-        """Return what the book holds, for ``go_back``; pairs are replaced and never changed in place."""
+        """Return a snapshot of the book for ``go_back``; pairs are replaced and never changed in place."""
         return dict(self._fresh), dict(self._fresh_extremes), dict(self._total)
 
     def go_back(self, then: tuple[dict[Any, Tensor], ...]) -> None:
-        """Forget what was added since ``so_far`` said this."""
+        """Restore the snapshot that ``so_far`` returned."""
         self._fresh, self._fresh_extremes, self._total = map(dict, then)
 
     def pending(self) -> dict[str, list[Any]]:
-        """Return what ``read`` would read, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
+        """Return what ``read`` would use, for a checkpoint in JSON: name → [sum, count, whether it is on the CPU]."""
         return {name: [*pair.tolist(), pair.device.type == "cpu"] for name, pair in self._total.items()}
 
     def take_up(self, pending: dict[str, list[Any]], device: torch.device) -> None:
-        """Go on from what ``pending`` gave."""
+        """Restore what ``pending`` returned."""
         for name, (total, count, on_cpu) in pending.items():
             self._total[name] = torch.tensor([total, count], device="cpu" if on_cpu else device)
 
@@ -166,19 +166,19 @@ class MetricBook:
         self._total[name] = self._total[name] + pair.to(self._total[name].device) if name in self._total else pair
 
     def _add_extreme(self, name: str, how: str, values: Tensor) -> None:
-        """``values`` ``[K]``; ±inf: none seen."""
+        """Merge ``values`` ``[K]`` into an extreme; ±inf: none seen."""
         combine = torch.minimum if how == "min" else torch.maximum
         self._fresh_extremes[name, how] = combine(self._fresh_extremes.get((name, how), values), values)
 
     def _zeros(self, name: str, counts: Tensor, rows: Tensor) -> None:
-        """Add as many zeros ``[K]`` to the mean, and to its extreme where there are rows."""
+        """Add ``counts`` ``[K]`` zeros to the mean, and a zero to its extreme wherever ``rows`` is not 0."""
         self.add(name, torch.zeros_like(counts), counts)
         if name in EXTREMES:
             extreme, how = EXTREMES[name]
             self._add_extreme(extreme, how, torch.where(rows > 0, 0.0, WORST[how]))
 
     def _per_place(self, name: str, values: Tensor, origin: Origin) -> Tensor:
-        """Sums ``[K]`` of one value a row."""
+        """Return the sums ``[K]`` of ``values``, one per row."""
         places, number = self._places(name, values, origin)
         return torch.zeros(number, device=values.device).index_add(0, places, values.float())
 
@@ -186,24 +186,24 @@ class MetricBook:
         return self._per_place(name, left_out.tokens * left_out.skipped, left_out.origin)
 
     def _weights(self, values: Tensor, mask: Tensor, origin: Origin | None) -> Tensor:
-        """bool like ``values``: what is counted."""
+        """Return bool, shaped like ``values``: what is counted."""
         if values.size(1) == 1:
             return mask.any(dim=1, keepdim=True)
         return mask
 
     def _places(self, name: str, rows: Tensor, origin: Origin | None) -> tuple[Tensor, int]:
-        """Place among K pairs that each of some rows goes to, long ``[B]``, and K."""
+        """Return the index, among K pairs, of the pair that each row is added to (long ``[B]``), and K."""
         return torch.zeros(rows.size(0), dtype=torch.long, device=rows.device), 1
 
 
 class TrlBook(MetricBook):
-    """Means of micro-batch means, as TRL has them. All that this package knows of that definition stands here."""
+    """Computes means of micro-batch means, as TRL does. Nothing else in this package knows that definition."""
 
-    #: the mean is then 0, and takes part in a mean of means
+    #: not 0, so that the mean 0 of an empty micro-batch counts in the mean of means
     empty = 1e-9
 
     def add_zeros(self, name: str, left_out: LeftOut, of_rows: bool) -> None:
-        """A micro-batch that is one token wide counts rows for tokens."""
+        """Count zeros as TRL does: if a micro-batch is one token wide, rows count in place of tokens."""
         if of_rows or left_out.width == 1:
             counts = rows = self._per_place(name, left_out.skipped, left_out.origin)
         else:
@@ -212,17 +212,17 @@ class TrlBook(MetricBook):
         self._zeros(name, counts, rows)
 
     def add_unseen(self, name: str, left_out: LeftOut) -> None:
-        """Micro-batches without any loss token have the mean 0."""
+        """Add the mean 0 for micro-batches without any loss token."""
         empty = self._empty(name, left_out)
         self.add(name, torch.zeros_like(empty), empty)
 
     def read(self) -> dict[str, float]:
-        """An extreme over rows of which none had a loss token is NaN, as TRL's ``nanmin`` and ``nanmax`` have it."""
+        """Return the means. An extreme over rows without any loss token is NaN, as in TRL (``nanmin``)."""
         extremes = [name for name, _ in EXTREMES.values() if name in self._total]
         return dict.fromkeys(extremes, math.nan) | super().read()
 
     def reduce(self, accelerator: Any, step_ends: bool = True) -> None:
-        """Reduce the pairs over ranks; each micro-batch is a mean, so nothing waits."""
+        """Reduce the pairs over ranks at once: each micro-batch is a mean of its own."""
         super().reduce(accelerator)
 
     def _empty(self, name: str, left_out: LeftOut) -> Tensor:
@@ -252,13 +252,14 @@ def _pair(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: Tensor, correct: Tensor | None) -> None:
-    """Metrics of one generation batch, from tables that are the same on every rank.
+    """Add the metrics of one generation batch, from tables that are the same on every rank.
 
     Args:
         dead: bool ``[groups]``, all rewards of the group equal.
-        lengths: tokens that the policy made ``[N]`` (no tool output), as TRL's ``completions/mean_length`` counts them.
-        truncated: bool ``[N]``, ended by the length limit.
-        correct: ``[N]`` scores of the correctness reward, where the run has one; correct from ``CORRECT_FROM`` on, NaN
+        lengths: ``[N]``, tokens that the policy made (no tool output), as TRL's ``completions/mean_length`` counts
+            them.
+        truncated: bool ``[N]``, cut by the length limit.
+        correct: ``[N]``, scores of the correctness reward, if the run has one; right from ``CORRECT_FROM`` on, NaN if
             unscorable.
     """
     book.add_alike("groups/dead_share", dead.sum(), dead.numel())
@@ -276,7 +277,7 @@ def reward_metrics(book: MetricBook, dead: Tensor, lengths: Tensor, truncated: T
 
 @dataclass(frozen=True)
 class SamplerCorrection:
-    """TRL's ``vllm_importance_sampling_*``: how completions of an engine that differs from the trainer are weighed."""
+    """TRL's ``vllm_importance_sampling_*``: how completions are weighted if their engine differs from the trainer."""
 
     mode: str
     low: float | None
@@ -284,7 +285,7 @@ class SamplerCorrection:
 
     @staticmethod
     def of(trainer: GRPOTrainer) -> SamplerCorrection | None:
-        """The correction in force, or None without an engine (or with the correction off)."""
+        """Return the correction in force, or None without an engine (or with the correction off)."""
         if not (trainer.use_vllm and trainer.vllm_importance_sampling_correction):
             return None
         low = trainer.vllm_importance_sampling_clip_min
@@ -292,7 +293,7 @@ class SamplerCorrection:
         return SamplerCorrection(trainer.vllm_importance_sampling_mode, low, high)
 
     def keeps(self, weights: Tensor) -> Tensor:
-        """bool like ``weights``: within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to the bound)."""
+        """Return bool, like ``weights``: within the bounds (``*_mask`` sets others to 0, ``*_truncate`` to a bound)."""
         if self.mode.endswith("mask"):
             return weights != 0
         kept = torch.ones_like(weights, dtype=torch.bool)
@@ -304,7 +305,7 @@ class SamplerCorrection:
 
 
 def length_quartiles(lengths: Tensor) -> Tensor:
-    """Quartile 0 to 3 of each completion's length among all of the batch, long ``[N]``; equal lengths share one."""
+    """Return the quartile (0 to 3) of each completion's length in the batch, long ``[N]``; equal lengths share one."""
     cuts = torch.quantile(lengths.float(), torch.tensor([0.25, 0.5, 0.75], device=lengths.device))
     return torch.bucketize(lengths.float(), cuts)
 
@@ -312,7 +313,7 @@ def length_quartiles(lengths: Tensor) -> Tensor:
 def by_length(
     how: SamplerCorrection, weights: Tensor, mask: Tensor, quartiles: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, sum and count of the weights and of what was kept, per quartile of completion length.
+    """Yield name, sum and count of the weights and of the kept share, per quartile of completion length.
 
     Args:
         weights: ``[B, T]`` per token, or ``[B, 1]`` per completion; then completions are counted.
@@ -330,7 +331,7 @@ def by_length(
 def record_by_length(
     how: SamplerCorrection, output: dict[str, Any], mask: Tensor, accelerator: Any, book: MetricBook
 ) -> None:
-    """``by_length`` of a generation batch whose weights TRL made, gathered over ranks."""
+    """Log ``by_length`` for a generation batch whose weights TRL made, gathered over ranks."""
     carried = Carried(output)
     assert carried.sampler_weights is not None
     assert carried.length_quartile is not None

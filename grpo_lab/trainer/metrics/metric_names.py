@@ -1,7 +1,7 @@
-"""The names that a run logs: one list, beside which docs/metrics.md says what each is.
+"""All metric names that a run may log; docs/metrics.md explains each.
 
-``<name>`` stands for a reward's. In evaluation every name has the prefix ``eval_``. Many belong to a setting, so no run
-logs all. Code of this package, TRL's trainer and transformers' log no other
+``<name>`` stands for a reward's name. In evaluation every name has the prefix ``eval_``. Many belong to a setting, so
+no run logs all. Code of this package, TRL's trainer and transformers' log no others
 (tests/unit/reports/test_metric_names.py); a team's may log any.
 """
 
@@ -68,7 +68,7 @@ OF_TRANSFORMERS = (
 
 
 def logged_names(rewards: Iterable[str]) -> list[str]:
-    """List every name that a run with these ``rewards`` may log, unless a team's code logs more."""
+    """Return every name that a run with these ``rewards`` may log, unless a team's code logs more."""
     found = dict[str, None]()
     for name in (*OURS, *OF_TRL, *OF_TRANSFORMERS):
         if "<name>" in name:
@@ -79,13 +79,13 @@ def logged_names(rewards: Iterable[str]) -> list[str]:
 
 
 def team_may_log(trainer: type, parts: Iterable[Any]) -> bool:
-    """Return whether code outside this package, TRL and transformers may log names of its own: a ``trainer`` class, or
-    one of the ``parts`` (rewards, callbacks, a surrogate), or what a part is around."""
+    """Return whether code outside this package, TRL and transformers may log names of its own. That is the ``trainer``
+    class, one of the ``parts`` (rewards, callbacks, a surrogate), or what a part wraps."""
     return not is_librarys(trainer) or any(not is_librarys(one) or team_may_log(trainer, _inside(one)) for one in parts)
 
 
 def _inside(part: Any) -> list[Any]:
-    """List what a part of ours holds that is called: a reward around a reward."""
+    """Return the callables that a part of ours holds, such as the reward that a reward wraps."""
     if isinstance(part, type) or not hasattr(part, "__dict__"):
         return []
     return [one for one in vars(part).values() if callable(one) and not isinstance(one, type)]

@@ -1,8 +1,8 @@
-"""The README that TRL writes beside a model, saying what was trained.
+"""Complete the README that TRL writes beside a model, so that it says what was trained.
 
-TRL's card names the trainer's family ("trained with GRPO") with the paper of 2024, and the base model only where it is
-a name on the hub. Here the algorithm in force, its source and the rewards stand there, and a local model is called
-that.
+TRL's card names the trainer's family ("trained with GRPO") with the paper of 2024, and the base model only if it is a
+name on the hub. Here it also names the algorithm in force, its source and the rewards, and says if the model is a local
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_lab.trainer import trl_bridge
 
 @contextlib.contextmanager
 def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
-    """Inside the block TRL writes its card under our name, without its paper; afterwards it is completed."""
+    """Return a context in which TRL writes its card under our name, without its paper; then complete the card."""
     method = f"grpo_lab ({trainer.algorithm.with_hooks(trainer).describe()})"
     with trl_bridge.replaced(trainer, "_name", method), trl_bridge.replaced(trainer, "_paper", {}):
         yield
@@ -39,7 +39,7 @@ def in_our_words(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def _facts(trainer: GRPOTrainer) -> str:
-    """The parts, and every reward with the weight in force over the steps (trainer's, schedule's, or its own)."""
+    """Return a table of the parts and of every reward with its weight (the trainer's, a schedule's, its own)."""
     names = trainer.algorithm.with_hooks(trainer).names
     rows = [*names.items()]
     if preset := PRESETS.get(names.get("objective", "")):

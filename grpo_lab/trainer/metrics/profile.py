@@ -1,11 +1,11 @@
 """``profile: true``: where the time of a run's optimizer steps goes, as a table in ``profile.md``.
 
-A part is a place that the run names (`ranks.named_place`): its seconds are those between two names, so the parts add up
-to the training's wall time, of the main process. On a GPU each change of place waits for the device, or a part would be
-charged for the kernels of the one before it; a run without ``profile`` waits nowhere.
+The code marks its parts by name (`ranks.named_place`). A part's seconds run from one mark to the next, so the parts add
+up to the training's wall time, of the main process. On a GPU each change of part waits for the device; else a part
+would be charged for the kernels of the one before it. A run without ``profile`` waits nowhere.
 
-Within the update a second table says what the host did (``host``), without a wait: on a GPU forward and backward are
-then what launching them took, and what is left is waiting for the device.
+A second table shows what the host did within the update (``host``), without a wait. On a GPU, forward and backward are
+then the time to launch them, and the rest is waiting for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_lab.trainer.ranks import counted, named_place
 from grpo_lab.trainer.trl_bridge import replaced
 
 FILE = "profile.md"
-#: innermost place → the row of the table; what has no name of its own belongs to the place around it
+#: innermost mark → row of the table; code without a mark of its own counts for the one around it
 PARTS = {
     "generation": "generation", "rewards": "rewards", "log-probs": "log-probs at generation",
     "update": "update: forward and backward", "optimizer": "optimizer",
@@ -32,7 +32,7 @@ PARTS = {
     "checkpoint": "checkpoints", "evaluation": "evaluation",
 }  # fmt: skip
 
-#: of the host's work within the update, in the table's order
+#: rows of the host's table, in its order
 PLANNING = "planning"
 EXCHANGE = "rows, to their ranks and to the host"
 LAYOUT = "masks and packing of bins"
@@ -47,7 +47,7 @@ _host: dict[str, float] | None = None
 
 @contextmanager
 def host(name: str) -> Iterator[None]:
-    """The host does ``name`` in the block, and not what it did around it; nothing where nobody profiles."""
+    """Return a context whose host time counts for ``name`` alone; it has no effect without a profile."""
     if _host is None:
         yield
         return
@@ -61,7 +61,7 @@ def host(name: str) -> Iterator[None]:
 
 
 def _turn() -> None:
-    """The host is about to do something else."""
+    """Charge the time since the last change to what the host was doing."""
     global _since
     now = time.perf_counter()
     if _host is not None and _doing:
@@ -71,7 +71,7 @@ def _turn() -> None:
 
 @contextmanager
 def host_counted(seconds: dict[str, float]) -> Iterator[None]:
-    """Inside the block ``seconds`` grows, by what the host does."""
+    """Return a context that adds the host's time to ``seconds``, by activity."""
     global _host
     _host = seconds
     try:
@@ -82,7 +82,7 @@ def host_counted(seconds: dict[str, float]) -> Iterator[None]:
 
 
 class Profile(TrainerCallback):  # type: ignore[misc]
-    """Counts from the second step on: the first one makes what the others find ready."""
+    """Measures a run from its second step on: the first one includes one-time setup."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
@@ -114,7 +114,7 @@ class Profile(TrainerCallback):  # type: ignore[misc]
 
 
 def by_part(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
-    """Seconds a step of each part, in the table's order. ``seconds``: of each place, outermost name first."""
+    """Return the seconds per step of each part, in the table's order. ``seconds``: by place, outermost name first."""
     found = dict.fromkeys(PARTS.values(), 0.0)
     for place, spent in seconds.items():
         known = [PARTS[name] for name in place.split(" › ") if name in PARTS]
@@ -123,7 +123,7 @@ def by_part(seconds: Mapping[str, float], steps: int) -> dict[str, float]:
 
 
 def as_table(runs: Mapping[str, Mapping[str, float]], steps: int) -> str:
-    """A Markdown table of seconds a step, and of the share; a column each of ``runs``."""
+    """Return a Markdown table of seconds per step and of their share, with these two columns for each of ``runs``."""
     parts = [part for part in PARTS.values() if any(part in run for run in runs.values())]
     head = "".join(f" {name + ', ' if name else ''}seconds a step | share |" for name in runs)
     lines = [f"| part |{head}", "|---|" + "---|---|" * len(runs)]
@@ -138,7 +138,7 @@ def as_table(runs: Mapping[str, Mapping[str, float]], steps: int) -> str:
 
 
 def host_table(seconds: Mapping[str, float], update: float, steps: int) -> str:
-    """A Markdown table of the host's seconds a step within the update, which took ``update`` of them."""
+    """Return a Markdown table of the host's seconds per step within the update, which took ``update`` seconds."""
     lines = ["| the host, within the update | seconds a step | share |", "|---|---|---|"]
     known = {name: seconds[name] / steps for name in (PLANNING, EXCHANGE, LAYOUT, FORWARD, BACKWARD) if name in seconds}
     known[WAITING] = max(0.0, update - sum(known.values()))

@@ -1,6 +1,6 @@
-"""Progress of a run that trains: one line in place of HF's dictionary of metrics, and whether it is working.
+"""Progress of a run that trains: one line in place of HF's dictionary of metrics, and a verdict on whether it works.
 
-Both read the log and change nothing of it. The command line's runs have them, and a team's where `objective` is set.
+Both read the log and change nothing of it. Runs of the command line have them, and a team's if `objective` is set.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from grpo_lab.diagnostics import Diagnosis, Facts, diagnose
 
 logger = logging.getLogger("grpo_lab")
 
-#: Between two updates of the line of progress where nobody watches: a log file keeps each of them.
+#: Seconds between two updates of the progress bar if stderr is no terminal: a log file keeps each of them.
 SECONDS_IN_A_FILE = 30.0
-#: (metric, its name on the line, how it is written), the first two that are there.
+#: (metric, its name on the line, its format); the first two that were logged are shown.
 SHOWN = (("reward", "reward", "{:.3g}"), ("completions/mean_length", "length", "{:.0f}"), ("loss", "loss", "{:.3g}"))
 
 
 class OneLine(ProgressCallback):  # type: ignore[misc]
-    """HF's bar with the last reward and length in it, in place of a dictionary per log; a line an evaluation."""
+    """HF's bar with the last reward and length in it, in place of a dictionary per log; one line per evaluation."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         super().on_train_begin(args, state, control, **more)
@@ -42,17 +42,17 @@ class OneLine(ProgressCallback):  # type: ignore[misc]
 
 
 def in_short(logs: dict[str, Any]) -> str:
-    """``reward 0.52, length 27``."""
+    """Return the main metrics in short: ``reward 0.52, length 27``."""
     found = [f"{name} {how.format(logs[key])}" for key, name, how in SHOWN if isinstance(logs.get(key), int | float)]
     return ", ".join(found[:2])
 
 
 class AsStock(ProgressCallback):  # type: ignore[misc]
-    """HF's own, asked for: ``one_line_for`` leaves it."""
+    """HF's own progress bar, if a user asks for it: ``one_line_for`` does not replace it."""
 
 
 def one_line_for(trainer: GRPOTrainer) -> None:
-    """Put ``OneLine`` where HF's own bar is, unless `log_level` asks for ``info`` or more. A notebook's table, a team's
+    """Replace HF's own bar by ``OneLine``, unless `log_level` is ``info`` or more verbose. A notebook's table, a team's
     own callback and `disable_tqdm` (HF's printer of every metric) stay as they are."""
     callbacks = trainer.callback_handler.callbacks
     for place, callback in enumerate(callbacks):
@@ -61,14 +61,15 @@ def one_line_for(trainer: GRPOTrainer) -> None:
 
 
 class HealthLine(TrainerCallback):  # type: ignore[misc]
-    """Logs the verdict when it changes, every ``every`` windows, and at the end; a warning where something looks wrong.
+    """Logs the verdict on the run when it changes, every ``every`` logs, and at the end; as a warning if something
+    looks wrong.
 
-    ``LabTrainer`` adds it where `objective` is set. A drop-in run has it with ``callbacks=[HealthLine()]``. It reads
+    ``LabTrainer`` adds it if `objective` is set. A drop-in run gets it with ``callbacks=[HealthLine()]``. It reads
     ``state.log_history``, which checkpoints carry: a resumed run goes on where it stopped.
     """
 
     def __init__(self, every: int = 20, own_loss: bool = False) -> None:
-        """``own_loss``: the loss is a team's, of which nobody here knows what its value says."""
+        """Set up the callback. ``own_loss``: the loss is a team's, so its value cannot be interpreted here."""
         self.every = every
         self.own_loss = own_loss
         self.said: Diagnosis | None = None

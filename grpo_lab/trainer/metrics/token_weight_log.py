@@ -1,10 +1,10 @@
-"""``token_weights_every: n``: the weight that tokens had in every n-th optimizer step, by length and by pass rate, as a
-line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``), beginning with the first step.
+"""``token_weights_every: n``: log the weight of tokens in every n-th optimizer step, by length and by pass rate. Each
+such step, from the first on, is a line of ``token_weights.jsonl`` (``grpo_lab.diagnostics.token_weights``).
 
-The loss that HF is about to train on is differentiated by the log-probs of its own forward: no second forward and no
-second call of a hook, and what is trained on stays the same to the bit. Completions count wherever they are computed
-or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out
-(``step.guard``, or fp16's scaler) has no line: nothing weighed anything in it.
+The loss that HF is about to train on is differentiated by the log-probs of its own forward. That needs no second
+forward and no second call of a hook, and training stays the same to the bit. Completions count whether they are
+computed or left out (their weight is exactly 0 then); weights are as ranks average them. A step that is left out
+(``step.guard``, or fp16's scaler) has no line: no token had a weight in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_lab.verifiers.verdict import CORRECT_FROM
 
 
 class TokenWeights(TrainerCallback):  # type: ignore[misc]
-    """Sums of an optimizer step on this rank; with the step's end those of all ranks become a line."""
+    """Sums up the weights of an optimizer step on this rank; at the step's end the sums of all ranks become a line."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -34,34 +34,34 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
         self._taken = True
 
     def is_due(self) -> bool:
-        """Return whether the optimizer step under way is looked at."""
+        """Return whether the current optimizer step is recorded."""
         trainer = self.trainer
         return self.every is not None and trainer.model.training and trainer.state.global_step % self.every == 0
 
     def add_rows(self, inputs: dict[str, Any]) -> None:
-        """The completions of a micro-batch of this rank, each once, whether they will be computed or not."""
+        """Count the completions of a micro-batch of this rank, each once, whether they will be computed or not."""
         if place := self._places(inputs):
             self._of_step[:, :-1] += sums_of_rows(loss_mask(inputs).cpu(), inputs["advantages"].cpu(), *place)
 
     def add(self, loss: Tensor, logps: Tensor, mask: Tensor, fields: Any) -> None:
-        """Add what was computed: its ``loss``, as all ranks' are averaged, the log-probs in it, its loss tokens and
-        rows' ``fields``."""
+        """Add the weights in a computed ``loss``, scaled for averaging over ranks, by its log-probs ``logps``. ``mask``
+        marks loss tokens; ``fields`` belong to the rows."""
         if place := self._places(fields):
             found = sums_of_weights(weights_in(loss, logps).cpu(), mask.cpu(), *place)
             self._of_step[:, -1] += found / self.trainer.accelerator.num_processes
 
     def so_far(self) -> Tensor | None:
-        """The sums of the step, for ``go_back``."""
+        """Return a copy of the step's sums, for ``go_back``."""
         if self._sums is None:
             return None
         return self._sums.clone()
 
     def go_back(self, then: Tensor | None) -> None:
-        """Forget what was added since ``so_far`` said this."""
+        """Restore the sums that ``so_far`` returned."""
         self._sums = None if then is None else then.clone()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard takes the mark back after it
+        self._taken = not self.trainer.accelerator.optimizer_step_was_skipped  # the guard resets this flag later
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         sums = self._sums
@@ -77,7 +77,8 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
             append_json_line(Path(args.output_dir) / FILE, as_line(state.global_step, sums))
 
     def _places(self, fields: Any) -> tuple[Tensor, Tensor] | None:
-        """Quarter and pass rate of each row; None where nobody asks, or a checkpoint's batch was not marked."""
+        """Return each row's length quarter and pass rate; None if the step is not recorded, or an old batch lacks
+        them."""
         carried = Carried(fields)
         if not self.is_due() or carried.length_quartile is None or carried.pass_rate is None:
             return None
@@ -91,8 +92,9 @@ class TokenWeights(TrainerCallback):  # type: ignore[misc]
 
 
 def pass_rates(correct: Tensor | None, rows: int, group_size: int) -> Tensor:
-    """Share of right answers in the group of each of ``rows`` completions, ``[N]``; NaN where none could be judged, and
-    everywhere without a correctness reward. ``correct``: its scores ``[N]``, NaN unscorable."""
+    """Return the share of right answers in the group of each of ``rows`` completions, ``[N]``. It is NaN where none
+    could be judged, and everywhere without a correctness reward. ``correct``: that reward's scores ``[N]``, NaN if
+    unscorable."""
     if correct is None:
         return torch.full((rows,), float("nan"))
     right = (correct >= CORRECT_FROM).float().masked_fill(correct.isnan(), float("nan"))

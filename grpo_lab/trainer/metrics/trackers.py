@@ -1,9 +1,9 @@
-"""Trackers (``report_to``) of a command's trainings: each training has a run of its own, which a resume goes on with,
-and a tracker that fails in the middle is left out of a training that goes on.
+"""Trackers (``report_to``) of a command's trainings: each training has a run of its own, which a resume continues. A
+tracker that fails during a training is dropped, and the training goes on.
 
-transformers' callbacks know one training a process: in a pipeline wandb's would put every stage into one run, trackio's
-would draw a new name at every start, tensorboard's would write a second curve into a second folder (and a supervised
-stage's into the model's own folder, which is moved to its place when it is whole).
+transformers' callbacks assume one training per process. In a pipeline wandb's would put every stage into one run, and
+trackio's would draw a new name at every start. tensorboard's would write a second curve into a second folder (and a
+supervised stage's into the model's own folder, which is moved to its place when it is whole).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FILE = "trackers.json"
 
 @contextmanager
 def tracked(trainer: Any, folder: Path) -> Iterator[None]:
-    """Inside the block what ``trainer`` trains has a run of its own in every tracker, kept under its identity in
-    ``folder`` and closed at the end of the block."""
+    """Return a context in which ``trainer`` has a run of its own in every tracker. The run's identity is kept in
+    ``folder``; the run is closed at the end of the block."""
     known = tuple(INTEGRATION_TO_CALLBACK.values())
     callbacks = trainer.callback_handler.callbacks
     run = TrackedRun(folder)
@@ -47,8 +47,8 @@ def tracked(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 class TrackedRun:
-    """The identity of a training's run, and its name where the settings give none: the last two parts of its folder,
-    so that the stages of a pipeline, the rounds of a command and the cells of a lab are told apart."""
+    """The identity of a training's run, and its name if the settings give none: the last two parts of its folder. So
+    the stages of a pipeline, the rounds of a command and the cells of a lab can be told apart."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,8 +56,8 @@ class TrackedRun:
         self.identity = ""
 
     def begin(self, step: int) -> None:
-        """A training that goes on after ``step`` steps has the identity that it had; one at its first step, or that had
-        none, a new. ValueError: its record is damaged."""
+        """Set the identity: the recorded one if the training continues after ``step`` steps, else a new one. Raise
+        ValueError if the record is damaged."""
         if self.identity:
             return
         file = self.folder / FILE
@@ -71,8 +71,8 @@ class TrackedRun:
 
 
 class Attended(TrainerCallback):  # type: ignore[misc]
-    """A tracker's callback, which hears all that it would. ValueError where it cannot begin; what it raises later is
-    said once, and it hears nothing more."""
+    """Wraps a tracker's callback and forwards every event. Raises ValueError if the tracker cannot begin. A later error
+    is logged once, and the tracker gets no more events."""
 
     def __init__(self, inner: Any, run: TrackedRun) -> None:
         self.inner = inner
@@ -94,7 +94,7 @@ class Attended(TrainerCallback):  # type: ignore[misc]
             ) from error
 
     def _named(self, args: Any) -> Any:
-        """The settings, with a name of the run."""
+        """Return the settings with a name of the run filled in."""
         if args.run_name is not None or not self.run.identity:
             return args
         named = copy.copy(args)
@@ -106,7 +106,7 @@ class Attended(TrainerCallback):  # type: ignore[misc]
         return named
 
     def hear(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Hand ``event`` on to the tracker; one that fails is told nothing more of this training."""
+        """Forward ``event`` to the tracker; after an error it gets nothing more of this training."""
         if self.lost:
             return
         try:
@@ -142,7 +142,7 @@ for _event in dir(TrainerCallback):
 
 
 def _wandb(tracker: Attended, args: Any, state: Any) -> None:
-    """A run under its own identity, which wandb goes on with; one that a team has opened itself is left to it."""
+    """Open a run under its own identity, which wandb continues; a run that a team has opened itself is left alone."""
     import wandb
 
     if wandb.run is not None:
@@ -155,7 +155,7 @@ def _wandb(tracker: Attended, args: Any, state: Any) -> None:
 
 
 def _tensorboard(tracker: Attended, args: Any, state: Any) -> None:
-    """Open one folder for all sessions of a training; what stands there of steps after ``state`` no longer counts."""
+    """Open one folder for all sessions of a training; what it holds of steps after ``state`` no longer counts."""
     given = tracker.inner.logging_dir  # TENSORBOARD_LOGGING_DIR: one place for several trainings
     if given is None:
         place = tracker.run.folder / "runs"
