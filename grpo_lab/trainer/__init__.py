@@ -1,4 +1,4 @@
-"""The only room that knows TRL."""
+"""Trainers and their configuration: the only package of grpo_lab that imports ``trl``."""
 
 from grpo_lab.trainer.trl_import import import_trl
 

@@ -1,6 +1,5 @@
-"""Arguments of the constructor: completed by what a trainer class declares, parsed and checked before a model is
-loaded. Class attributes of a trainer become configuration, so that there is one road to the algorithm.
-"""
+"""Check and complete the arguments of a trainer's constructor before a model is loaded. What a trainer class declares
+in its attributes is written into the configuration, so that the algorithm is read from there alone."""
 
 from __future__ import annotations
 
@@ -25,10 +24,11 @@ from grpo_lab.trainer.settings.parse import LabSettings
 def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     """Return ``args`` as a ``LabConfig`` to which the class attributes of the trainer class ``cls`` are added.
 
-    A plain ``GRPOConfig`` is copied field by field. The caller's object is not changed.
+    A plain ``GRPOConfig`` is copied field by field; the caller's object is not changed. ``None`` becomes a default
+    ``LabConfig`` named after the model.
 
-    TypeError: ``args`` is no ``GRPOConfig``. ValueError: configuration and class attribute both name the same part and
-    differ.
+    Raises TypeError if ``args`` is no ``GRPOConfig``. Raises ValueError if configuration and class attribute name the
+    same part differently.
     """
     if args is None:
         if isinstance(model, str):
@@ -39,7 +39,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
     if not isinstance(args, GRPOConfig):
         raise TypeError(f"`args` is a {type(args).__name__}; it must be a grpo_lab.LabConfig or trl.GRPOConfig")
     config = args if isinstance(args, LabConfig) else _promoted(args)
-    config.agree()  # a setting may have been changed since
+    config.agree()  # a setting may have changed since it was made
     parts = {name: getattr(cls, name) for name in ("surrogate", "aggregation") if getattr(cls, name) is not None}
     objective = _merged(cls, "objective", config.objective)
     advantage = _merged(cls, "advantage", config.advantage)
@@ -67,7 +67,7 @@ def with_class_parts(cls: Any, model: Any, args: Any) -> LabConfig:
 
 
 def _promoted(args: GRPOConfig) -> LabConfig:
-    """Make a ``LabConfig`` of the same values, without running TRL's derived settings a second time."""
+    """Copy a ``GRPOConfig`` into a ``LabConfig`` without running its ``__post_init__`` a second time."""
     config = object.__new__(LabConfig)
     unset = dict.fromkeys(field.name for field in dataclasses.fields(LabConfig))
     config.__dict__.update(unset | args.__dict__)
@@ -96,7 +96,7 @@ def _merged(cls: Any, name: str, configured: Any) -> Any:
 
 
 def as_list(given: Any) -> list[Any]:
-    """``reward_funcs`` as TRL takes them: none, one or several."""
+    """Return ``reward_funcs`` as a list; TRL accepts None, one reward or a list of rewards."""
     if given is None:
         return []
     if isinstance(given, (list, tuple)):
@@ -105,7 +105,8 @@ def as_list(given: Any) -> list[Any]:
 
 
 def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[Any], LabConfig]:
-    """The rewards in force: what the caller gave, completed by what ``cls`` declares; new ones have weight 1."""
+    """Return the run's rewards and its configuration. The rewards are ``given`` and those that ``cls`` adds to them. An
+    added reward gets weight 1 in ``reward_weights``, if these are set."""
     given = as_list(given)
     rewards = cls.declared_rewards(given)
     if args.reward_weights is not None and len(args.reward_weights) == len(given) < len(rewards):
@@ -115,17 +116,17 @@ def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[A
 
 
 class EnvironmentReward:
-    """The reward of an environment that owns one (``get_reward``), in the list of given ones while a named trainer
-    completes them: without any it would bring its own beside it. TRL adds the column of this name by itself, and calls
-    the environment."""
+    """Placeholder for the reward that an environment computes itself (``get_reward``). It stands among the given
+    rewards while a named trainer completes them, which would otherwise add its default reward. It is removed before
+    TRL's constructor: TRL adds a column of this name by itself, and calls the environment."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
 
 class ReuseFirstInstance:
-    """A factory that hands out an instance made earlier first: TRL looks at one as well, and environments are made
-    once."""
+    """Environment factory whose first call returns an ``instance`` that was made earlier; later calls make new ones.
+    TRL looks at an instance, as we do, and each environment should be made only once."""
 
     def __init__(self, factory: Callable[[], Any], instance: Any) -> None:
         self._factory = factory
@@ -138,7 +139,8 @@ class ReuseFirstInstance:
 
 
 def environment_rewards(factory: Any) -> tuple[list[EnvironmentReward], Any]:
-    """(the rewards that environments own, the factories to hand on); a factory that is no class is called once."""
+    """Return a placeholder for each environment class with a reward of its own, and the factories to pass on to TRL. A
+    factory that is not a class is called once, to learn the class of its environments."""
     if isinstance(factory, dict):
         factories = dict(factory)
     else:
@@ -179,9 +181,12 @@ def resolve_arguments(
     environment_factory: Any,
     rollout_func: Any,
 ) -> ResolvedArguments:
-    """Check and complete the constructor's arguments: everything that can be refused before a model is loaded is
-    refused here. ``cls``: the class that is constructed, ``base`` (``LabTrainer``) or a subclass. ValueError: what was
-    seen, what is allowed, which setting governs it. TypeError: ``args`` is no configuration."""
+    """Check and complete the constructor's arguments. Everything that can be refused before a model is loaded is
+    refused here. ``cls`` is the class that is constructed: ``base`` (``LabTrainer``) or a subclass of it.
+
+    Raises ValueError, which says what was found, what is allowed and which setting governs it. Raises TypeError if
+    ``args`` is no configuration.
+    """
     args = with_class_parts(cls, model, args)
     completes = any("declared_rewards" in vars(kind) for kind in cls.__mro__ if kind is not base)
     if environment_factory is not None and completes:
@@ -189,7 +194,7 @@ def resolve_arguments(
         reward_funcs = [*as_list(reward_funcs), *owned]
     reward_funcs, args = with_declared_rewards(cls, reward_funcs, args)
     reward_funcs = [reward for reward in reward_funcs if not isinstance(reward, EnvironmentReward)]
-    if environment_factory is None and args.reward_weights is not None:  # what an environment owns, TRL adds and counts
+    if environment_factory is None and args.reward_weights is not None:  # TRL adds and counts environments' rewards
         check_weights(args.reward_weights, reward_funcs)
     check_inputs(model, reward_funcs, train_dataset, eval_dataset, environment_factory, rollout_func)
     settings = args.lab_settings
@@ -209,8 +214,9 @@ def resolve_arguments(
 
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
-    """Warm rewards up before the model loads: the accuracy reward's worker begins to import sympy, if the first golds
-    say that it will be needed; the code reward says which walls stand here. ValueError where they are too few."""
+    """Warm up rewards before the model loads. The accuracy reward's worker begins to import sympy if the first gold
+    answers need it. The code reward logs which layers of its sandbox are available. Raises ValueError if these are too
+    few."""
     for reward in as_list(reward_funcs):
         if isinstance(reward, CodeReward):
             reward.warm_up()

@@ -1,4 +1,4 @@
-"""``LabConfig``: TRL's flat configuration plus our small mappings."""
+"""``LabConfig``: TRL's configuration and the settings that this package adds to it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NameOrMapping = dict[str, Any] | str | None
 
 
 def _with_help(config: type) -> type:
-    """Give each field its words of the docstring as help, for a script's ``--help``."""
+    """Set each field's help text, shown by a script's ``--help``, to what the class docstring says of it."""
     described = re.finditer(r"^ {8}(\w+): (.+?)(?=^ {8}\w|^$)", config.__doc__ or "", re.MULTILINE | re.DOTALL)
     for setting in described:
         help = " ".join(setting[2].replace("``", "").split())
@@ -39,42 +39,49 @@ class LabConfig(GRPOConfig):
     """Configuration of ``LabTrainer``: every argument of ``trl.GRPOConfig``, and these.
 
     Args:
-        objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of one that a team's module
-            registers, or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}`` in which every other key is
-            a knob of the surrogate. ``None``: TRL's ``loss_type``, ``scale_rewards``, … are in force.
-        advantage: name of a rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides the preset's.
-        kl: ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``, in the reward also
-            ``{per: sequence|token, gamma: …, estimator: k1_clamped}`` and β steered to ``{target: …, rate: …}``;
-            ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
-        value: the critic of PPO (``ValueSettings``; ``{}``: all defaults). With ``objective`` unset it means
-            ``objective: ppo``; ``None`` beside that: all defaults.
-        rollout: the weight sync (all weights, or LoRA's adapter alone), its proof and the engine's options, with
-            ``use_vllm``; the talk with a server; a budget for thinking, with any engine (``RolloutSettings``).
-        reward_schedules: ``{reward name: schedule}``: a reward's weight as a function of the optimizer step, a number
-            or ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``); in place of its entry
-            in ``reward_weights``; logged as ``reward_weights/<name>``.
-        reset_optimizer: empty the optimizer's state after every generation batch (Kimi k1.5); ``None``: as the trainer
-            class declares (``KimiTrainer``: yes; else no).
-        reference_every: the reference becomes the policy after so many optimizer steps, or before each generation batch
-            (``generation``); ``None``: it stays the start model (or TRL's ``sync_ref_model`` moves it).
-        sampler: which prompt comes next: a name, or a mapping (``SamplerSettings``); ``None``: TRL's shuffling.
-        update: ``"off"`` for stock, or a mapping (``UpdateSettings``); ``None``: exact, ``skip``; under dropout exact
-            in distribution with ``objective``, draw by draw without.
-        guard: ``"off"``, or ``{max_bad_steps: …, save: …}``: an optimizer step with a loss, gradient, reward or engine
-            log-prob that is not finite is left out on every rank, and so many in a row stop the run; ``None``: on with
-            ``objective``, off without.
-        max_hours: hours of this process, loading included, after which the optimizer step under way is the last: a
-            checkpoint, and the end, to be gone on with. Leave room for one step and its checkpoint.
-        stop_file: a file whose presence stops the run likewise; it is looked for once a step, and removed. ``None``:
-            ``STOP`` in ``output_dir``.
-        profile: write ``profile.md``, the time of an optimizer step by part (``--profile``).
-        token_weights_every: in every n-th optimizer step, from the first on, write the weight that tokens had in the
-            gradient, by length and by pass rate, as a line of ``token_weights.jsonl``; the report draws them.
-        save_checksums: keep the SHA-256 of every file of a checkpoint; a resume compares them.
+        objective: name of a preset (``grpo_lab.objectives.PRESETS``), ``"module:name"`` of a preset that your own
+            module registers, or a mapping ``{name: …, surrogate: …, aggregation: …, ratio: …, …}``. Every other key of
+            the mapping is a knob of the surrogate. ``None``: TRL's own settings decide (``loss_type``,
+            ``scale_rewards``, …).
+        advantage: name of an advantage rule, or a mapping of its name and knobs ``{name: …, epsilon: …}``; overrides
+            the preset's rule.
+        kl: the KL penalty, ``{estimator: k1|k2|k3, placement: loss|reward, coefficient: …, ratio_weighted: …}``. In the
+            reward it also takes ``per: sequence|token``, ``gamma`` and the estimator ``k1_clamped``, and ``target``
+            with ``rate`` steers β. ``None``: TRL's ``beta`` with k3 in the loss (``use_bias_correction_kl``).
+        value: the critic of PPO, a mapping (``ValueSettings``); ``{}`` takes all defaults. Setting it with
+            ``objective`` and ``advantage`` unset means ``objective: ppo``. ``None`` with ``objective: ppo`` also takes
+            all defaults.
+        rollout: how completions are generated, a mapping (``RolloutSettings``). With ``use_vllm``: the weight sync (all
+            weights, or LoRA's adapter alone), its check, options of engine and server. With any engine: a thinking
+            budget.
+        reward_schedules: ``{reward name: schedule}``, a reward's weight as a function of the optimizer step. A schedule
+            is a number or ``{kind: constant|warmup|linear|cosine|piecewise, …}`` (``rewards/schedules.py``). It
+            replaces the reward's entry in ``reward_weights`` and is logged as ``reward_weights/<name>``.
+        reset_optimizer: clear the optimizer's state after every generation batch (Kimi k1.5). ``None``: as the trainer
+            class declares (``KimiTrainer``: yes; others: no).
+        reference_every: replace the reference model by the policy after so many optimizer steps, or before each
+            generation batch (``generation``). ``None``: it stays the start model, unless TRL's ``sync_ref_model`` moves
+            it.
+        sampler: which prompt comes next: a name, or a mapping (``SamplerSettings``). ``None``: TRL's shuffled order.
+        update: ``"off"`` computes the update as stock TRL does; a mapping (``UpdateSettings``) configures the exact
+            update. ``None``: exact, without rows that contribute nothing (``dead_groups: skip``). Under dropout it is
+            exact in distribution if ``objective`` is set, and draw by draw if not.
+        guard: ``"off"``, or ``{max_bad_steps: …, save: …}``. An optimizer step whose loss, gradient, reward or engine
+            log-prob is not finite is skipped on every rank. After ``max_bad_steps`` skipped steps in a row the run
+            stops. ``None``: on if ``objective`` is set, else off.
+        max_hours: hours after which the run stops, counted from the start of this process, loading included. The
+            optimizer step under way is finished and a checkpoint written, from which the run can be resumed. Leave time
+            for both.
+        stop_file: path of a file whose presence stops the run in the same way. It is looked for once a step, and
+            removed. ``None``: ``STOP`` in ``output_dir``.
+        profile: write ``profile.md``, the time of an optimizer step split into its parts (``--profile``).
+        token_weights_every: in every n-th optimizer step, the first included, append a line to ``token_weights.jsonl``:
+            the weight that tokens had in the gradient, by length and by pass rate. The report plots these.
+        save_checksums: save the SHA-256 of every file of a checkpoint; a resume compares them.
 
     Raises:
-        ValueError: an unknown key (with the nearest match), an unknown name, a TRL setting beside ``objective`` that it
-            does not honour or that says the same thing differently (both settings are named).
+        ValueError: a key or a name is unknown (the message gives the nearest match). Or a TRL setting has no effect
+            with ``objective`` or contradicts it (the message names both).
     """
 
     objective: NameOrMapping = None
@@ -95,14 +102,15 @@ class LabConfig(GRPOConfig):
     save_checksums: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LabConfig:
-        """Remember which settings were written down: a default that was chosen can contradict, a mere one cannot."""
+        """Refuse unknown settings, and note which ones the caller passed. A default that was passed can contradict
+        another setting; a default that was left alone cannot."""
         if dataclasses.is_dataclass(cls):
             names = [f.name for f in dataclasses.fields(cls) if f.init]
         else:
             names = list(kwargs)
         refuse_unknown(kwargs, names, f"`{cls.__name__}`", EARLIER)
         config = super().__new__(cls)
-        if set(kwargs) >= set(names):  # a parser writes them all
+        if set(kwargs) >= set(names):  # an argument parser passes every field
             config._written = frozenset()
         else:
             config._written = frozenset(kwargs)
@@ -116,7 +124,7 @@ class LabConfig(GRPOConfig):
         self.agree()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a value, and forget what was parsed from the settings before it."""
+        """Set a value, and drop the settings that were parsed before the change."""
         if not name.startswith("_"):
             vars(self).pop("_parsed", None)
         super().__setattr__(name, value)
@@ -125,12 +133,12 @@ class LabConfig(GRPOConfig):
         return {name: value for name, value in vars(self).items() if name != "_parsed"}
 
     def agree(self) -> None:
-        """Parse our settings, check them against TRL's and against each other, build the algorithm, and write it into
-        TRL's fields; nothing, where no setting was changed since."""
+        """Parse our settings, check them against TRL's and each other, build the algorithm, and write it into TRL's
+        fields. Does nothing if no setting has changed since the last call."""
         if "_parsed" in vars(self):
             return
         if self.value is not None and self.objective is None and self.advantage is None:
-            self.objective = "ppo"  # nothing else here has a critic
+            self.objective = "ppo"  # the preset that has a critic
         given = {name: from_json(getattr(self, name), name) for name in OUR_FIELDS}
         ours = with_registered(read(LabSettings, given))
         self.reference_every = ours.reference_every
@@ -143,7 +151,7 @@ class LabConfig(GRPOConfig):
         refuse_sampling_keys(self)
         agree_with_trl(self, ours)
         if ours.kl is not None and ours.kl.coefficient is not None:
-            self.beta = ours.kl.coefficient  # TRL builds the reference model by `beta`
+            self.beta = ours.kl.coefficient  # TRL builds a reference model if it is not 0
         algorithm = algorithm_from(self, ours)  # a wrong name raises before the model is loaded
         refuse(AFTER, Case(self, ours, algorithm))
         kl = None
@@ -163,25 +171,25 @@ class LabConfig(GRPOConfig):
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm that these settings and TRL's come to: the advantage rule, the objective, the critic."""
+        """The algorithm that these settings and TRL's define: the advantage rule, the objective, the critic."""
         self.agree()
         return self._parsed[1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``TrainingArguments.to_dict`` does, with parts that were given as objects written by name."""
+        """Return ``TrainingArguments.to_dict()`` with every callable replaced by its address, ``module:name``."""
         return {key: _plain(value) for key, value in super().to_dict().items()}
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> LabConfig:
-        """Make a configuration of what ``to_dict`` (``to_json_string``, a YAML of it) wrote; tokens are not in the
-        record.
+        """Make a configuration from what ``to_dict`` (or ``to_json_string``, or YAML of it) wrote. Secret tokens are
+        not in such a record.
 
-        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both: the
-        second stays, which holds for any number of processes.
+        TRL derives one of ``generation_batch_size`` and ``steps_per_generation`` from the other and refuses both. The
+        second is kept, since it holds for any number of processes.
         """
         given = dict(written)
         for name, value in written.items():
-            if isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>"):  # in a secret's place
+            if isinstance(value, str) and value.startswith("<") and value.endswith("_TOKEN>"):  # a secret's placeholder
                 del given[name]
         if given.get("steps_per_generation") is not None:
             given.pop("generation_batch_size", None)

@@ -1,10 +1,11 @@
-"""The critic: made and put into the policy's module before anybody wraps it, in the optimizer, and on disk.
+"""The critic of PPO: how it is built, given to the optimizer, saved and loaded.
 
-On disk it is ``critic/`` beside the policy's files, which stay those of a plain causal model:
+It is put into the policy's module before accelerate or DeepSpeed wraps that. On disk it is the folder ``critic/``
+beside the policy's files, which stay those of a plain causal model:
 
     critic.json         format, whether it has a network of its own, width of the hidden states
     critic.safetensors  its tensors
-    config.json         of its own network, where it has one
+    config.json         config of its own network, if it has one
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ FORMAT = 1
 
 
 class ValueHead(nn.Linear):
-    """``V = w·h + b``, computed in float32 or better; starts at V = 0, and draws no random number."""
+    """Linear head ``V = w·h + b``, computed in float32 or wider. It starts at V = 0, and draws no random number."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """``[…, H]`` → ``[…]`` in units of the reward."""
+        """Return the values ``[…]`` of hidden states ``[…, H]``, in units of the reward."""
         with torch.autocast(states.device.type, enabled=False):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             weight = self.weight.to(wide)
@@ -55,11 +56,12 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """Values of the states in which tokens are chosen.
+    """Network that estimates the value of the state before each token.
 
     Args:
         hidden: width of the hidden states.
-        trunk: a network without LM head, called with the policy's inputs; ``None``: the policy's own states are read.
+        trunk: a network without LM head, called with the policy's inputs. ``None``: the policy's own hidden states are
+            read.
     """
 
     def __init__(self, hidden: int, trunk: nn.Module | None = None, dtype: torch.dtype = torch.float32) -> None:
@@ -68,7 +70,7 @@ class Critic(nn.Module):
         self.head = ValueHead(hidden, 1, dtype=dtype)
 
     def forward(self, states: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """``[B, L - 1]``: place t holds the value before token t + 1, as log-probs have it."""
+        """Return values ``[B, L - 1]``. Entry t is the value before token t + 1, as with log-probs."""
         if self.trunk is not None:
             states = self.trunk(**{**inputs, "use_cache": False}).last_hidden_state
         values: Tensor = self.head(states)[:, :-1]
@@ -76,12 +78,13 @@ class Critic(nn.Module):
 
 
 def with_critic(trainer: GRPOTrainer, value: ValueSettings | None) -> Critic | None:
-    """Build the critic that ``value.model`` names into the trainer's policy; what walks over the policy's parameters
-    goes on seeing the policy alone. ValueError: it is none, or does not fit the policy."""
+    """Build the critic that ``value.model`` names and put it into the trainer's policy; None without ``value``. Saving
+    the policy and TRL's ``sync_ref_model`` still handle the policy alone. Raises ValueError if ``value.model`` names no
+    critic, or one that does not fit the policy."""
     if value is None:
         return None
     model = trainer.model
-    # the trainable weights' own type: FSDP2 wants one in a group. Frozen ones may be packed in any
+    # the dtype of the trainable weights, since FSDP2 wants one dtype in a group; frozen weights may be quantized
     floats = (p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point())
     critic = _made(model, value.model, next(floats, torch.float32))
     if critic.trunk is not None and value.model != "copy":
@@ -130,8 +133,8 @@ def _text(model: Any) -> Any:
 
 
 def _copied_trunk(model: Any) -> nn.Module:
-    """The policy's trunk with adapters merged, trained in full. ValueError: its weights are packed, or on other
-    ranks."""
+    """Copy the policy's trunk, with adapters merged, to be trained in full. Raises ValueError if its weights are
+    quantized or spread over ranks by DeepSpeed ZeRO-3."""
     policy = trl_bridge.inside(model)
     if getattr(policy, "is_quantized", False) or any(hasattr(p, "ds_id") for p in policy.parameters()):
         if getattr(policy, "is_quantized", False):
@@ -149,10 +152,10 @@ def _copied_trunk(model: Any) -> nn.Module:
 
 
 def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate: float | None) -> Any:
-    """The optimizer that HF made; the critic's parameters stand in groups of their own, which differ in the learning
-    rate. Each call of HF's may find them made already. ValueError: the optimizer's groups do not hold the critic's
-    parameters (an optimizer that makes its own)."""
-    ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, where a second training begins
+    """Move the critic's parameters into parameter groups of their own with ``learning_rate`` (None: the policy's), and
+    return the optimizer. HF may call this several times; the groups are split once. Raises ValueError if the
+    optimizer's groups do not hold all of the critic's parameters."""
+    ours = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper, when a second training begins
     if critic is None or getattr(ours, "grpo_lab_split", False):
         return optimizer
     own = {id(parameter) for parameter in critic.parameters()}
@@ -179,14 +182,14 @@ def with_critics_groups(optimizer: Any, critic: nn.Module | None, learning_rate:
 
 
 def is_warming_up(trainer: UpdatePort) -> bool:
-    """Return whether the critic alone learns in the step at hand (``value.warmup_steps``)."""
+    """Return whether only the critic learns in the current step (``value.warmup_steps``)."""
     value = trainer.algorithm.value
     return value is not None and bool(trainer.model.training) and trainer.state.global_step < value.warmup_steps
 
 
 class CriticAlone(TrainerCallback):  # type: ignore[misc]
-    """Takes the policy's zero gradients away in the warm-up, so that its moments count no steps that it did not make:
-    AdamW's bias correction would divide its first real gradients by far too small a second moment."""
+    """Removes the policy's zero gradients during the critic's warm-up, so that the policy's moments do not count these
+    steps. Else AdamW's bias correction would divide its first real gradients by a far too small second moment."""
 
     def __init__(self, trainer: Collectives, value: ValueSettings) -> None:
         self.trainer = trainer
@@ -203,8 +206,8 @@ def is_critic_folder(folder: str | Path) -> bool:
 
 
 def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
-    """Write ``critic`` with the tensors that a policy module's ``state`` holds of it (gathered, where they are
-    sharded). ValueError: the state does not hold all of them."""
+    """Write the critic's files to ``folder``. ``state`` is the state dict of the policy's module, gathered where it is
+    sharded; it holds the critic's tensors. Raises ValueError if it lacks some of them."""
     found = {n.split(f"{trl_bridge.CRITIC}.", 1)[1]: one for n, one in state.items() if trl_bridge.is_critics(n)}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
     if missing := sorted(set(critic.state_dict()) - set(tensors)):
@@ -218,7 +221,8 @@ def save_critic(folder: Path, critic: Critic, state: Mapping[str, Any]) -> None:
 
 
 def load_critic(folder: str | Path) -> Critic:
-    """A critic that ``save_critic`` wrote. ValueError: a file is missing or damaged, or of another format."""
+    """Load a critic that ``save_critic`` wrote. Raises ValueError if a file is missing, damaged or of another
+    format."""
     place = Path(folder)
     try:
         manifest = read_record(place / MANIFEST, {"format": int, "own_network": bool, "hidden_size": int})
@@ -240,9 +244,9 @@ def load_critic(folder: str | Path) -> Critic:
 def save_beside(
     trainer: UpdatePort, critic: Critic | None, folder: str | None, state: Mapping[str, Any] | None
 ) -> None:
-    """``critic/`` in the folder that the policy was just saved to; where it was not (sharded states of DeepSpeed),
-    nothing. From transformers 5.20 on every rank comes here. ``state``: of the whole module, as HF hands it over for
-    the policy; ``None``: it is in memory."""
+    """Write ``critic/`` into the folder that the policy was just saved to. Does nothing if the policy was not saved
+    (sharded states of DeepSpeed). ``state`` is the whole module's state dict, as HF passes it for the policy; ``None``:
+    it is read from memory. From transformers 5.20 on every rank calls this; one of them writes."""
     if critic is not None and state != {} and trainer.args.should_save:
         whole = trainer.model.state_dict() if state is None else state
         save_critic(Path(folder or trainer.args.output_dir) / FOLDER, critic, whole)
@@ -252,8 +256,9 @@ def save_beside(
 def take_up(
     trainer: Collectives, critic: Critic | None, checkpoint: str | None, setting: str = "resume_from_checkpoint"
 ) -> None:
-    """The critic's tensors of a checkpoint, into the one that trains; FSDP and DeepSpeed have loaded them already.
-    ValueError: the checkpoint holds none, or another kind."""
+    """Load the critic of a checkpoint into the one that trains. Does nothing under FSDP and DeepSpeed, which have
+    loaded it already. Raises ValueError, naming ``setting``, if the checkpoint holds no critic or one that does not
+    fit."""
     if checkpoint is None or critic is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
     folder = Path(checkpoint) / FOLDER

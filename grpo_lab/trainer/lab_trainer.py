@@ -1,19 +1,20 @@
-"""``LabTrainer``: TRL's GRPOTrainer, read down the page as a step happens.
+"""``LabTrainer``: TRL's GRPOTrainer with methods overridden, in the order in which a step calls them.
 
     prompts           ``_get_train_sampler``, ``get_batch_samples``, ``_tokenize_prompts``
-    generate          which groups are whole (``rollout.cut_after``), then ``_generate_single_turn``, and there: prove
-                      sync, ask for the next batch (``rollout.overlap``); then the turns of tools, ``_tool_call_loop``
-    score             ``_calculate_rewards``; select, penalise, advantages of rows and of tokens, log-probs:
-                      ``_generate_and_score``
-    record, buffer    its end; TRL cuts the batch and keeps it
-    collect           ``compute_loss``: micro-batches of the step, then plan and bins (``step.exact_update``), or
-                      ``_compute_loss``
-    take the step     ``_get_grad_norm``: or leave it out (``step.guard``)
+    generate          choose the groups that are complete (``rollout.cut_after``); ``_generate_single_turn`` generates,
+                      checks the weight sync and requests the next batch (``rollout.overlap``); turns with tools:
+                      ``_tool_call_loop``
+    score             ``_calculate_rewards``; select groups, KL penalty, values, advantages of rows and of tokens:
+                      ``_generate_and_score_completions``
+    record, buffer    at its end metrics are recorded; TRL cuts the batch into micro-batches and buffers them
+    collect           ``compute_loss`` collects the micro-batches of the step, then plans and computes bins
+                      (``step.exact_update``); or ``_compute_loss``, for one micro-batch as TRL cut it
+    take the step     ``_get_grad_norm``; or skip it (``step.guard``)
     after the step    ``log``, checkpoints
 
-``arguments.py`` checks what the constructor is given, ``step_components.py`` builds what acts in a step,
-``docs/design.md`` follows one reward through all files. Public hooks for team code: ``compute_advantages``
-and ``token_loss``.
+``arguments.py`` checks the constructor's arguments, ``step_components.py`` builds the objects that act in a step, and
+``docs/design.md`` follows one reward through all files. Public hooks for subclasses are ``compute_advantages`` and
+``token_loss``.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ from grpo_lab.trainer.step_components import StepComponents, prove
 
 
 class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
-    """Group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
+    """Trainer for group-relative policy optimisation with our objectives; the constructor is ``trl.GRPOTrainer``'s.
 
-    Team code subclasses this. Three ways in:
+    There are three ways to change the algorithm, the last two in a subclass:
 
     (a) configuration: ``LabConfig(objective={"name": "dr_grpo", "surrogate": "team.losses:Mine"})``;
     (b) class attributes: ``objective``, ``advantage``, ``surrogate``, ``aggregation`` hold a name or an object;
@@ -86,7 +87,6 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
     aggregation: ClassVar[Any] = None
     reset_optimizer: ClassVar[bool] = False
 
-    #: what scores the generation batch at hand, while TRL's method runs (``scoring.scored``)
     @trl_bridge.reference_model_in_full()
     def __init__(
         self,
@@ -142,22 +142,23 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
 
     @classmethod
     def declared_rewards(cls, given: list[Any]) -> list[Any]:
-        """The rewards in force, from what the caller gave; a named trainer adds what belongs to its algorithm."""
+        """Return the run's rewards for those that the caller gave. A subclass may add the rewards of its algorithm."""
         return given
 
     def compute_advantages(self, table: RewardTable) -> Tensor:
-        """Advantages of a generation batch from its rewards over all ranks (``table`` is the same on every rank, but
-        for ``table.local``).
+        """Compute the advantages of a generation batch from its rewards over all ranks. ``table`` is the same on every
+        rank, except for ``table.local``.
 
         Returns:
-            ``[N]``, one a completion over all ranks; or ``[B, T]``, one a token of this rank's rows (``table.local``:
-            their place in the table, which tokens carry loss, lengths). The same kind on every rank and in every batch.
-            ``[N, T]`` is never gathered: make statistics of the table, then spread them on the local rows.
+            ``[N]``, one per completion over all ranks; or ``[B, T]``, one per token of this rank's rows.
+            ``table.local`` holds these rows' places in the table, their loss mask and lengths. The kind must be the
+            same on every rank and in every batch. ``[N, T]`` is never gathered: compute statistics of the table, then
+            spread them over the local rows.
 
-        Called only when an advantage rule of ours is in force or this hook is overridden; without a rule of ours the
-        answer is TRL's own (``scale_rewards``, ``multi_objective_aggregation``) for this table. With
-        ``update.dead_groups: resample`` it is also asked what it would teach (on what is kept so far and the groups of
-        one more round, rewards only), and then once on what stays.
+        Called only if an advantage rule of ours is in force or this hook is overridden. Without a rule of ours it
+        returns TRL's own advantages for this table (``scale_rewards``, ``multi_objective_aggregation``). With
+        ``update.dead_groups: resample`` it is also called to find groups that would contribute nothing: on the groups
+        kept so far and those of one more round, with rewards only. Then it is called once on the groups that stay.
         """
         rule: Any = self.algorithm.advantage
         if rule is None:
@@ -170,7 +171,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         """Compute the loss per token ``[B, T]`` of a micro-batch; 0 where ``batch.mask`` is False.
 
         Raises:
-            ValueError: the loss is left to TRL, which has none per token to hand out.
+            ValueError: the loss is left to TRL, which has no loss per token.
         """
         if self.algorithm.objective is None:
             raise ValueError(
@@ -243,10 +244,11 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
             return record(self, scored, batch)
 
     def _generate_and_score(self, inputs: Any) -> Scored:
-        """Generate completions, and score them."""
+        """Generate and score completions. In training, also update the token count, the sampler and the preference
+        model."""
         scored = score(self, super()._generate_and_score_completions, inputs)
         if self._mode() == "train":
-            if self.parts.partial.cut is None:  # else they were counted as they were written
+            if self.parts.partial.cut is None:  # with `cut_after` they are counted when generated
                 self.parts.generated.count += int(scored.rewarded.lengths.sum())
             self.parts.prompts.learn(scored.rewarded.rows, correctness(scored.rewarded.table, self.reward_funcs))
             self.parts.preference.learn(scored.rewarded.table)
@@ -267,10 +269,11 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return self.parts.guard.watch_loss(self.parts.update.loss(model, inputs, trls), inputs)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss of one micro-batch as TRL cut it (``update: off``, evaluation, or where binning is not exact)."""
+        """Compute the loss of one micro-batch as TRL cut it: with ``update: off``, in evaluation, or where bins are not
+        exact."""
         objective = self.algorithm.objective
         with rows_in_place(self, model, inputs):
-            # an evaluation without the reference's pass that our KL reads is TRL's business
+            # TRL computes the loss of an evaluation without the reference log-probs that our KL reads
             if objective is None or (objective.kl_in_loss is not None and Carried(inputs).ref_logps is None):
                 return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
             return micro_batch_loss(self, model, inputs, objective)
@@ -285,7 +288,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         means = self.recorder.book().read()
         self._metrics[self._mode()].update({name: [value] for name, value in means.items()})
-        if "loss" in logs and means.get("guard/loss") == 1.0:  # no step had a finite one: HF's filter of NaN says 0
+        if "loss" in logs and means.get("guard/loss") == 1.0:  # no step had a finite loss, which HF logs as 0
             logs = {**logs, "loss": math.nan}
         super().log(logs, start_time)
 
@@ -294,7 +297,8 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         self.recorder.say(message, key, level)
 
     def save_final(self, folder: Path) -> None:
-        """Save the trained model, and beside it a preference model that was kept in training; called on every rank."""
+        """Save the trained model and, if a preference model was trained along, that model beside it. Called on every
+        rank."""
         save_final(self, folder, self.parts.preference.save)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -306,7 +310,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
             save_whole(self, model, trial, super()._save_checkpoint, self.parts.save)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
-        with trl_bridge.replaced(self, "args", picklable(self.args)):  # they travel into training_args.bin
+        with trl_bridge.replaced(self, "args", picklable(self.args)):  # HF pickles them into training_args.bin
             super()._save(output_dir, state_dict)
         save_beside(self, self.parts.critic, output_dir, state_dict)
 
@@ -339,19 +343,20 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
             return optimizer
         return with_critics_groups(optimizer, self.parts.critic, self.algorithm.value.learning_rate)
 
-    # what a run may ask
+    # what code that runs a training may read
 
     @property
     def stop_request(self) -> StopOnRequest:
-        """Who asked the training to stop, if anybody did (``reason``), and which signals ask."""
+        """The callback that stops the training on request: ``reason`` says why it stopped, ``signals`` which signals
+        stop it."""
         return self.parts.stop
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that this training's policy has made, over all ranks and resumes."""
+        """Number of tokens that the policy has generated in training, over all ranks and resumes."""
         return self.parts.generated.count
 
-    # what the rooms may ask beside TRL's attributes: ``ports.StepPort``
+    # what other modules of this package read beside TRL's attributes: ``ports.StepPort``
 
     @property
     def replaces_trls_advantages(self) -> bool:
@@ -363,8 +368,9 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
         return Phase.of(self)
 
     def sampled_by(self, rows: int) -> Tensor:
-        """Long ``[rows]``, of this rank's rows of the generation batch at hand: optimizer steps that the policy had
-        taken which wrote it; of a completion of several policies (``rollout.cut_after``) the oldest."""
+        """Return the policy version that generated each of this rank's ``rows`` of the current batch, long ``[rows]``.
+        A version is the number of optimizer steps taken. A completion of several policies (``rollout.cut_after``) has
+        the oldest's."""
         of_rows = self.parts.partial.versions()
         if of_rows is None:
             return torch.full((rows,), self.parts.overlap.version)
@@ -372,7 +378,7 @@ class LabTrainer(trl_bridge.PlainNames, ResumableTrainer):
 
     @property
     def correction(self) -> SamplerCorrection | None:
-        """Settings by which completions of another engine are weighed; None where they are not."""
+        """Settings of the correction that weighs completions of another engine; None without a correction."""
         return SamplerCorrection.of(self)
 
     @property

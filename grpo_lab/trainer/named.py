@@ -1,4 +1,5 @@
-"""Named trainers: declarations of a few lines. A declared reward is added where the caller did not bring it."""
+"""Trainers named after published algorithms. Each declares an objective and perhaps rewards; a declared reward is added
+unless the caller passed one of its kind."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ class PPOTrainer(LabTrainer):
 class KimiTrainer(LabTrainer):
     """Kimi k1.5 (arXiv 2501.12599): mirror descent with an optimizer reset, and the length reward after a warm-up.
 
-    ``reward_funcs`` unset: accuracy, or the reward that an environment owns. The length reward is added to what is
-    given, unless a ``KimiLengthReward`` is among it; its correctness comes from ``accuracy_reward``, or from the only
-    reward given. Weight, warm-up and τ are undisclosed, so these are ours; τ is ``objective={"name": "mirror_descent",
-    "tau": …}``. An iteration is a generation batch: give it several updates with ``steps_per_generation`` or
-    ``num_iterations``.
+    Without ``reward_funcs`` the accuracy reward is used, or the environment's own. The length reward is added unless a
+    ``KimiLengthReward`` is given. It takes correctness from the one reward that measures it (``accuracy_reward``), or
+    from the only reward given. Its weight, its warm-up and τ were not published, so these values are ours. τ is set by
+    ``objective={"name": "mirror_descent", "tau": …}``. One iteration is one generation batch: give it several updates
+    by ``steps_per_generation`` or ``num_iterations``.
     """
 
     objective = "mirror_descent"
     reset_optimizer = True
-    #: added with this weight after this many optimizer steps without it
+    #: weight of the length reward, and the number of optimizer steps before it is switched on
     length_weight: ClassVar[float | Mapping[str, Any] | Schedule] = 0.5
     length_warmup_steps: ClassVar[int] = 100
 
@@ -58,11 +59,11 @@ class KimiTrainer(LabTrainer):
 class R1ZeroTrainer(LabTrainer):
     """DeepSeek-R1-Zero (arXiv 2501.12948): GRPO with accuracy and format rewards of equal weight.
 
-    ``reward_funcs`` unset: accuracy and ``<think>…</think>`` format; an environment that owns its reward counts as
-    given. R1 adds the language-consistency reward in its first RL stage: set ``language`` in a subclass (``"en"``, or
-    ``"prompt"`` for the prompt's language), or pass ``LanguageConsistencyReward`` yourself. Authors: lr 3e-6, β 0.001,
-    temperature 1, 16 completions a question, 32 questions a step, reference replaced every 400 steps
-    (``reference_every``).
+    Without ``reward_funcs`` the rewards are accuracy and ``<think>…</think>`` format; an environment's own reward
+    counts as given. R1 adds the language-consistency reward in its first RL stage. For that, set ``language`` in a
+    subclass (``"en"``, or ``"prompt"`` for the prompt's language), or pass ``LanguageConsistencyReward`` yourself. The
+    authors used lr 3e-6, β 0.001, temperature 1, 16 completions a question, 32 questions a step, and replaced the
+    reference every 400 steps (``reference_every``).
     """
 
     objective = "grpo"

@@ -1,9 +1,9 @@
-"""Ports: what acts on a step gets them in place of the trainer. They are small values, a recorder, and three lists of
-what it may ask for: ``Numbers``, ``Collectives``, ``Hooks``.
+"""Ports: what the parts of a step get in place of the trainer. They are small values, a recorder, and three protocols
+that say what a part may use of the trainer: ``Numbers``, ``Collectives``, ``Hooks``.
 
-The rooms below ``lab_trainer.py`` do not know ``LabTrainer``: a reader sees here what may pass between them, and a test
-can stand in for it. mypy holds ``exactness/``, ``step/`` and ``scoring/`` to these lists (``pyproject.toml``). The few
-that operate TRL's own object take a ``trl.GRPOTrainer`` and say so.
+Modules below ``lab_trainer.py`` do not import ``LabTrainer``: a reader sees here what they use of it, and a test can
+replace it. mypy checks ``exactness/``, ``step/`` and ``scoring/`` against these protocols (``pyproject.toml``). The few
+functions that change TRL's own object take a ``trl.GRPOTrainer``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ logger = logging.getLogger("grpo_lab")
 
 @dataclass(frozen=True)
 class Phase:
-    """Place in a generation batch where the run is, counted in micro-batches: ``steps_per_generation`` that a batch is
-    cut into, ``num_iterations`` passes over them, ``accumulation`` an optimizer step, ``done`` up to now (TRL's
-    ``_step``).
+    """Position of the run in its current generation batch, counted in micro-batches.
+
+    Attributes:
+        steps_per_generation: micro-batches that a generation batch is cut into.
+        num_iterations: passes over them.
+        accumulation: micro-batches of an optimizer step.
+        done: micro-batches so far (TRL's ``_step``).
     """
 
     steps_per_generation: int
@@ -45,12 +49,12 @@ class Phase:
 
     @property
     def every(self) -> int:
-        """E: micro-batches that a generation batch serves, all passes."""
+        """E: number of micro-batches trained on per generation batch, over all passes."""
         return self.steps_per_generation * self.num_iterations
 
     @property
     def outlives_a_step(self) -> bool:
-        """Return whether a generation batch is trained on after an update, so that its log-probs are an older
+        """Return whether a generation batch is still trained on after an update, so that its log-probs are an older
         policy's."""
         return self.accumulation % self.every != 0
 
@@ -61,45 +65,47 @@ class Phase:
 
     @property
     def start(self) -> int:
-        """Micro-batches done when the current generation batch was made."""
+        """Number of micro-batches done when the current generation batch was made."""
         return self.done - self.done % self.every
 
     def here(self, window: int) -> list[int | None]:
-        """Places in TRL's buffer of the last ``window`` micro-batches; None for one of an earlier generation batch."""
+        """Return the places in TRL's buffer of the last ``window`` micro-batches; None for one of an earlier generation
+        batch."""
         numbers = range(self.done - window + 1, self.done + 1)
         return [number % self.steps_per_generation if number >= self.start else None for number in numbers]
 
     def ahead(self) -> list[int]:
-        """Places of the micro-batches that later steps will take from this generation batch, in order."""
+        """Return the places in TRL's buffer of the micro-batches that later steps take from this generation batch, in
+        order."""
         following = self.done + 1
         return [number % self.steps_per_generation for number in range(following, following + -following % self.every)]
 
 
-#: what may not be finite in a generation batch, as long as it is trained on; loss and gradient are a step's own
+#: kinds of values that are checked once per generation batch; loss and gradient are checked in each step
 OF_BATCH = ("reward", "log_prob", "advantage")
 
 
 class Faults:
-    """Record of what was not finite in the generation batches of this rank, for ``step.guard``. Whatever is made
-    between two micro-batches is one batch (TRL's ``_step`` stands still where a subclass writes ``training_step`` by
-    itself).
+    """Record of values that are not finite in this rank's generation batches, for ``step.guard``. Everything generated
+    between two micro-batches counts as one batch. (TRL's ``_step`` cannot tell: it does not advance if a subclass
+    replaces ``training_step``.)
 
     Attributes:
-        batch: number of the batch at hand; 0: none was made yet.
-        bad: kinds (``OF_BATCH``) of what is not finite in it.
-        step: micro-batches of the optimizer step at hand.
-        of_step: kind → number of the latest bad batch that one of them is of.
-        said: what was found in the batch at hand, one sentence each.
-        names: the rewards, in the order of ``rewards``.
-        infinite: row of all and column of a reward → ±inf, until the rows are ``scored``.
-        rewards: ``row_key`` of prompt and completion → rewards of the first row that has them, of the batch at hand.
+        batch: number of the current generation batch; 0 before the first.
+        bad: kinds (``OF_BATCH``) of values in it that are not finite.
+        step: micro-batches of the current optimizer step.
+        of_step: kind → number of the latest bad batch from which one of them comes.
+        said: what was found in the current batch, one sentence each.
+        names: names of the rewards, in the order of ``rewards``.
+        infinite: (row over all ranks, column of a reward) → ±inf, kept until the rows are ``scored``.
+        rewards: ``row_key`` of prompt and completion → rewards of the first such row in the current batch.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """A training begins."""
+        """Clear the record, when a training begins."""
         self.batch = 0
         self.bad = set[str]()
         self._trained_on = True
@@ -110,7 +116,7 @@ class Faults:
         self.infinite: dict[tuple[int, int], float] = {}
 
     def end_step(self) -> None:
-        """An optimizer step is taken, or left out."""
+        """Forget the micro-batches of an optimizer step that was taken or skipped."""
         self.step: list[dict[str, Any]] = []
         self.of_step: dict[str, int] = {}
 
@@ -120,13 +126,14 @@ class Faults:
         self.of_step |= dict.fromkeys(self.bad, self.batch)
 
     def found(self, kind: str, sentence: str) -> None:
-        """The batch that is being made holds something of ``kind`` that is not finite."""
+        """Record a value of ``kind`` that is not finite in the batch that is being made, and a sentence about it."""
         self.generation()
         self.bad.add(kind)
         self.said.append(sentence)
 
     def scored(self, names: tuple[str, ...], keys: list[int], values: list[list[float]], first: int = 0) -> None:
-        """Note this rank's rows, from number ``first`` of all, and their rewards; infinite ones as they were."""
+        """Record the rewards of this rank's rows, infinite ones as they were. ``first`` is the first row's number over
+        all ranks."""
         self.generation()
         self.names = names
         for number, (key, row) in enumerate(zip(keys, values, strict=True), start=first):
@@ -135,8 +142,8 @@ class Faults:
         self.infinite = {}
 
     def generation(self) -> None:
-        """Begin a generation batch: forget what was said of an earlier one; the rounds of one batch (``resample``) stay
-        together."""
+        """Begin a generation batch and forget what was found in an earlier one. All rounds of one batch (``resample``)
+        count as the same batch."""
         if self._trained_on:
             self.batch += 1
             self.bad = set()
@@ -146,16 +153,21 @@ class Faults:
 
 
 def row_key(prompt: Iterable[int], completion: Iterable[int]) -> int:
-    """Hash the tokens of a row into one number, which holds within a process."""
+    """Hash the tokens of a row to one number, which is valid within one process."""
     return hash((tuple(map(int, prompt)), tuple(map(int, completion))))
 
 
 class Recorder:
-    """Metrics of training and evaluation (``book``: which definition of a mean; ``mode``: ``train`` or ``eval``, as it
-    is now), and what is said once, where this process ``speaks``. ``trls``: metrics and completions table that TRL
-    writes by itself, once it is there."""
+    """Metrics of training and evaluation, and messages that are logged only once.
 
-    #: what was not finite, where a guard is in force (``guard``); None: it is an error at once
+    Args:
+        book: class of the metric books; it defines how means are taken.
+        mode: returns the run's current mode, ``train`` or ``eval``.
+        speaks: returns whether this process logs messages.
+        trls: returns the metrics and the completions table that TRL writes by itself.
+    """
+
+    #: values that were not finite, if a guard is in force (``guard``); None: such a value is an error at once
     faults: Faults | None = None
 
     def __init__(
@@ -173,7 +185,7 @@ class Recorder:
 
     @property
     def trl_metrics(self) -> dict[str, list[Any]]:
-        """TRL's own metrics since the last log, of the mode that the run is in."""
+        """TRL's own metrics since the last log, in the run's current mode."""
         metrics: dict[str, list[Any]] = self._trls()[0][self.mode()]
         return metrics
 
@@ -185,7 +197,8 @@ class Recorder:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Inside the block nothing reaches the log: a team's ``token_loss`` may record metrics, of a toy batch, too."""
+        """Discard all metrics recorded inside the block, such as those that a team's ``token_loss`` records on a toy
+        batch."""
         books = self.books
         trls = self._trls()[0]
         then = {mode: {name: list(values) for name, values in metrics.items()} for mode, metrics in trls.items()}
@@ -200,13 +213,13 @@ class Recorder:
 
     @property
     def faults_in_training(self) -> Faults | None:
-        """``faults``; None in an evaluation, where there is nothing to leave out."""
+        """``faults`` in training; None in evaluation, which has no step to skip."""
         if self.mode() == "train":
             return self.faults
         return None
 
     def book(self, mode: str | None = None) -> MetricBook:
-        """The pairs of a mode; of the one that the run is in by default."""
+        """Return the metric book of ``mode``; by default of the run's current mode."""
         return self.books[self.mode() if mode is None else mode]
 
     def say(self, message: str, key: str | None = None, level: int = logging.INFO) -> None:
@@ -218,12 +231,13 @@ class Recorder:
             logger.log(level, message)
 
     def has_said(self, key: str) -> bool:
-        """Return whether this was said, on processes that do not speak, too: the same answer on every rank."""
+        """Return whether ``say`` was called with this key. Processes that do not log note it, too, so every rank gives
+        the same answer."""
         return key in self._said
 
 
 class Numbers(Protocol):
-    """What the run was set to, what its numbers mean, and how far it is."""
+    """A trainer's settings, algorithm and progress."""
 
     algorithm: Algorithm
     lab_settings: LabSettings
@@ -231,7 +245,7 @@ class Numbers(Protocol):
     state: Any
     phase: Phase
     last_logged_step: int
-    exact_update: Any  # ``step.exact_update.ExactUpdate``, of a room above
+    exact_update: Any  # ``step.exact_update.ExactUpdate``, which imports this module
     correction: SamplerCorrection | None
     beta: float
     max_completion_length: Any
@@ -243,7 +257,7 @@ class Numbers(Protocol):
 
 
 class Collectives(Protocol):
-    """The ranks, and what lies on each of them."""
+    """A trainer's accelerator, and what each rank holds: models, optimizer, buffered micro-batches."""
 
     accelerator: Any
     is_fsdp_enabled: bool
@@ -256,7 +270,7 @@ class Collectives(Protocol):
 
 
 class Hooks(Protocol):
-    """What a team brings, and may put in the place of ours."""
+    """A trainer's data, environments and rewards, and the methods that a team may override."""
 
     train_dataset: Any
     environments: Any
@@ -276,8 +290,8 @@ class Hooks(Protocol):
 
 
 class UpdatePort(Numbers, Collectives, Protocol):
-    """Both, for what computes on the rows of a step."""
+    """``Numbers`` and ``Collectives``, for code that computes on the rows of a step."""
 
 
 class StepPort(UpdatePort, Hooks, Protocol):
-    """All three, for what goes from rewards to the loss; ``LabTrainer`` is one."""
+    """All three protocols, for code on the way from rewards to the loss; ``LabTrainer`` is one."""

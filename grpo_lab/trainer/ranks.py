@@ -1,14 +1,14 @@
-"""Ranks: where each one is, who is missing when the others wait in vain, and whose weights are not finite.
+"""Watch the ranks of a run: where each one is, which is missing when others wait, and whose weights are not finite.
 
-``named_place`` names the places of the thread that trains. With several processes a thread on each rank (``RankWatch``)
-writes where the rank is, every few seconds, into the store through which the ranks found each other; that is read when
-something is wrong, and a step sends nothing:
+``named_place`` names what the training thread is doing. With several processes a thread on each rank (``RankWatch``)
+writes this every few seconds into the store through which the ranks found each other. It is read when something is
+wrong; a training step sends nothing:
 
     half of ``ddp_timeout`` at one place, and nine tenths    each rank that has been there so long warns
     the end, where torch raises (gloo; NCCL with             ``RankLost``, which names the missing rank
     ``TORCH_NCCL_BLOCKING_WAIT=1``)                          (else NCCL's own watchdog ends the process)
 
-``ddp_timeout`` holds on CPU ranks, too: transformers 5.17 hands it to torch only where there is an accelerator.
+``ddp_timeout`` also holds on CPU ranks; transformers 5.17 passes it to torch only if there is an accelerator.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ logger = logging.getLogger("grpo_lab")
 LATE = ("Timed out waiting", "Application timeout caused pair closure", "collective operation timeout")
 #: and when the other end is no more
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-#: one of these stands in each such message: other errors say "Broken pipe", too
+#: each such message holds one of these words; other errors say "Broken pipe", too
 OF_TORCH = ("gloo", "NCCL", "ProcessGroup", "TCPStore", "c10d")
-#: files in which nobody's own work stands: the innermost line outside of them is where a process is
+#: files of libraries that only pass calls on: the innermost line outside of them is where a process is
 MACHINERY = re.compile(r"/(torch|accelerate|concurrent/futures|asyncio)/|/(threading|contextlib|selectors)\.py")
 #: seconds to connect, and for an answer: the machine of the store may be what was lost
 ANSWERS_WITHIN = 5.0
@@ -68,8 +68,8 @@ class RankLost(RuntimeError):
 
 @contextmanager
 def named_place(name: str) -> Iterator[None]:
-    """Name the place where this process is for the block (within the place where it was); also a decorator. RankLost:
-    for torch's error of a collective that passed its time limit or lost its other end."""
+    """Name what this process does inside the block, for messages about ranks; names nest. Also usable as a decorator.
+    Raises RankLost in place of torch's error if a collective passed its time limit or lost its other end."""
     _leave()
     _places.append(name)
     try:
@@ -92,9 +92,9 @@ def named_place(name: str) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """The place is about to change."""
+    """Book the time spent at the current place (``counted``), before the place changes."""
     global _changed
-    if _spent is not None and torch.cuda.is_initialized():  # a GPU that is there, and not used, has nothing to wait for
+    if _spent is not None and torch.cuda.is_initialized():  # a GPU that is not used has no work to wait for
         torch.cuda.synchronize()
     now = time.monotonic()
     if _spent is not None:
@@ -104,7 +104,7 @@ def _leave() -> None:
 
 @contextmanager
 def counted(seconds: dict[str, float]) -> Iterator[None]:
-    """Inside the block ``seconds`` grows: of each place, those spent there and not at a place within it."""
+    """Add to ``seconds``, inside the block, the time spent at each place and not at a place nested in it."""
     global _spent
     _leave()
     _spent = seconds
@@ -116,7 +116,8 @@ def counted(seconds: dict[str, float]) -> Iterator[None]:
 
 
 def how_it_broke(error: RuntimeError) -> str | None:
-    """``late``: the time limit passed; ``gone``: the other end closed; None for any other, ``RankLost`` included."""
+    """Return how a collective failed: ``late`` if its time limit passed, ``gone`` if the other end closed. None for any
+    other error, ``RankLost`` included."""
     text = str(error)
     if isinstance(error, RankLost) or not any(word in text for word in OF_TORCH):
         return None
@@ -128,17 +129,18 @@ def how_it_broke(error: RuntimeError) -> str | None:
 
 
 def is_of_lost_rank(error: Exception) -> bool:
-    """Return whether it says that a collective ended without the others, told or not."""
+    """Return whether the error says that a collective ended without the others: ``RankLost``, or torch's own error."""
     return isinstance(error, RankLost) or (isinstance(error, RuntimeError) and how_it_broke(error) is not None)
 
 
 def place() -> str:
-    """Outermost first; empty outside of all places."""
+    """Return the names of the current places, the outermost first; empty outside of all places."""
     return " › ".join(_places)
 
 
 def line_of(thread: int) -> tuple[str, bool]:
-    """The innermost line of a thread that is somebody's own work, and whether it waits in ``torch.distributed``."""
+    """Return the innermost line of a thread that is not in torch's or Python's machinery, and whether the thread waits
+    in ``torch.distributed``."""
     frame: FrameType | None = sys._current_frames().get(thread)
     waits = False
     while frame is not None:
@@ -151,8 +153,8 @@ def line_of(thread: int) -> tuple[str, bool]:
 
 
 class RankWatch:
-    """Watches the ranks from ``__enter__`` to ``__exit__``, in the thread that trains. With one process it does
-    nothing."""
+    """Context in the training thread inside which this rank publishes where it is, and warns if it waits too long. With
+    one process it does nothing."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
@@ -171,14 +173,14 @@ class RankWatch:
         host = os.environ.get("MASTER_ADDR")
         port = os.environ.get("MASTER_PORT")
         if host and port:
-            try:  # a client of its own: torch's may be held by whoever waits in it
+            try:  # a client of our own: a waiting thread may hold torch's
                 self._store = distributed.TCPStore(
                     host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWERS_WITHIN)
                 )
             except (OSError, RuntimeError, ValueError) as failure:
                 self._why_no_store = str(failure)
         _watches.append(self)
-        self._write()  # a rank that ends within its first beat has begun
+        self._write()  # at once: a rank may end within its first beat
         self._thread = threading.Thread(target=self._watch, name="grpo_lab rank watch", daemon=True)
         self._thread.start()
         return self
@@ -190,7 +192,8 @@ class RankWatch:
             _watches.remove(self)
 
     def describe(self, kind: str, said: str) -> str:
-        """The message of an error that ended a collective of this rank."""
+        """Return the message for a failed collective of this rank: ``kind`` from ``how_it_broke``, ``said`` from
+        torch."""
         here = f"rank {self.rank} of {self.ranks}"
         where = f"at «{place()}», step {self._step()}"
         if kind == "late":
@@ -262,13 +265,14 @@ class RankWatch:
 
 
 def key_of(rank: int) -> str:
-    """Key under which a rank of this start (of torchrun, which may start them again) writes."""
+    """Return the key under which a rank writes into the store. It holds torchrun's restart count, so that a restarted
+    rank has a new one."""
     return f"grpo_lab/place/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
 def hold_time_limit(args: Any) -> None:
-    """Let ``args.ddp_timeout`` be the limit of gloo's collectives; accelerators' have it from transformers. ValueError:
-    a limit that is no positive number of seconds."""
+    """Apply ``args.ddp_timeout`` to gloo's collectives; for accelerators transformers does so. Raises ValueError if it
+    is no positive number of seconds."""
     limit = args.ddp_timeout
     if not isinstance(limit, int | float) or limit <= 0:
         must = "it must be a positive number of seconds (how long ranks wait for each other)"
@@ -278,7 +282,8 @@ def hold_time_limit(args: Any) -> None:
 
 
 class RankAwareTrainer(GRPOTrainer):
-    """``GRPOTrainer``, unchanged; raises ``NumbersError`` for torch's word on scores that are not finite."""
+    """``GRPOTrainer`` with named places (``named_place``). If sampling fails because scores are not finite, it raises
+    ``NumbersError`` in place of torch's error."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with RankWatch(self), named_place("training"):
@@ -307,15 +312,16 @@ class RankAwareTrainer(GRPOTrainer):
 
 
 class OnRanks(Protocol):
-    """A model that lies on all ranks: a trainer's, or the one that its engine gets."""
+    """An object with a model and the accelerator of its ranks: a trainer, or what its engine gets."""
 
     model: Any
     accelerator: Any
 
 
 def refuse_bad_weights(trainer: Any, which: str) -> None:
-    """Refuse weights with a NaN, from which nothing can be sampled (torch says no more than "probability tensor").
-    NumbersError: on every rank, naming tensors. ValueError: ``which`` is TRAINED, and no step was."""
+    """Raise NumbersError, on every rank and naming tensors, if the weights hold NaN or infinities. Nothing can be
+    sampled from them, and torch says no more than "probability tensor". Raises ValueError if ``which`` is TRAINED and
+    no step was trained."""
     if bad := names_of_bad(trainer):
         optimizer = "the optimizer (weights in fp16, `adam_epsilon`, `learning_rate`)"
         blame = {
@@ -329,8 +335,8 @@ def refuse_bad_weights(trainer: Any, which: str) -> None:
 
 
 def names_of_bad(held: OnRanks) -> str | None:
-    """Name the tensors that hold NaN (a buffer) or also infinities (a weight: masks are infinite buffers) on any rank;
-    None where none does. One number is read, and sent."""
+    """Return the names of tensors that are not finite on any rank, or None. Weights may hold neither NaN nor
+    infinities; buffers may hold infinities, since masks do. If all is well, one number is read and sent."""
     model = held.model
     device = held.accelerator.device
     with named_place("whether the weights are finite"):

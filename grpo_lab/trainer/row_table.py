@@ -1,12 +1,12 @@
-"""Rows of micro-batches: what travels with each, by attribute; those of an optimizer step as a table; bins cut from it.
+"""Rows of micro-batches: the fields that each carries, the table of an optimizer step's rows, and bins cut from it.
 
-TRL's loop forces a dict: it shuffles the rows of a generation batch, cuts them into micro-batches and keeps those in
-its buffer; the table of an optimizer step, its bins and a checkpoint hold the same fields (``Carried``: every name that
-we read or write). Those that are not TRL's begin with ``OURS``, so that no release of TRL can mean another thing.
+TRL's loop needs dicts: it shuffles the rows of a generation batch, cuts them into micro-batches and buffers those. The
+table of an optimizer step, its bins and a checkpoint hold the same fields. ``Carried`` lists every name that we read or
+write. Names that are not TRL's begin with ``OURS``, so that no release of TRL can use them otherwise.
 
-TRL hands over micro-batches whose rows are padded to the longest prompt and completion of the whole generation batch.
-Here a bin is some rows of the table, each written contiguously (prompt directly followed by completion) and padded on
-the right to the longest row *of the bin*. Of rows elsewhere a rank knows a few whole numbers (``step.row_numbers``).
+TRL pads the rows of a micro-batch to the longest prompt and completion of the whole generation batch. A bin is some
+rows of the table. Each is written contiguously (prompt directly followed by completion) and padded on the right to the
+longest row *of the bin*. Of rows on other ranks a rank knows a few whole numbers (``step.row_numbers``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_lab.trainer.trl_bridge import COMPLETION_FIELDS
 
 Ints = NDArray[np.int64]
 OURS = "grpo_lab."
-#: the fields of ``Carried`` that rows are also picked by
+#: fields of ``Carried`` whose names are also needed as text
 POSITION_OFFSET = f"{OURS}position_offset"
 POLICY_VERSION = f"{OURS}policy_version"
 HOLED = -(2**63)
@@ -48,32 +48,34 @@ class _Field:
 
 
 class Carried:
-    """A view of a micro-batch, a table's fields or a bin's: reading an attribute reads its field (None where there is
-    none), setting one writes it, None takes it out. B rows, T completion tokens, log-probs in nats.
+    """View of the fields of a micro-batch, table or bin. Reading an attribute reads its field (None if it is missing);
+    setting it writes the field, and setting None removes it. B rows, T completion tokens, log-probs in nats.
 
     Args:
         fields: the dict itself, not a copy.
 
     Attributes:
-        policy_version: long ``[B]`` on the CPU, the optimizer steps that the policy had taken when it wrote the row;
-            of a row of several policies (``rollout.cut_after``) the first that wrote in it.
-        behaviour_logps: ``[B, T]`` of what sampled the row, as the engine reported them.
-        proximal_logps: ``[B, T]`` of the policy before the first update with the batch, which ratios are taken against;
-            ``step.log_probs.ProximalSource`` says where they come from, by this field and the next two of its kind.
-        ref_logps: ``[B, T]`` of the reference model.
-        sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, where it was made at generation.
-        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were made in other shapes than the loss has (by bins
-            at generation, for a batch that a team's method sees; by TRL, for a resampled one). Not where forwards are
+        policy_version: long ``[B]`` on the CPU, optimizer steps that the policy had taken when it generated the row.
+            For a row of several policies (``rollout.cut_after``) those of the first.
+        behaviour_logps: ``[B, T]``, under the policy that sampled the row, as the engine reported them.
+        proximal_logps: ``[B, T]``, under the policy before the first update on the batch; the denominator of ratios.
+            ``step.log_probs.ProximalSource`` tells by this field, ``as_generated`` and ``unmoved`` where they come
+            from.
+        ref_logps: ``[B, T]``, under the reference model.
+        sampler_weights: ``[B, T]`` or ``[B, 1]``, TRL's sampler correction, if it was computed at generation.
+        as_generated: ``[B, T]``, a copy of ``proximal_logps`` that were computed in other shapes than the loss has (by
+            bins at generation, for a batch that a team's method sees; by TRL, for a resampled one). Not if forwards are
             random.
-        unmoved: long ``[B]``, 1 where the forward that trains on the row gives its proximal log-probs; only in the bins
-            of a step whose micro-batches differ in that.
-        old_values: float32 ``[B, T]``, the critic's at generation; only with one (``value``).
-        returns: float32 ``[B, T]``, what the critic learns; NaN where there is nothing to learn.
-        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in; only in a
+        unmoved: long ``[B]``, 1 if the forward that trains on the row also gives its proximal log-probs. Only in the
+            bins of a step whose micro-batches differ in that.
+        old_values: float32 ``[B, T]``, the critic's values at generation; only with a critic (``value``).
+        returns: float32 ``[B, T]``, the critic's targets; NaN for tokens without one.
+        position_offset: long ``[B]``, ``RowTable.offset`` of each row in the batch that it was generated in. Only in a
             batch that was put together from several.
-        length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction, or for
+        length_quartile: long ``[B]``, 0 to 3 (``metrics.by_length``); only with the sampler correction or
             ``token_weights_every``.
-        pass_rate: float ``[B]``, share of right answers in the row's group, NaN unknown; for ``token_weights_every``.
+        pass_rate: float ``[B]``, share of right answers in the row's group, NaN if unknown; for
+            ``token_weights_every``.
     """
 
     policy_version = _Field(POLICY_VERSION)
@@ -94,7 +96,7 @@ class Carried:
 
 
 def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
-    """bool ``[B, T]``: completion tokens that the policy itself made (no padding, no tool output)."""
+    """Return bool ``[B, T]``: completion tokens that the policy itself generated (no padding, no tool output)."""
     mask: Tensor = fields["completion_mask"].bool()
     if "tool_mask" in fields:
         return mask & fields["tool_mask"].bool()
@@ -102,39 +104,40 @@ def loss_mask(fields: MutableMapping[str, Any]) -> Tensor:
 
 
 def row_lengths(fields: MutableMapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Long ``[B]`` each: tokens of prompt and completion. A hole in a mask (a team's) counts: its tokens stand there,
-    and nobody attends to them."""
+    """Return the numbers of prompt and completion tokens, long ``[B]`` each. Tokens in a hole of a mask (made by a
+    team) count: they are part of the row, though nobody attends to them."""
     return reach(fields["prompt_mask"].flip(1)), reach(fields["completion_mask"])
 
 
 def prompt_numbers(fields: MutableMapping[str, Any]) -> Tensor:
-    """Long ``[B]``: a hash of each prompt's tokens, Σ token · wᵏ over places k from its end, modulo 2⁶⁴; ``HOLED``
-    where a mask of the row has a hole."""
+    """Return a hash of each prompt's tokens, long ``[B]``: Σ token · wᵏ over places k from its end, modulo 2⁶⁴.
+    ``HOLED`` if a mask of the row has a hole."""
     tokens = ((fields["prompt_ids"] + 1) * fields["prompt_mask"]).long()
     weights = tokens.new_full((tokens.size(1),), 6364136223846793005).cumprod(0)
     return (tokens * weights.flip(0)).sum(1).masked_fill(has_hole(fields), HOLED)
 
 
 def reach(mask: Tensor) -> Tensor:
-    """Place of each row's last token, from 1 on; 0 where there is none."""
+    """Return the place of each row's last token, counted from 1; 0 for a row without tokens."""
     steps = torch.arange(1, mask.size(1) + 1, device=mask.device)
     return pad(steps * mask.bool(), (1, 0)).amax(1)
 
 
 def row_tensors(fields: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Pick the tensors that have one entry a row: ``[B]`` or ``[B, …]``."""
+    """Return the fields that are tensors with one entry per row, ``[B]`` or ``[B, …]``."""
     rows = fields["prompt_ids"].size(0)
     tensors = {n: v for n, v in fields.items() if isinstance(v, Tensor)}
     return {name: value for name, value in tensors.items() if value.dim() >= 1 and value.size(0) == rows}
 
 
 def has_hole(fields: MutableMapping[str, Any]) -> Tensor:
-    """bool ``[B]``: a mask of the row has a hole. TRL's log-probs at generation are of the row without it."""
+    """Return bool ``[B]``: whether a mask of the row has a hole. TRL's log-probs at generation are of the row without
+    it."""
     tokens = fields["prompt_mask"].bool().sum(1) + fields["completion_mask"].bool().sum(1)
     return sum(row_lengths(fields)) != tokens
 
 
-#: what padding is where it is not 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
+#: padding values other than 0; TRL sums the log of the ratio over padding, too (``loss_type="vespo"``)
 FILL = {"importance_sampling_ratio": 1}
 
 
@@ -142,14 +145,19 @@ FILL = {"importance_sampling_ratio": 1}
 class Bin:
     """Inputs of one forward: n rows of at most L tokens with completions of at most T tokens.
 
-    ``labels`` ``[n, L]`` name the tokens whose log-prob the loss reads, −100 elsewhere (prompts, padding, tool
-    outputs). ``attention_mask`` ``[n, L]`` only where a mask has a hole, to which no token attends: padding stands on
-    the right, where a causal model does not look. ``fields`` are the table's per-row tensors cut to the bin, per-token
-    ones to ``[n, T]``; ``take`` ``[n, T]`` picks, for each completion token, its log-prob among the ``L - 1`` of the
-    forward. ``micro_batch`` long ``[n]``: which one of the step TRL had the row in; ``token_count`` float ``[n]``:
-    TRL's token denominator of the row's generation batch (both where the step's numbers are known, see
-    ``row_numbers``). ``shared``: its forward computes each prompt once. ``layout``: the bin on the host, which knows
-    from it what is scored and how a packed row is laid out (None: it stands there itself).
+    Attributes:
+        labels: long ``[n, L]``, the tokens whose log-probs the loss reads; −100 elsewhere (prompts, padding, tool
+            outputs).
+        attention_mask: ``[n, L]``, only if a mask has a hole, to which no token attends. Padding needs no mask: it is
+            on the right, where a causal model does not look.
+        take: ``[n, T]``, the index of each completion token's log-prob among the ``L - 1`` of the forward.
+        fields: the table's per-row tensors for these rows, per-token ones cut to ``[n, T]``.
+        micro_batch: long ``[n]``, in which micro-batch of the step TRL had the row.
+        token_count: float ``[n]``, TRL's token denominator of the row's generation batch. Both this and ``micro_batch``
+            are there only if the step's numbers are known (``row_numbers``).
+        shared: whether the forward computes each prompt once.
+        layout: the same bin on the host, from which what is scored and a packed row's layout are known; None: this bin
+            is on the host.
     """
 
     input_ids: Tensor
@@ -173,13 +181,13 @@ class Bin:
         return self.input_ids, self.labels, self.position_ids, self.attention_mask, on_host
 
 
-#: what the host must know of a bin
+#: fields that the host must have to lay out a bin
 LAYOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """Numbers of ``N`` rows that the host must know to cut bins from them: tokens of prompts and completions, which
+    """What the host must know of ``N`` rows to cut bins from them: prompt and completion lengths in tokens, and which
     rows have a hole in a mask."""
 
     prompts: Ints
@@ -189,10 +197,11 @@ class OnHost:
 
 @dataclass(frozen=True)
 class RowTable:
-    """``N`` rows: prompts left-padded to P, completions right-padded to T, and what belongs to each row.
+    """Table of ``N`` rows: prompts padded on the left to P tokens, completions on the right to T, and all other fields.
 
-    ``offset`` is the position index that TRL's padding gives the row's first prompt token (TRL feeds no position ids);
-    bins keep it, and thus TRL's numbers. ``per_token`` names the fields ``[N, T]`` that follow the completion.
+    ``offset`` is the position index that TRL's padding gives the row's first prompt token (TRL passes no position ids).
+    Bins keep it, and with it TRL's numbers. ``per_token`` names the fields ``[N, T]`` that are aligned with the
+    completion.
     """
 
     fields: dict[str, Tensor]
@@ -201,7 +210,8 @@ class RowTable:
 
     @staticmethod
     def of(window: list[dict[str, Any]]) -> RowTable:
-        """Table of an optimizer step's micro-batches (this rank). Widths may differ between generation batches."""
+        """Build the table of an optimizer step's micro-batches on this rank. Widths may differ between generation
+        batches."""
         rows = [row_tensors(batch) for batch in window]
         names = set.intersection(*(set(row) for row in rows)) - {POSITION_OFFSET, POLICY_VERSION}
         offset = torch.cat([row.get(POSITION_OFFSET, row["prompt_ids"].size(1) - row_lengths(row)[0]) for row in rows])
@@ -213,7 +223,7 @@ class RowTable:
         return RowTable(fields, offset, per_token_fields(widths))
 
     def gathered(self, accelerator: Any) -> RowTable:
-        """The rows of all ranks, in rank order. (An optimizer step moves less: ``exchange``.)"""
+        """Return the table of all ranks' rows, in rank order. (An optimizer step sends less: ``exchange``.)"""
         if accelerator.num_processes == 1:
             return self
         fields = {}
@@ -236,32 +246,33 @@ class RowTable:
 
     @functools.cached_property
     def on_host(self) -> OnHost:
-        """Numbers of the rows on the host, read in one transfer, which waits for the device; no bin does after it."""
+        """Lengths and holes of the rows on the host, read in one transfer, which waits for the device. No bin waits
+        after it."""
         prompts, completions, holes = torch.stack([*self.lengths, has_hole(self.fields).long()]).cpu().numpy()
         return OnHost(prompts, completions, holes.astype(bool))
 
     @functools.cached_property
     def _layout(self) -> RowTable:
-        """The tokens of the rows and their masks on the host; of another device a copy, in a transfer a field."""
+        """The rows' tokens and masks on the host, copied from another device in one transfer per field."""
         fields = {name: self.fields[name].cpu() for name in LAYOUT if name in self.fields}
         return RowTable(fields, self.offset.cpu(), self.per_token)
 
     def prepared(self) -> RowTable:
-        """Return this table, with all that the host will ask of it already there."""
+        """Read everything that the host needs to cut bins, and return this table."""
         _ = self.on_host
         if self.offset.device.type != "cpu":
             _ = self._layout.on_host
         return self
 
     def bin(self, rows: list[int], limit: int | None = None, shared: bool = False, index: Tensor | None = None) -> Bin:
-        """Rows ``rows`` as one forward. No rows: a stand-in of two tokens that carries no loss, for ranks in step.
-        Nothing is read from the device once the table is ``prepared``.
+        """Return the bin of ``rows``. Without rows it is a dummy of two tokens and no loss, so that all ranks run as
+        many forwards. Nothing is read from the device once the table is ``prepared``.
 
         Args:
-            limit: how many positions the model knows. A row that is shorter than the bin's longest and had more padding
-                at generation would be padded past them; padding stops at the last one.
-            shared: the forward is to compute each prompt once.
-            index: the rows on the table's device, where they are there already (``on_device``).
+            limit: number of positions that the model has. Padding behind a row that had more padding at generation
+                could pass it; such padding stays at the last position.
+            shared: whether the forward is to compute each prompt once.
+            index: the rows on the table's device, if they are there already (``on_device``).
         """
         if index is None:
             index = on_device([rows], self.offset.device)[0]
@@ -311,14 +322,15 @@ class RowTable:
 
 
 def on_device(bins: list[list[int]], device: torch.device) -> list[Tensor]:
-    """Long ``[n]`` of the rows of each bin (row 0 of an empty one), all in one transfer."""
+    """Send the row indices of all bins to the device in one transfer; long ``[n]`` per bin (row 0 for an empty one)."""
     sizes = [max(len(rows), 1) for rows in bins]
     flat = torch.tensor([row for rows in bins for row in rows or [0]], dtype=torch.long)
     return list(flat.to(device).split(sizes))
 
 
 def per_token_fields(widths: dict[str, int]) -> frozenset[str]:
-    """Fields that follow the completion, from the widths over all ranks: TRL's, and a team's that are as wide."""
+    """Return the names of fields aligned with the completion, from the widths over all ranks: TRL's, and a team's that
+    are as wide."""
     wide = widths.get("completion_ids")
     follows = {name for name, width in widths.items() if width == wide and not is_of_prompt(name)}
     return frozenset(follows | (widths.keys() & COMPLETION_FIELDS))
@@ -330,7 +342,7 @@ def is_of_prompt(name: str) -> bool:
 
 
 def fitted(name: str, value: Tensor, width: int) -> Tensor:
-    """``[rows, width, …]`` of a field: cut, or filled up, where its padding is."""
+    """Return a field as ``[rows, width, …]``, cut or padded on the side of its padding."""
     missing = width - value.size(1)
     if missing <= 0:
         if is_of_prompt(name):
@@ -341,8 +353,8 @@ def fitted(name: str, value: Tensor, width: int) -> Tensor:
 
 
 def positions_at_generation(inputs: dict[str, Any]) -> Tensor | None:
-    """Position ids ``[B, P + T]`` that put each row where the padding of its own generation batch had it, padding at
-    the row's nearest; ``None`` where the batch is as it was generated."""
+    """Return position ids ``[B, P + T]`` that give each row the positions it had in its own generation batch; padding
+    gets the row's nearest position. ``None`` if the batch is as it was generated."""
     first = Carried(inputs).position_offset
     if first is None:
         return None

@@ -1,5 +1,5 @@
-"""Components that act in a step beside TRL's own object: built once, in the order in which they act, after TRL's
-constructor."""
+"""The components that act in a step beside TRL's trainer. They are built once, after TRL's constructor, in the order in
+which they act."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from grpo_lab.trainer.step.exact_update import ExactUpdate
 from grpo_lab.trainer.step.guard import NumbersGuard
 from grpo_lab.trainer.step.iteration import MovingReference, OptimizerReset, idle_pull
 
-#: entries that a checkpoint of weights alone (``save_only_model``) does without
+#: entries that are left out of a checkpoint of weights alone (``save_only_model``)
 BESIDE_WEIGHTS = ("reference", "kl", "preference", "without_moments")
 
 
 class StepComponents:
-    """Holds one object of each component; ``critic`` and ``optimizer_reset`` are None where they are not asked for.
-    Operates TRL's object: adds callbacks to it, and the rollout function of a thinking budget.
+    """One object of each component; ``critic`` and ``optimizer_reset`` are None if the settings do not ask for them.
+    The constructor adds callbacks to the trainer and, for a thinking budget, a rollout function.
 
     Attributes:
-        stateful: what goes on after a resume, by the names of a checkpoint's entries and in their order.
+        stateful: components whose state a checkpoint keeps, by the names of its entries and in their order.
     """
 
     def __init__(self, trainer: GRPOTrainer, resolved: ResolvedArguments) -> None:
@@ -120,22 +120,23 @@ class StepComponents:
             trainer.add_callback(Profile(trainer))
         if trainer.lab_settings.token_weights_every is not None:
             trainer.add_callback(self.update.weights)
-        if trainer.lab_settings.objective is not None:  # a drop-in run says what stock TRL says
+        if trainer.lab_settings.objective is not None:  # without it the run logs what stock TRL logs
             trainer.add_callback(HealthLine(own_loss=has_own_loss(trainer)))
             one_line_for(trainer)
         trainer.callback_handler.callbacks[:0] = [
             self.due_evaluation,  # it belongs to the step before
-            self.generation_buffer,  # others may write a checkpoint, and it is of this step
+            self.generation_buffer,  # before others, which may write a checkpoint of it
             *([self.update.budget] if self.update.budget.is_auto else []),
             *([] if self.partial.cut is None else [self.partial]),
             *(self.guard, self.reference, self.kl, self.preference),
-            *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # other callbacks see it done
+            *([] if self.optimizer_reset is None else [self.optimizer_reset]),  # first: others see it done
         ]
         if trainer.algorithm.value is not None and trainer.algorithm.value.warmup_steps > 0:
             trainer.add_callback(CriticAlone(trainer, trainer.algorithm.value))
 
     def before_generation(self, training: bool) -> None:
-        """Weights, optimizer and reference as the coming generation batch needs them; once, whatever its rounds."""
+        """Prepare reward weights, guard and, in training, reference and optimizer for the next generation batch. Called
+        once per batch, however many rounds that takes."""
         self.weight_schedules.apply()
         self.guard.before_generation()
         if training:
@@ -144,8 +145,8 @@ class StepComponents:
                 self.optimizer_reset.before_generation()
 
     def save(self, folder: Path, together: Together) -> None:
-        """Write what a checkpoint needs beside TRL's files; called on every rank. ``together`` makes an error of one
-        rank one of all."""
+        """Write what a checkpoint needs beside TRL's files; called on every rank. ``together`` turns an error on one
+        rank into one on all ranks."""
         entries = dict[str, Any]()
         for name, part in self.stateful.items():
             if name not in BESIDE_WEIGHTS or not self._args.save_only_model:
@@ -154,13 +155,13 @@ class StepComponents:
         together(lambda: write_state(folder, known) if self._args.should_save else None)
 
     def load(self, saved: SavedState | None) -> None:
-        """Take up what ``save`` wrote; called on every rank before a training begins."""
+        """Restore what ``save`` wrote; called on every rank before training begins."""
         for part in self.stateful.values():
             part.load(saved)
 
 
 class WithoutMoments:
-    """Names the weights for which FSDP2's optimizer holds nothing (``trl_bridge.gradients``)."""
+    """Checkpoint entry that names the weights for which FSDP2's optimizer has no state (``trl_bridge.gradients``)."""
 
     holds = "the weights for which FSDP2's optimizer holds nothing"
 
@@ -176,14 +177,15 @@ class WithoutMoments:
 
 
 def has_own_loss(trainer: Numbers) -> bool:
-    """Return whether the loss is a team's: its method, or a part without a formula here."""
+    """Return whether the loss is a team's: a method of its own, or a part for which this package has no formula."""
     objective = trainer.algorithm.objective
     overridden = any(trl_bridge.teams(trainer, hook) is not None for hook in ("token_loss", "_compute_loss"))
     return overridden or (objective is not None and not has_formula(objective))
 
 
 def prove(trainer: GRPOTrainer) -> None:
-    """The start-up proof of the loss in force, and what is said of it."""
+    """Check the loss in force at start-up (``prove_loss``) and log the result, with warnings about settings. If the
+    loss is left to TRL, log only that."""
     objective = trainer.algorithm.objective
     if objective is None:
         said = f"the loss is left to TRL: {trainer.algorithm.left_to_trl}"

@@ -1,8 +1,8 @@
-"""TRL imported beside whichever vLLM is there: one that works, one that is broken, none.
+"""Import TRL beside whichever vLLM is installed: one that works, one that is broken, or none.
 
-TRL imports vLLM where it finds one, in ``trl.generation``, and a vLLM without its kernels, built for another torch or
-half unpacked then takes down everything. So that door is opened here first. Where it fails and opens without vLLM, vLLM
-is to blame: it is hidden from this process (and from TRL's ``is_vllm_available``), and one line says so. A vLLM that
+TRL imports vLLM, if it finds one, in ``trl.generation``. A vLLM without its kernels, built for another torch or half
+unpacked then makes TRL's own import fail. So that module is imported here first. If this fails with vLLM and works
+without, vLLM is hidden from this process (and from TRL's ``is_vllm_available``), and one line says so. A vLLM that
 works is imported exactly as before, and at the same cost.
 """
 
@@ -25,9 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 def import_trl() -> None:
-    """Import TRL's door to vLLM, without vLLM where that is broken. ImportError: TRL itself cannot be imported."""
+    """Import TRL's module that imports vLLM, and hide vLLM if it is broken. Raises ImportError if TRL itself cannot be
+    imported."""
     if DOOR in sys.modules or not _is_there("vllm"):
-        return  # TRL is asked for what it says without one
+        return  # TRL itself handles a vLLM that is not installed
     before = dict(os.environ)
     try:
         import_module(DOOR)
@@ -44,7 +45,7 @@ def import_trl() -> None:
 
 
 def _is_there(name: str) -> bool:
-    """Return whether a module could be imported; False for one that was hidden."""
+    """Return whether a module could be imported; False for one that ``_hide_vllm`` has hidden."""
     try:
         return find_spec(name) is not None
     except ValueError:  # in sys.modules without a spec: a stand-in
@@ -52,7 +53,8 @@ def _is_there(name: str) -> bool:
 
 
 def _hide_vllm(environment: dict[str, str]) -> None:
-    """Take back what half an import has left: modules, and variables that vLLM sets for what comes after it."""
+    """Hide vLLM and undo its failed import: remove the modules that it loaded, and restore the environment variables
+    that it changed."""
     for name in [one for one in sys.modules if one.split(".")[0] == "vllm" or one.startswith("trl.generation")]:
         del sys.modules[name]
     sys.modules["vllm"] = None  # type: ignore[assignment]

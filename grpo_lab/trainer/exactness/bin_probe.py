@@ -1,17 +1,17 @@
-"""Probes that ask the model itself two questions, once, before the first update: may rows be in bins, and may they be
+"""Probes that ask the model itself two questions before the first update: may rows be put into bins, and may they be
 under dropout?
 
-``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? Bins pad a row on the right, hand in its
-positions and no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
-RoBERTa's families, Doge) these are two numbers, and lists of names are never complete: so two short rows are forwarded
-both ways. Rounding is told from a formula by float32 where the weights are, else by the model's own: TRL's batch
-against each of its rows alone.
+``BinProbe``: has a row the same log-probs in a bin as in TRL's batch? A bin pads a row on the right and passes its
+positions, but no attention mask; TRL pads on both sides, with a mask and without positions. For some models (BERT's and
+RoBERTa's families, Doge) the results differ, and lists of names are never complete. So two short rows are forwarded
+both ways, in float32 if the weights are. What rounding may explain is measured by TRL's batch against each of its rows
+alone.
 
 ``MaskProbe``: is dropout all that a forward draws, and has every row its own masks? Only then rows may be left out and
-re-cut (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two and then four,
-with every call of torch's dropout passing its input through. A number that is drawn all the same is another's (a
-router's, an adapter's that drops whole modules); a mask that does not grow with the rows is shared. In the first
-optimizer step the real forwards are looked at likewise, every call of dropout apart (``apart_from_dropout``).
+put into other batches (``update.randomness: same_distribution``). Copies of one row are forwarded in training mode, two
+and then four, and every call of torch's dropout passes its input through. A number that is still drawn has another
+cause (a router, an adapter that drops whole modules). A mask that does not grow with the rows is shared. In the first
+optimizer step the real forwards are watched likewise, calls of dropout excepted (``apart_from_dropout``).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from grpo_lab.trainer.exactness.model_conditions import RandomnessWatch, positio
 from grpo_lab.trainer.ports import Collectives, UpdatePort
 from grpo_lab.trainer.row_table import RowTable
 
-#: prompt and completion tokens of the two rows; widths 8 and 8, so that each row has padding that the other has not
+#: prompt and completion tokens of the two rows; both are 8 wide, so that the first row is padded and the second not
 PROMPTS = (3, 8)
 COMPLETIONS = (4, 8)
 #: mean |difference| in nats per token that is always taken for rounding: float32, and coarser arithmetic, where a
 #: log-prob of −15 is a difference of logits that bfloat16 rounds by up to 0.03 each
 FLOOR, COARSE_FLOOR = 5e-5, 0.1
-#: further a multiple of what the model's own rounding makes, as far as that can be rounding
+#: a difference of so many times the model's own rounding is allowed, too, up to the most that can be rounding
 TIMES = 10.0
 MOST = 1e-3
 MOST_COARSE = 0.25
-#: copies of one row that dropout's masks are counted for
+#: copies of one row for which the sizes of dropout's masks are compared
 FEW, MANY = 2, 4
-#: the strictest rank's answer is everybody's
+#: answers, the strictest last; the strictest rank's answer holds for all
 _REASONS = (
     None,
     "the model's forward draws random numbers beside torch's dropout, so it may depend on the micro-batches' layout",
@@ -53,14 +53,14 @@ _REASONS = (
 
 
 class _Question:
-    """Asked once a run; the same answer on every rank."""
+    """A question to the model that is asked once a run and has the same answer on every rank."""
 
     def __init__(self, trainer: UpdatePort) -> None:
         self._trainer = trainer
         self._answered: tuple[str | None] | None = None
 
     def why_stock(self) -> str | None:
-        """Say why batches must stay as TRL cut them, or ``None``. A collective, the first time."""
+        """Return why batches must stay as TRL cut them, or ``None``. The first call is a collective."""
         self._answered = self._answered or (self._answer(),)
         return self._answered[0]
 
@@ -68,7 +68,8 @@ class _Question:
         raise NotImplementedError
 
     def _weights_spread_by(self) -> str | None:
-        """FSDP or DEEPSPEED, under which a forward of ours would want all ranks' weights."""
+        """Return FSDP or DEEPSPEED if it shards the weights, so that a forward of ours would need all ranks; else
+        None."""
         found = self._trainer.accelerator.distributed_type
         kind = str(getattr(found, "value", found))
         if kind in ("FSDP", "DEEPSPEED"):
@@ -108,7 +109,8 @@ class BinProbe(_Question):
 
     @torch.no_grad()
     def _measured(self) -> tuple[float, float]:
-        """Mean |difference| between a bin and TRL's batch, and what rounding may make of it."""
+        """Return the mean |difference| between a bin and TRL's batch in nats per token, and how much of it rounding may
+        explain."""
         trainer = self._trainer
         rows = two_rows(self._trainer)
         mask = rows["completion_mask"].bool()
@@ -124,7 +126,7 @@ class BinProbe(_Question):
 
 
 def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
-    """Make two rows of ordinary tokens as TRL pads them."""
+    """Make two rows of ordinary tokens, padded as TRL pads them."""
     tokenizer = trainer.text_tokenizer
     device = trainer.accelerator.device
     size = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight.size(0)
@@ -150,7 +152,8 @@ def two_rows(trainer: UpdatePort) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _looked_at(trainer: UpdatePort) -> Iterator[None]:
-    """The model in evaluation mode, without checkpointing and, where it can be, in float32; then all is as before."""
+    """Put the model inside the block into evaluation mode, without gradient checkpointing and, if possible, in float32.
+    Modes and random states are restored afterwards."""
     training = [module for module in trainer.model.modules() if module.training]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_random_states_kept(trainer.accelerator.device))
@@ -171,7 +174,7 @@ def _random_states_kept(device: torch.device) -> contextlib.AbstractContextManag
 
 
 def _in_float32(trainer: Collectives) -> bool:
-    """Return whether the model can be asked in float32: so are its weights, and neither attention nor TF32 is
+    """Return whether the model can compute in float32: its weights are, and neither its attention nor TF32 is
     coarser."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     short = any(p.is_floating_point() and p.element_size() < 4 for p in model.parameters())
@@ -185,7 +188,7 @@ def _apart(one: Tensor, other: Tensor, mask: Tensor) -> float:
 
 
 class MaskProbe(_Question):
-    """Asks the model whether dropout is all that a forward draws, and every row has masks of its own."""
+    """Asks the model whether dropout is all that a forward draws, and whether every row has its own masks."""
 
     def _answer(self) -> str | None:
         trainer = self._trainer
@@ -214,8 +217,8 @@ class MaskProbe(_Question):
 
     @torch.no_grad()
     def _sizes(self, copies: int) -> list[int] | None:
-        """Count the values that each call of dropout in a training forward had a draw for; ``None``: anything else
-        drew."""
+        """Return how many values each call of dropout draws for in a training forward of ``copies`` rows; ``None`` if
+        anything else draws."""
         trainer = self._trainer
         rows = RowTable.of([two_rows(self._trainer)])
         limit = position_limit(trainer.accelerator.unwrap_model(trainer.model))
@@ -238,7 +241,7 @@ class MaskProbe(_Question):
 
 @contextlib.contextmanager
 def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
-    """Inside the block ``watch``, which was started, does not see what torch's dropout draws."""
+    """Hide from ``watch``, which was started, what torch's dropout draws inside the block."""
 
     def unseen(_size: int, draw: Callable[[], Tensor], _without: Callable[[], Tensor]) -> Tensor:
         watch.stop()
@@ -251,8 +254,9 @@ def apart_from_dropout(watch: RandomnessWatch) -> Iterator[None]:
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Inside the block ``instead(size, draw, without)`` answers every call of torch's dropout, also inside attention:
-    ``size`` values have a draw; ``draw()`` is the call as it is; ``without()`` the same, with nothing dropped."""
+    """Replaces every call of torch's dropout inside the block, also in attention, by ``instead(size, draw, without)``.
+    ``size`` is the number of values that are drawn for. ``draw()`` makes the call as it is; ``without()`` makes it with
+    nothing dropped."""
 
     def __init__(self, instead: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], Tensor]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Start-up proof: the loss in force is the one that was configured.
+"""Start-up proof that the loss in force is the one that was configured.
 
 Before the first step a toy batch goes through the very path that training uses (the ``token_loss`` hook, the
-aggregation) and is compared with the formula written out as plain Python over single numbers. A subclass hook, a wrong
-denominator or an option that stopped having an effect shows here. The same toy batches answer what the exact update
-asks of every loss; ``part_questions`` asks the parts of a team more.
+aggregation). The result is compared with the formula written out as plain Python over single numbers. This finds a
+subclass hook, a wrong denominator or an option that stopped having an effect. The same toy batches answer what the
+exact update must know of every loss; ``part_questions`` tests a team's own parts further.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DENOMINATORS = Denominators(rows=3.0, tokens=7.0, budget=5.0, micro_batches=2.0
 
 
 def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75, 0.5, -0.4)) -> TokenBatch:
-    """Four rows of up to four tokens in float64. Touches no random state.
+    """Make a batch of four rows of up to four tokens in float64, without touching random states.
 
     Token ratios reach from e^-0.9 to e^2 and row means from -0.4 to 0.9, with either sign of the advantage, so that
     every clip, two-sided bound and weight bound in use cuts somewhere.
@@ -43,7 +43,8 @@ def toy_batch(objective: Objective, advantages: tuple[float, ...] = (1.5, -0.75,
 def wide_toy_batch(
     objective: Objective, advantages: tuple[float, ...] = (2.0, -1.0, 0.3, -0.2, 1e-3, -3.0)
 ) -> TokenBatch:
-    """Six rows of one to seven tokens in float64, with log-probs from -20 to 0 and token ratios from e^-6 to e^6."""
+    """Make a batch of six rows of one to seven tokens in float64, with log-probs from -20 to 0 and token ratios from
+    e^-6 to e^6."""
     at = torch.arange(42, dtype=torch.float64).view(6, 7)
     mask = torch.arange(7) < torch.tensor([7, 5, 1, 3, 7, 2]).unsqueeze(1)
     values = -10 + 10 * torch.sin(1 + at), 6 * torch.sin(2 + 3 * at), torch.cos(5 * at), 2 + 2 * torch.cos(at)
@@ -67,9 +68,9 @@ def _batch(
 
 
 def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = False) -> str:
-    """Compare the loss in force with the written-out formula; returns a sentence for the log. Parts that a team brought
-    (``own_hook``: its ``token_loss``) have no formula here; the sentence then says so. ``RuntimeError``: the values
-    differ. ``ValueError``: the loss is not finite, has no gradient, or another shape than it may have."""
+    """Compare the loss in force with the written-out formula and return a sentence for the log. A team's parts
+    (``own_hook``: its ``token_loss``) have no formula here, and the sentence then says so. Raises RuntimeError if the
+    values differ. Raises ValueError if the loss is not finite, has no gradient or has a wrong shape."""
     batch = toy_batch(objective)
     named = f"objective {objective.name!r}"
     loss = checked_token_loss(token_loss(batch), batch.mask, f"`{address(token_loss)}`")
@@ -96,8 +97,8 @@ def prove_loss(token_loss: TokenLoss, objective: Objective, own_hook: bool = Fal
 
 
 def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> bool:
-    """Return whether rows of advantage 0 have exactly zero loss and gradient, beside any others: else none may be
-    skipped."""
+    """Return whether rows of advantage 0 have exactly zero loss and gradient, whatever rows are beside them. Only then
+    may they be skipped."""
     for batch in (
         toy_batch(objective, (0.0,) * 4),
         toy_batch(objective, (0.0, -0.75, 0.0, 0.5)),
@@ -116,10 +117,11 @@ def vanishes_without_advantage(token_loss: TokenLoss, objective: Objective) -> b
 
 
 def is_sum_over_rows(objective: Objective, several_generations: bool = False) -> bool:
-    """Return whether aggregating all rows equals the sum of aggregating each row at its own width, denominators fixed:
-    so that bins of any composition, width and order, and a dummy row without loss tokens, add up to the same loss.
+    """Return whether aggregating all rows equals the sum of aggregating each row at its own width, with denominators
+    fixed. Then bins of any composition, width and order add up to the same loss, also with a dummy row without loss
+    tokens.
 
-    With ``several_generations`` in an optimizer step the token count is one number a row, ``[B, 1]``.
+    With ``several_generations`` in an optimizer step the token count is one number per row, ``[B, 1]``.
     """
 
     def aggregate(loss: Tensor, mask: Tensor, **changes: Any) -> Tensor:
@@ -148,7 +150,8 @@ def is_sum_over_rows(objective: Objective, several_generations: bool = False) ->
 
 
 def literal_loss(objective: Objective, batch: TokenBatch) -> float | None:
-    """The formula over single floats, by loops; ``None`` where surrogate or aggregation has not written it out."""
+    """Compute the loss by the written-out formula, in loops over single floats; ``None`` if surrogate or aggregation
+    has no such formula."""
     surrogate = _literal_of(objective.surrogate)
     aggregate = _literal_of(objective.aggregate)
     if surrogate is None or aggregate is None:
@@ -172,7 +175,8 @@ def has_formula(objective: Objective) -> bool:
 
 
 def _literal_of(part: Any) -> Any:
-    """The formula of this very class or function: a subclass that changes the tensors has not written it out."""
+    """Return the formula of this very class or function. A subclass that changes the tensor code does not inherit
+    one."""
     ours = next((formula for one, formula in LITERALS.items() if one is part), None)
     if ours is None and "literal" in vars(type(part)):
         return part.literal

@@ -1,10 +1,9 @@
-"""Conditions of the model that stand in the exact update's way: randomness in the forward, layers that mix rows,
-positions.
+"""Properties of the model that rule out the exact update: randomness in the forward, layers that mix rows, positions.
 
-The first line of defence reads the model: every module's probabilities of dropout, layer drop and router noise,
-whatever the family calls them. The second does not trust names: in the first optimizer step the random number
-generators are looked at before and after a forward (``RandomnessWatch``); one that is a function of its inputs does not
-move them. What torch's dropout draws may be told apart (``MaskProbe``).
+First the model is inspected: every module's probabilities of dropout, layer drop and router noise, whatever the family
+calls them. The second check does not trust names: in the first optimizer step the states of the random number
+generators are compared before and after a forward (``RandomnessWatch``). A forward that is a function of its inputs
+does not change them. What torch's dropout draws can be excepted (``bin_probe``).
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ _LAYER_DROP = re.compile(r"layer_?drop|drop_?path|stochastic_depth")
 _NOISE = re.compile(r"jitter")
 _SHARED = re.compile(r"(rank|module)_?drop")
 _DROPOUT = re.compile(r"drop")
-#: drop whole channels: of a row by itself only where the first of three dimensions is the rows
+#: drop whole channels; a row has masks of its own only if the first of three dimensions is the rows
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 
 def dropout_rate(model: nn.Module) -> float:
-    """Largest drop probability of single values: ``nn.Dropout`` modules, functional dropout, adapters' dropout."""
+    """Return the largest drop probability of single values: of ``nn.Dropout`` modules, functional dropout, adapters'
+    dropout."""
     modules = (float(m.p) for m in _dropouts(model) if not isinstance(m, _CHANNELS))
     others = (_LAYER_DROP, _NOISE, _SHARED)
     return max([_largest(model, _DROPOUT, others), *modules])
 
 
 def shared_dropout_rate(model: nn.Module) -> float:
-    """Largest drop probability of what rows share: channels, an adapter's ranks or whole modules (PEFT's LoHa)."""
+    """Return the largest drop probability of what rows share: channels, an adapter's ranks or whole modules (PEFT's
+    LoHa)."""
     modules = (float(m.p) for m in _dropouts(model) if isinstance(m, _CHANNELS))
     return max([_largest(model, _SHARED), *modules])
 
@@ -44,17 +45,19 @@ def _dropouts(model: nn.Module) -> Iterator[nn.modules.dropout._DropoutNd]:
 
 
 def layer_drop_rate(model: nn.Module) -> float:
-    """Largest probability with which a whole layer is skipped in training (OPT's, BART's ``layerdrop``; drop path)."""
+    """Return the largest probability that a whole layer is skipped in training (OPT's, BART's ``layerdrop``; drop
+    path)."""
     return _largest(model, _LAYER_DROP)
 
 
 def router_noise(model: nn.Module) -> float:
-    """Largest noise on routers' or experts' inputs in training (``jitter_noise``; DBRX: ``moe_jitter_eps``)."""
+    """Return the largest noise on routers' or experts' inputs in training (``jitter_noise``; DBRX:
+    ``moe_jitter_eps``)."""
     return _largest(model, _NOISE)
 
 
 def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
-    """Say what makes a row's output depend on the other rows of its batch; "" where nothing does."""
+    """Return what makes a row's output depend on the other rows of its batch; "" if nothing does."""
     if mixed_precision == "fp8":
         return (
             "in fp8 activations are scaled by the whole batch's largest (accelerate's `mixed_precision`; in bf16 not)"
@@ -68,7 +71,7 @@ def mixes_rows(model: nn.Module, mixed_precision: str) -> str:
 
 
 def moves_positions(model: nn.Module) -> str:
-    """Say why bins cannot hand in the positions that stock has, the row's place in TRL's padding; "" where they can."""
+    """Return why bins cannot give the model the positions that a row has in TRL's padded batch; "" if they can."""
     adapters = getattr(model, "peft_config", None)
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
@@ -93,7 +96,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Number of positions that the model's config says it knows; None where it says none (ALiBi, recurrent models)."""
+    """Return the number of positions in the model's config; None if it gives none (ALiBi, recurrent models)."""
     limit = getattr(_text_config(model), "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         return limit
@@ -104,9 +107,10 @@ def padding_reaches_state(model: nn.Module) -> bool:
     """Return whether a recurrent state runs through a row's padding, so that its log-probs depend on how far TRL padded
     it.
 
-    transformers marks models with a state (``_is_stateful``); those that zero padding on its way do it by one function,
-    ``apply_mask_to_padding_states`` (Mamba, gated DeltaNet), those without it let padding through (RWKV,
-    RecurrentGemma, xLSTM). One that masks otherwise counts, too: the price is a slower update, not a wrong one.
+    transformers marks models with a state (``_is_stateful``). Those that zero padding use one function for that,
+    ``apply_mask_to_padding_states`` (Mamba, gated DeltaNet); models without it let padding through (RWKV,
+    RecurrentGemma, xLSTM). A model that masks in another way counts, too: the price is a slower update, not a wrong
+    one.
     """
     stateful = [module for module in model.modules() if getattr(module, "_is_stateful", False)]
     homes = {type(module).__module__ for module in stateful}
@@ -114,14 +118,14 @@ def padding_reaches_state(model: nn.Module) -> bool:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Return whether position ids mean what padding means to the model, and its forward reads them."""
+    """Return whether the model's forward accepts position ids, and they stand for the positions that padding gives."""
     forward = getattr(model, "get_base_model", lambda: model)().forward
     return not moves_positions(model) and "position_ids" in signature(forward).parameters
 
 
 def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[str], ...] = ()) -> float:
-    """Largest positive number that a module keeps under a name like ``kind`` and like none of ``others``. A value that
-    the module never uses is counted too: the price is a slower update, not a wrong one."""
+    """Return the largest positive number that a module keeps under a name that matches ``kind`` and none of ``others``.
+    A value that the module never uses is counted too: the price is a slower update, not a wrong one."""
     found = [0.0]
     for module in model.modules():
         for name, value in vars(module).items():
@@ -135,8 +139,8 @@ def _largest(model: nn.Module, kind: re.Pattern[str], others: tuple[re.Pattern[s
 
 
 class RandomnessWatch:
-    """Compares the generators' states before and after, and so knows whether this process drew a random number since
-    ``start``."""
+    """Tells whether this process drew a random number between ``start`` and ``stop``, from the generators' states
+    before and after."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,10 +1,10 @@
-"""Questions to the parts that a team brings: may the rows of a step be cut into other batches than TRL's?
+"""Tests of the loss parts that a team brings: may the rows of a step be cut into other batches than TRL's?
 
-The exact update computes live rows in bins of any composition and width. That is TRL's gradient only where the loss of
-a row depends on that row alone. A part of a team is asked on toy batches before every optimizer step, since what it
-answers may follow a schedule. Asking leaves no trace (``StateWatch``), and a part whose state it touched is one whose
-value depends on how often it is called. What cannot be seen: a dependence that shows only on values that no toy batch
-has, or that changes within one step.
+The exact update computes rows in bins of any composition and width. That gives TRL's gradient only if the loss of a row
+depends on that row alone. A team's part is tested on toy batches before every optimizer step, since its answer may
+follow a schedule. The test leaves no trace (``StateWatch``); a part whose state it changed is one whose value depends
+on how often it is called. What it cannot find: a dependence that shows only on values that no toy batch has, or that
+changes within one step.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ LIBRARIES = "torch", "transformers", "trl", "accelerate", "datasets", "peft", "n
 
 
 class StateWatch:
-    """A context in which ``parts`` are called: afterwards random states and their own memory are as before.
+    """Context in which ``parts`` are called. Afterwards random states and the parts' own state are restored.
 
-    ``touched`` then says what they had changed, or is ``None``. Looked at: attributes of objects (also of those that
-    they hold), closures, and module variables that a function names, where they are numbers, texts, tensors, or small
-    lists, sets and dictionaries of such.
+    ``touched`` then says what the parts had changed, or is ``None``. Compared are attributes of objects (also of
+    objects that they hold), closures, and module variables that a function names. Only numbers, texts, tensors, and
+    small lists, sets and dictionaries of such are compared.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -98,7 +98,8 @@ class _Cells(UserDict[str, Any]):
 
 
 def _places(part: Any, depth: int, seen: set[int]) -> Iterator[tuple[MutableMapping[str, Any], tuple[str, ...] | None]]:
-    """Yield the places where ``part`` can remember something, and which names there are its own (``None``: all)."""
+    """Yield the mappings in which ``part`` can keep state, each with the names in it that are its own (``None``:
+    all)."""
     if depth < 0 or id(part) in seen:
         return
     seen.add(id(part))
@@ -135,7 +136,7 @@ def _is_plain(value: Any, depth: int = DEPTH) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    """A tensor that carries a graph cannot be copied."""
+    """Return ``value`` with its tensors detached: one that carries a graph cannot be copied."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
@@ -163,7 +164,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 @torch.no_grad()
 def _put_back(value: Any, before: Any) -> Any:
-    """``value`` with its former content, the same object where it can be: others may hold it, too."""
+    """Return ``value`` with its former content ``before``. It is the same object if possible, since others may hold it,
+    too."""
     if isinstance(value, Tensor) and value.shape == before.shape and not value.is_leaf and value.requires_grad:
         return before
     if isinstance(value, Tensor) and value.shape == before.shape:
@@ -188,21 +190,22 @@ def _random_states() -> list[Any]:
 
 
 class Answers(NamedTuple):
-    """``stock``: why TRL's batches must stay, or ``None``. ``pull``: what has a loss or a gradient where a row's
-    advantage is 0; "" where nothing has."""
+    """What the test found. ``stock`` says why TRL's batches must stay, or is ``None``. ``pull`` names the part that has
+    a loss or a gradient where a row's advantage is 0; "" if none has."""
 
     stock: str | None
     pull: str
 
 
 def has_team_parts(trainer: Numbers) -> bool:
-    """Return whether the loss in force has a part that is not this package's, so that its answers may change."""
+    """Return whether the loss in force has a part that is not this package's, so that the answers may change during the
+    run."""
     objective = trainer.algorithm.objective
     return objective is not None and any(_team_parts(trainer, objective))
 
 
 def answers(trainer: StepPort, objective: Objective) -> Answers:
-    """Ask the parts in force now; the answers are the same on every rank."""
+    """Test the loss parts in force on toy batches; the answers are the same on every rank."""
     of_token, of_average = _team_parts(trainer, objective)
     parts = [*of_token, *of_average]
     names = " and ".join(parts)
@@ -243,7 +246,7 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
 
 
 def _team_parts(trainer: Numbers, objective: Objective) -> tuple[list[str], list[str]]:
-    """Name what of a team's makes the loss of a token, and what averages it."""
+    """Return the names of a team's parts that compute the loss of a token, and of those that average it."""
     found = []
     hook = teams(trainer, "token_loss")
     if hook is not None:
@@ -294,7 +297,7 @@ def _asked(token_loss: TokenLoss, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 
 def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
-    """Some rows of ``batch`` as a batch of their own, ``width`` tokens wide; further columns are padding."""
+    """Return some rows of ``batch`` as a batch of their own, ``width`` tokens wide; additional columns are padding."""
     tall = batch.mask.size(1)
 
     def field(value: Tensor | None) -> Any:
@@ -310,7 +313,7 @@ def cut(batch: TokenBatch, rows: tuple[int, ...], width: int) -> TokenBatch:
 
 
 def _alike(expected: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor]) -> bool:
-    """Equal up to the order of additions: a handful of them, in the type that the part computes in."""
+    """Return whether two results are equal up to the order of a few additions, in the precision of the part."""
     for one, other in zip(expected, found, strict=True):
         size = max(1.0, float(one.abs().max())) if one.numel() else 1.0
         if not ((one - other).abs() <= (1e-9 if one.dtype == torch.float64 else 1e-5) * size).all():

@@ -1,4 +1,5 @@
-"""``update: {share_prompts: auto | on | off}``: may a group's prompt be computed once, is it cheaper, was it right?"""
+"""``update: {share_prompts: auto | on | off}``: decide whether a group's prompt may be computed once and whether that
+is cheaper, and check the result."""
 
 from __future__ import annotations
 
@@ -23,25 +24,26 @@ from grpo_lab.update import DEARER, DEARER_BIN, Numbers, Plan, Rows, cheaper, pl
 TOLERANCE, TOLERANCE_COARSE = 1e-4, 0.02
 #: names of attentions that read a packed row, beside those of flash kernels
 SERVED = ("sdpa", trl_bridge.FLEX, trl_bridge.SHARED_PROMPT, trl_bridge.SHARED_FLEX)
-#: what a packed row costs beyond its tokens, as a share of them and in tokens a bin. Rectangles: measured on a CPU.
-#: Kernels read it as they read padded rows; FlexAttention's is filled up, by half a sixteenth or half a block. On paper
+#: form → what a packed row costs beyond its tokens, as a share of them and in tokens a bin. Tiles: measured on a CPU.
+#: Flash kernels: nothing. FlexAttention: half a sixteenth or half a block of padding. Both are estimates
 DEARER_BY = {"tiles": (DEARER, DEARER_BIN), "flex": (1 / 32, 64), "varlen": (0.0, 0)}
-#: of the first shared bin, which are compared: prompts, and completions of each
+#: how many prompts of the first shared bin are compared, and how many completions of each
 PROMPTS, COMPLETIONS = 3, 4
 
 
 class SharedPrompts:
-    """Plans with a group's prompt once, and the log-probs of their bins. One per trainer.
+    """Makes plans in which a group's prompt is computed once, and computes the log-probs of their bins. One per
+    trainer.
 
-    Unless the setting is ``off`` the attention of the model and of a reference is one that reads packed rows, for good
-    (``trl_bridge.served_as``): ``sdpa`` and FlexAttention by names of ours, which are ``sdpa`` wherever no row is
-    packed; a flash kernel keeps its own.
+    Unless the setting is ``off``, the model and a reference get an attention that reads packed rows, for good
+    (``trl_bridge.served_as``). ``sdpa`` and FlexAttention are replaced by attentions of ours, which are ``sdpa``
+    wherever no row is packed; a flash kernel keeps its own name.
 
     Attributes:
-        because: why no prompt is shared, "" where it may be.
+        because: why no prompt is shared; "" if prompts may be shared.
 
     Raises:
-        ValueError: ``on``, and the model or the run cannot be served.
+        ValueError: the setting is ``on``, and the model or the run does not allow it.
     """
 
     def __init__(self, trainer: UpdatePort) -> None:
@@ -68,7 +70,7 @@ class SharedPrompts:
         return not self.because
 
     def described(self) -> dict[str, str]:
-        """Describe the setting for ``run.json``: nothing where nothing was asked for."""
+        """Return the setting for ``run.json``; nothing if it is ``off``."""
         if self.asked == "off":
             return {}
         return {"share_prompts": f"no: {self.because}" if self.because else self.asked}
@@ -76,9 +78,9 @@ class SharedPrompts:
     def planned(
         self, plain: Plan, rows: Rows, prompts: Numbers | None, num_ranks: int, max_tokens: int, overhead: int
     ) -> Plan:
-        """The plan of ``rows`` (as long as packed rows have them) with their prompts once, or ``plain``: with ``auto``
-        the cheaper one, where one more forward costs ``overhead`` tokens. Where a row has a hole in a mask it is
-        ``plain``: a packed row cannot have one."""
+        """Return a plan of ``rows`` in which each prompt is computed once, or ``plain``. ``rows`` have their lengths in
+        packed rows. With ``auto`` the cheaper plan is returned, where one more forward costs ``overhead`` tokens. If a
+        row has a hole in a mask it is ``plain``: a packed row cannot have one."""
         if self.because:
             return plain
         assert prompts is not None  # they are asked for where prompts may be shared
@@ -87,21 +89,23 @@ class SharedPrompts:
         shared = plan_shared(rows, prompts, num_ranks, max_tokens)
         if self.asked == "on":
             return shared
-        # by the name, which is the same on every rank; how long FlexAttention compiles is not
+        # not `_form`: how long FlexAttention compiles is not the same on every rank
         form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(self._trainer.model)))
         return cheaper(plain, shared, *DEARER_BY[form], overhead)
 
     def log_probs(self, model: nn.Module, part: Bin) -> tuple[Tensor, Tensor | None]:
-        """``completion_log_probs`` of a bin. One that scores nothing is computed as without this setting. Some groups
-        of the first shared bin that scores something on some rank are compared with their unshared rows, on every rank:
-        where they differ ``auto`` shares no more and warns (what is left of this step is computed in the bins at hand,
-        each row with its prompt); with ``on`` it is a RuntimeError."""
+        """Compute a bin's log-probs as ``completion_log_probs`` does; a bin that scores nothing is computed unshared.
+
+        In the first shared bin that scores something on some rank, every rank compares some groups with their unshared
+        rows. If they differ, ``auto`` warns and shares no more; what is left of this step is computed in the bins at
+        hand, each row with its prompt. With ``on`` a difference raises RuntimeError.
+        """
         if part.shared and not self._checked and self._scores_somewhere(part):
             self._check(self._trainer.accelerator.unwrap_model(model), part)
         return self._forward(model, part)
 
     def _scores_somewhere(self, part: Bin) -> bool:
-        """Return whether a rank has something to compare: a step without a live row has stand-ins alone. A
+        """Return whether the bin scores a token on any rank; in a step without such rows all bins are dummies. A
         collective."""
         scores = (part.labels != -100).any().unsqueeze(0)
         return bool(self._trainer.accelerator.gather(scores).any())
@@ -119,8 +123,8 @@ class SharedPrompts:
         return trl_bridge.shared_log_probs(self._trainer.accelerator, model, packed, part.input_ids.shape)
 
     def _form(self, model: nn.Module) -> trl_bridge.Form:
-        """Form of packed rows that the model reads; tiles instead of FlexAttention once that has compiled for too
-        long."""
+        """Return the form of packed rows that the model reads: ``tiles`` in place of ``flex`` once FlexAttention has
+        compiled for too long."""
         form = trl_bridge.form_of(attention_of(self._trainer.accelerator.unwrap_model(model)))
         if form != "flex" or not trl_bridge.CLOCK.is_spent:
             return form
@@ -141,8 +145,8 @@ class SharedPrompts:
 
     @torch.no_grad()
     def _check(self, model: nn.Module, part: Bin) -> None:
-        """Compare the first shared bin that scores with unshared rows. Every rank is at it: with weights in parts these
-        forwards are collectives."""
+        """Compare the first shared bin that scores with unshared rows. Every rank takes part: with sharded weights
+        these forwards are collectives."""
         accelerator = self._trainer.accelerator
         part = _some_groups(part)
         exact = accelerator.mixed_precision == "no" and next(model.parameters()).dtype == torch.float32
@@ -180,14 +184,14 @@ class SharedPrompts:
 
 
 def refuse_unshared(because: str) -> None:
-    """ValueError where prompts are to be shared and cannot be; ``because``: why, "" where they can."""
+    """Raise ValueError unless ``because`` is empty. It says why prompts, which are to be shared, cannot be."""
     if because:
         raise ValueError(f"`update.share_prompts` is on, and {because}; set it to auto or off")
 
 
 def why_unshared(model: nn.Module, attention: str | None = None) -> str:
-    """Say why a packed row would be another function of ``model``; "" where nothing is known. ``attention``: what it
-    will be loaded with, where that is not its own."""
+    """Return why ``model`` would compute something else from a packed row; "" if no reason is known. ``attention`` is
+    the attention that it will be loaded with, if not its own."""
     inner = _inner(model)
     if not isinstance(inner, PreTrainedModel) or not inner._supports_attention_backend:
         return f"{type(inner).__name__} does not take its attention from transformers' `AttentionInterface`"
@@ -221,7 +225,7 @@ def why_unshared(model: nn.Module, attention: str | None = None) -> str:
 
 
 def attention_of(model: nn.Module) -> str | None:
-    """The name under which transformers knows the model's attention; None for a model of another library."""
+    """Return transformers' name of the model's attention; None for a model of another library."""
     inner = _inner(model)
     if isinstance(inner, PreTrainedModel):
         return inner.config.get_text_config()._attn_implementation
@@ -250,13 +254,14 @@ def _of_run(trainer: UpdatePort) -> str:
 
 
 def _apart(found: Tensor, expected: Tensor) -> Tensor:
-    """|difference|; 0 where both are the same that has none (NaN of broken weights is the guard's, and no reason)."""
+    """Return |difference|; 0 where both are the same NaN or infinity. (NaN of broken weights is left to the guard, and
+    is no reason not to share.)"""
     same = (found == expected) | (found.isnan() & expected.isnan())
     return (found - expected).abs().masked_fill(same, 0.0)
 
 
 def _some_groups(part: Bin) -> Bin:
-    """A few completions of the first few prompts of a bin: what a forward reads of it."""
+    """Return a bin of a few completions of the first few prompts of ``part``, with what a forward reads of it."""
     steps = torch.arange(part.input_ids.size(1), device=part.input_ids.device)
     of_prompt = steps <= part.take[:, :1]
     _, prompt = part.input_ids.masked_fill(~of_prompt, -1).unique(dim=0, return_inverse=True)
@@ -272,5 +277,5 @@ def _some_groups(part: Bin) -> Bin:
 
 
 def _inner(model: nn.Module) -> Any:
-    """The transformers model below an adapter."""
+    """Return the transformers model below an adapter."""
     return getattr(model, "get_base_model", lambda: model)()

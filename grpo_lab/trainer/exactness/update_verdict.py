@@ -1,11 +1,11 @@
-"""The one owner of the exact update's verdict: may TRL's batches be re-cut, may rows be left out, and if not, why.
+"""Decide what the exact update may do: may TRL's batches be re-cut, may rows be left out, and if not, why.
 
-It asks the loss in force (``part_questions``), what the run is set to and the model is made of (``model_conditions``,
-``grpo_lab.update.live``) and, where all of them agree, the model itself (``bin_probe``). It is asked once per
-generation batch, before its forwards, and its answer stands until
+The verdict follows from the loss in force (``part_questions``), the run's settings and the model's properties
+(``model_conditions``, ``grpo_lab.update.live``). If all of these agree, the model itself is tested (``bin_probe``). It
+is made once per generation batch, before its forwards, and holds until
 
     the next generation batch         a callback may have changed the model or the run meanwhile
-    the next optimizer step           where a part of the loss is a team's, whose answer may follow a schedule
+    the next optimizer step           if a part of the loss is a team's, whose answer may follow a schedule
     a forward drew random numbers     seen in the first optimizer step, whatever drew them
     a resume                          the batch that is taken up was judged by another process
 
@@ -29,8 +29,8 @@ from grpo_lab.trainer.settings.algorithm import name_of
 from grpo_lab.trainer.trl_bridge import hf_runs_the_step, may_bring_images, teams
 from grpo_lab.update import LiveConditions, why_all_rows, why_stock_batches
 
-#: method → what a team's does with micro-batches that TRL cut, which no bin is: all of a step's bins are made inside
-#: its last ``compute_loss``; and what keeps the exact update
+#: method → (what a team's override does with TRL's micro-batches, what keeps the exact update instead). It would see
+#: no bin: all bins of a step are made inside its last ``compute_loss``
 AROUND: dict[str, tuple[str, str]] = {
     "_compute_loss": ("makes the loss of", "`token_loss` is the hook that"),
     "compute_loss": ("stands around the loss of each of", "`token_loss` is the hook that"),
@@ -41,11 +41,13 @@ AROUND: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class UpdateVerdict:
-    """The verdict on what may be done exactly: ``stock`` is why batches stay as TRL cut them, ``all_rows`` why no row
-    is left out.
+    """Verdict on what may be done exactly.
 
-    ``chosen``: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), and no news.
-    ``draws``: the forward is random (dropout, …), so that no forward has the log-probs of another, in any batch.
+    Attributes:
+        stock: why batches stay as TRL cut them; None if they may be re-cut.
+        all_rows: why no row is left out; None if rows may be.
+        chosen: the reason is a setting that says just this (``update: off``, ``dead_groups: keep``), so it is no news.
+        draws: the forward is random (dropout, …), so that no two forwards have the same log-probs.
     """
 
     stock: str | None
@@ -59,7 +61,7 @@ class UpdateVerdict:
 
 
 class StandingVerdict:
-    """The verdict on the generation batch that the run is in. The same on every rank."""
+    """The verdict on the current generation batch; the same on every rank."""
 
     def __init__(self, trainer: StepPort) -> None:
         self._trainer = trainer
@@ -71,7 +73,8 @@ class StandingVerdict:
         self._asked_at: tuple[int, int | None] | None = None
 
     def now(self) -> UpdateVerdict:
-        """A collective where it has to be asked anew; called on every rank alike."""
+        """Return the verdict. If it no longer holds it is made anew, which is a collective, so every rank must call
+        this."""
         at = self._trainer.phase.start, self._trainer.state.global_step if has_team_parts(self._trainer) else None
         if self._found is None or at != self._asked_at:
             self._found = self._asked(ask_model=True)
@@ -79,7 +82,7 @@ class StandingVerdict:
         return self._found
 
     def so_far(self) -> UpdateVerdict:
-        """Return the verdict as far as it is known, for a reader: without a forward or a collective."""
+        """Return the verdict as far as it is known without testing the model itself; for display."""
         return self._found or self._asked(ask_model=False)
 
     def forget(self) -> None:
@@ -91,8 +94,8 @@ class StandingVerdict:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context around the first step's forwards: watches whether they draw random numbers, beside the dropout that
-        is known."""
+        """Watch inside the block whether the first step's forwards draw random numbers, apart from the dropout that is
+        known."""
         if self._watch is None:
             yield
             return
@@ -102,7 +105,8 @@ class StandingVerdict:
         self._watch.stop()
 
     def after_first_step(self) -> None:
-        """A forward that drew random numbers keeps TRL's batches from now on. A collective, the first time."""
+        """Keep TRL's batches from now on if a forward of the first step drew random numbers. The first call is a
+        collective."""
         if self._watch is not None and self._watch.drawn_anywhere(self._trainer.accelerator):
             self.saw_randomness = True
             self.forget()

@@ -1,8 +1,8 @@
 """The algorithm in force, made from the configuration: an advantage rule and an objective, or TRL's own loss.
 
-The ``objective``/``advantage``/``kl`` mappings of ``LabConfig`` come before TRL's flat settings (``loss_type``,
-``scale_rewards``, …), which are mapped to ours where we have the same. TRL's fields are kept saying what ours say:
-whatever reads those (model card, logs) reads the truth.
+The mappings ``objective``, ``advantage`` and ``kl`` of ``LabConfig`` take precedence over TRL's flat settings
+(``loss_type``, ``scale_rewards``, …), which are mapped to our parts if we have the same. TRL's fields are rewritten to
+agree with ours, so that whatever reads them (model card, logs) reads the truth.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LOSS_TYPES: dict[str, str] = {
     "bnpo": "local_token_mean",
     "cispo": "token_mean",
 }
-#: preset → (TRL's loss_type, importance_sampling_level) that say the same; ``reinforce`` has no counterpart.
+#: preset → (TRL's loss_type, importance_sampling_level) with the same meaning; ``reinforce`` has no counterpart.
 TRL_EQUIVALENT: dict[str, tuple[str, str]] = {
     **{name: (name, "token") for name in LOSS_TYPES},
     "gspo": ("grpo", "sequence"),
 }
 #: advantage rule → TRL's scale_rewards
 TRL_SCALING: dict[str, str] = {"group_zscore": "group", "group_mean": "none", "batch_zscore": "batch"}
-#: how `loss_type` begins where TRL has no such loss; TRL refuses it by name, should it ever be asked for that loss
+#: prefix of `loss_type` for an objective that TRL does not have; asked for such a loss, TRL refuses it by name
 NOT_TRLS = "grpo_lab:"
 #: TRL settings that act inside TRL's own loss or advantages only: refused beside ``objective``
 NOT_HONOURED: tuple[str, ...] = (
@@ -84,9 +84,15 @@ HOOKS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The algorithm that the trainer runs: the ``objective`` (``None``: TRL's own loss, for the reason in
-    ``left_to_trl``), the ``advantage`` rule (``None``: TRL's ``scale_rewards``), the critic (``value``), and in
-    ``names`` what each part is called, for logs, the model card and ``--dry-run``."""
+    """The algorithm that the trainer runs.
+
+    Attributes:
+        objective: ``None`` for TRL's own loss.
+        advantage: the advantage rule; ``None`` for TRL's ``scale_rewards``.
+        left_to_trl: why the loss is TRL's own.
+        names: what each part is called, for logs, the model card and ``--dry-run``.
+        value: settings of the critic.
+    """
 
     objective: Objective | None
     advantage: AdvantageRule | None
@@ -95,15 +101,15 @@ class Algorithm:
     value: ValueSettings | None = None
 
     def describe(self) -> str:
-        """The parts in force and the hooks over them, in one line."""
+        """Return the parts in force, and the hooks that replace them, in one line."""
         parts = ", ".join(f"{key}={value}" for key, value in self.names.items())
         if self.objective is not None:
             return parts
         return f"TRL's own loss ({self.left_to_trl}): {parts}"
 
     def with_hooks(self, trainer: Any) -> Algorithm:
-        """Return the algorithm with what a team puts over its parts by replacing a method of ``trainer``, or of its
-        class."""
+        """Return the algorithm with ``names`` that also show which methods of ``trainer``, or of its class, a team has
+        replaced."""
         names = dict(self.names)
         for hook, part in HOOKS.items():
             home = teams(trainer, hook)
@@ -114,7 +120,7 @@ class Algorithm:
 
 
 def algorithm_from(args: Any, settings: LabSettings) -> Algorithm:
-    """The algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) say."""
+    """Build the algorithm that ``args`` (flat TRL settings) and ``settings`` (our mappings) define."""
     if settings.objective is None:
         return _from_trl(args, settings)
     return _from_ours(args, settings.objective, settings)
@@ -151,7 +157,8 @@ def _from_ours(args: Any, chosen: ObjectiveSettings, settings: LabSettings) -> A
 
 
 def _with_discounts(rule: Any, value: ValueSettings | None, written: dict[str, Any]) -> Any:
-    """The rule with ``value.gamma`` and ``value.lam``, unless another is ``written`` beside its name."""
+    """Return the rule with ``value.gamma`` and ``value.lam``. Raises ValueError if it has no such field, or if
+    ``written``, the knobs beside its name, hold another number."""
     for name in ("gamma", "lam"):
         number = None
         if value is not None:
@@ -212,7 +219,7 @@ def _names(objective: Objective, advantage: str) -> dict[str, str]:
 
 
 def _why_trl(args: Any) -> str | None:
-    """The first TRL setting that only TRL's own loss honours, or ``None``."""
+    """Return the first TRL setting that only TRL's own loss honours, or ``None``."""
     if args.loss_type not in LOSS_TYPES:
         return f"loss_type={args.loss_type!r}"
     if args.top_entropy_quantile < 1.0:
@@ -257,7 +264,7 @@ def _ratio(level: str, setting: str, allowed: tuple[str, ...]) -> str:
 
 
 def _loss_type(chosen: ObjectiveSettings) -> str:
-    """TRL's field ``loss_type`` for an objective of ours: TRL's name for the same loss, or one that it refuses."""
+    """Return TRL's ``loss_type`` for an objective of ours: TRL's name for the same loss, or a name that TRL refuses."""
     name = chosen.name or "grpo"
     row = preset(name)
     own = [
@@ -271,7 +278,7 @@ def _loss_type(chosen: ObjectiveSettings) -> str:
 
 
 def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
-    """TRL's field → (what ours make it, our setting, its value)."""
+    """Return, for each TRL field that our settings fix: (its value, our setting, that setting's value)."""
     chosen = ours.objective
     if chosen is None:
         rule = None
@@ -295,8 +302,8 @@ def _said_of(ours: LabSettings) -> dict[str, tuple[Any, str, Any]]:
 
 
 def agree_with_trl(args: Any, ours: LabSettings) -> None:
-    """Refuse TRL settings that say otherwise than ours, or that ours do not honour (``ValueError`` names both); then
-    write ours into TRL's fields."""
+    """Check TRL's settings against ours, then write ours into TRL's fields. Raises ValueError, which names both
+    settings, if one of TRL's contradicts ours or has no effect beside them."""
     chosen = ours.objective
     said = _said_of(ours)
     if chosen is None:
@@ -332,7 +339,7 @@ def agree_with_trl(args: Any, ours: LabSettings) -> None:
 
 
 def clip_in_force(args: Any, algorithm: Algorithm) -> None:
-    """TRL's clip settings as the surrogate has them: a team's may have defaults of its own."""
+    """Set TRL's clip settings to the surrogate's; a team's surrogate may have defaults of its own."""
     surrogate = None
     if algorithm.objective is not None:
         surrogate = algorithm.objective.surrogate
@@ -341,7 +348,7 @@ def clip_in_force(args: Any, algorithm: Algorithm) -> None:
 
 
 def _scaling(rule: Any) -> str:
-    """TRL's ``scale_rewards`` for an advantage rule, as far as that goes: what divides."""
+    """Return the ``scale_rewards`` of TRL that divides as an advantage rule does."""
     if isinstance(rule, str):
         return {**TRL_SCALING, "process": "group"}.get(rule, "none")
     return "none"

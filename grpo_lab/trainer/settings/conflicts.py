@@ -1,6 +1,6 @@
-"""Settings that cannot stand beside each other, one row each: (when, the sentence that names them).
+"""Settings that cannot be combined, one row each: (condition, the message that names them).
 
-``BEFORE`` is asked of what is written, ``AFTER`` of the algorithm that it comes to, too.
+``BEFORE`` is checked on the settings as written, ``AFTER`` also on the algorithm that they make.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from grpo_lab.trainer.settings.parse import LabSettings
 
 @dataclass(frozen=True)
 class Case:
-    """TRL's fields, our settings, and the algorithm that they come to (``None`` in ``BEFORE``)."""
+    """What a conflict is looked for in: TRL's fields, our settings, and the algorithm that they make (``None`` in
+    ``BEFORE``)."""
 
     args: Any
     ours: LabSettings
     algorithm: Any = None
 
     def of_rollout(self, *names: str) -> str | None:
-        """The first of ``names`` that is written in ``rollout``."""
+        """Return the first of ``names`` that is set in ``rollout``, or None."""
         return _first(names, from_json(self.args.rollout, "rollout"))
 
     @property
@@ -34,27 +35,27 @@ class Case:
 
     @property
     def ahead(self) -> str | None:
-        """The setting by which completions of an earlier policy are trained on."""
+        """The setting that lets the run train on completions of an earlier policy; None without one."""
         return self.ours.rollout.earlier_policy
 
     @property
     def corrects(self) -> bool:
-        """Return whether the sampler correction acts."""
+        """Return whether the sampler correction is in force."""
         return bool(self.args.use_vllm and self.args.vllm_importance_sampling_correction)
 
     @property
     def half(self) -> str | None:
-        """The half precision that is set."""
+        """``bf16`` or ``fp16``, whichever is set; else None."""
         return next((name for name in ("bf16", "fp16") if getattr(self.args, name)), None)
 
     @property
     def updates(self) -> float:
-        """Optimizer steps on one generation batch."""
+        """Number of optimizer steps on one generation batch."""
         return float(self.args.steps_per_generation * self.args.num_iterations / self.args.gradient_accumulation_steps)
 
     @property
     def fresh_reference(self) -> bool:
-        """Return whether the reference is the policy whenever a batch is generated."""
+        """Return whether the reference equals the policy whenever a batch is generated."""
         every = self.args.reference_every
         if not isinstance(every, int):
             return every is not None
@@ -63,13 +64,13 @@ class Case:
         return self.updates % every == 0
 
 
-#: when two settings cannot stand together (anything but None and False is ``found``), and what is said then, formatted
-#: with the fields of the case, ``case`` and ``found``
+#: (condition, message): there is a conflict if the condition returns anything but None and False (``found``). The
+#: message is formatted with the fields of the case, ``case`` and ``found``
 Conflict = tuple[Callable[[Case], Any], str]
 
 
 def refuse(rows: Iterable[Conflict], case: Case) -> None:
-    """``ValueError`` with the sentence of the first row that holds."""
+    """Raise ValueError with the message of the first row whose condition holds."""
     for when, sentence in rows:
         found = when(case)
         if found is not None and found is not False:
@@ -115,10 +116,11 @@ LOWEST, HIGHEST = 0.01, 2.0
 
 
 def _cut(case: Case) -> tuple[str, Any, Any] | None:
-    """The setting that cuts the engine's distribution under the sampler correction, its value, and one that does not.
+    """Return the setting that truncates or reshapes the engine's distribution under the sampler correction, its value,
+    and a value that does not; None without such a setting.
 
-    The engine's log-probs are of the distribution that it drew from, cut and renormalised; the trainer's are not: with
-    a cut the ratio is below 1 on-policy at every token. See ``docs/algorithms/sampler_correction.md``.
+    The engine's log-probs are of the distribution that it sampled from, truncated and renormalised; the trainer's are
+    not. So the ratio would be below 1 at every token even on-policy. See ``docs/algorithms/sampler_correction.md``.
     """
     extra = case.args.generation_kwargs or {}
     for name, allowed in NEUTRAL.items() if case.corrects else ():
@@ -373,7 +375,8 @@ AFTER: tuple[Conflict, ...] = (
 
 
 def refuse_sampling_keys(args: Any) -> None:
-    """``ValueError`` for a key of ``generation_kwargs`` that is ignored, contradicts, or changes what TRL reads."""
+    """Raise ValueError for a key of ``generation_kwargs`` that is ignored, contradicts a setting, or changes what TRL
+    reads."""
     extra = args.generation_kwargs or {}
     refuse_keys(extra, args.vllm_mode if args.use_vllm else "transformers")
     alike = {"temperature": args.temperature}

@@ -1,4 +1,5 @@
-"""Bad input meets a clear error here, before a model is loaded: what was seen, what is allowed, which setting."""
+"""Check the constructor's inputs before a model is loaded; errors say what was found, what is allowed and which
+setting."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from grpo_lab.trainer.trl_bridge.rewards import reward_name
 def check_inputs(
     model: Any, reward_funcs: Any, train_dataset: Any, eval_dataset: Any, environment_factory: Any, rollout_func: Any
 ) -> None:
-    """``ValueError`` for what the constructor was given; TRL's own checks follow. A reward must find the columns that
-    it says it reads, but beside a rollout function, which may bring columns of its own."""
+    """Raise ValueError for bad arguments of the constructor; TRL's own checks follow. A reward must find the columns
+    that it says it reads, unless there is a rollout function, which may bring columns of its own."""
     check_model(model)
     needs_prompt = environment_factory is None  # an environment can supply the prompt
     if train_dataset is not None:
@@ -48,7 +49,7 @@ def check_inputs(
 
 
 def check_model(model: Any) -> None:
-    """A model path must be a local folder with a config, or a hub name that can be reached."""
+    """Check that a model path is a local folder with a config, or a hub name that can be reached."""
     if not isinstance(model, (str, os.PathLike)):
         return
     name = check_place(str(model), "model")
@@ -72,9 +73,9 @@ def check_dataset(dataset: Any, setting: str, needs_prompt: bool) -> None:
 
 
 def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
-    """``ValueError`` for prompts that are texts beside ``turns`` (``tools``, ``environment_factory``): TRL calls tools,
-    and lets an environment speak, in conversations alone, and fails over a text once it is generated. ``several``: data
-    sets by setting; of streamed ones nothing is read."""
+    """Raise ValueError if prompts are texts although completions are made in ``turns`` (``tools``,
+    ``environment_factory``). TRL calls tools and environments only in conversations, and fails over a text after it was
+    generated. ``several`` are data sets by setting; streamed ones are not read."""
     for setting, rows in several.items():
         known = turns is not None and isinstance(rows, Dataset) and "prompt" in rows.column_names and len(rows) > 0
         if known and isinstance(rows[0]["prompt"], str):
@@ -86,7 +87,7 @@ def check_conversations(turns: str | None, several: dict[str, Any]) -> None:
 
 
 def turns_of(tools: Any, environment_factory: Any) -> str | None:
-    """The setting by which completions are made in turns."""
+    """Return the setting by which completions are made in several turns, or None."""
     if tools:
         return "tools"
     if environment_factory is not None:
@@ -95,14 +96,15 @@ def turns_of(tools: Any, environment_factory: Any) -> str | None:
 
 
 def check_weights(weights: Any, rewards: list[Any]) -> None:
-    """Refuse another number of weights than of rewards. TRL says so with the numbers alone."""
+    """Raise ValueError if the numbers of weights and rewards differ; TRL's own error does not name the rewards."""
     if len(weights) != len(rewards):
         names = [reward_name(one) for one in rewards]
         raise ValueError(f"`reward_weights` has {len(weights)} entries, and there are {len(rewards)} rewards: {names}")
 
 
 def check_hooks(cls: type, algorithm: Any, base: type) -> None:
-    """Refuse what nobody would call: ``token_loss`` beside TRL's loss, a ``_compute_loss`` that is behind ours."""
+    """Raise ValueError for a method that would never be called: ``token_loss`` beside TRL's loss, or a
+    ``_compute_loss`` of a class that comes after ours among the bases."""
     hook = teams(cls, "token_loss")
     if algorithm.objective is None and hook is not None:
         raise ValueError(
@@ -119,7 +121,8 @@ def check_hooks(cls: type, algorithm: Any, base: type) -> None:
 
 
 def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
-    """A ``loss_type`` that TRL would refuse at its first loss, where no method of a team's computes that."""
+    """Raise ValueError for a ``loss_type`` that TRL would refuse at its first loss, unless a team's method computes the
+    loss."""
     known = (*LOSS_TYPES, *TRLS_OWN)
     own = teams(cls, "_compute_loss") or teams(cls, "compute_loss")
     if algorithm.objective is None and args.loss_type not in known and own is None:
@@ -130,7 +133,8 @@ def check_loss_type(cls: type, args: Any, algorithm: Any) -> None:
 
 
 def check_requires(trainer: Any) -> None:
-    """Refuse a group reward that reads rewards which are not there: each has a name and looks at one completion."""
+    """Raise ValueError if a group reward requires values that no completion reward of this run, by its name, computes.
+    (Its own ``sources`` may compute them, too.)"""
     rewards = list(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True))
     known = sorted(name for name, reward in rewards if scope_of(reward) == "completion")
     for name, reward in rewards:
@@ -143,7 +147,7 @@ def check_requires(trainer: Any) -> None:
 
 
 def shared_names(names: list[str]) -> str | None:
-    """A sentence to warn with where several rewards have one name: TRL keeps one entry a name in the log."""
+    """Return a warning if several rewards have one name, since TRL logs one entry per name; else None."""
     name = min((name for name in names if names.count(name) > 1), default=None)
     if name is None:
         return None
@@ -155,7 +159,8 @@ def shared_names(names: list[str]) -> str | None:
 
 
 def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | None:
-    """A warning where an evaluation's last batch is not full: what is logged of it is not the mean over the rows."""
+    """Return a warning if an evaluation's last batch is not full, since logged means are then not means over the rows;
+    else None."""
     if isinstance(eval_dataset, dict):
         several = [*eval_dataset.values()]
     else:
@@ -177,14 +182,15 @@ def uneven_evaluation(args: Any, eval_dataset: Any, group_size: int) -> str | No
 
 
 def completion_limit(args: Any) -> int | None:
-    """Tokens of the longest completion: ``max_completion_length``, else what ``generation_kwargs`` says, else None."""
+    """Return the length limit of a completion in tokens: ``max_completion_length``, else that of ``generation_kwargs``,
+    else None."""
     written = args.generation_kwargs or {}
     limits = (args.max_completion_length, written.get("max_new_tokens"), written.get("max_tokens"))
     return next((limit for limit in limits if limit is not None), None)
 
 
 def check_budget(objective: Any, max_completion_length: int | None) -> None:
-    """An average that divides by the generation budget (Dr.GRPO's) needs one."""
+    """Raise ValueError if ``max_completion_length`` is None and the aggregation divides by it (as Dr.GRPO's does)."""
     if max_completion_length is not None or objective is None:
         return
     one = torch.ones(1, 1, dtype=torch.float64)
@@ -199,11 +205,11 @@ def check_budget(objective: Any, max_completion_length: int | None) -> None:
 def check_prompt_lengths(
     lengths: list[int], config: Any, max_completion_length: int | None, limit: int | None = None
 ) -> str | None:
-    """Prompts of ``lengths`` tokens must leave room for a completion (``None``: of one token) in the model's context,
-    or in the smaller one that the engine was given (``limit``, ``vllm_max_model_length``).
+    """Check that prompts of ``lengths`` tokens leave room for a completion (``None``: of one token) in the context:
+    that of the model, or the smaller one that the engine was given (``limit``, ``vllm_max_model_length``).
 
-    Returns a sentence to warn with where the longest prompt fits, but not with ``max_completion_length`` tokens after
-    it. ``ValueError``: a prompt fills the context.
+    Returns a warning if the longest prompt fits, but not with ``max_completion_length`` tokens after it. Raises
+    ValueError if a prompt fills the context.
     """
     known = context_of_config(config), "`max_position_embeddings` of the model"
     found = [(tokens, name) for tokens, name in (known, (limit, "`vllm_max_model_length`")) if tokens]
@@ -227,7 +233,8 @@ def check_prompt_lengths(
 
 
 def check_critic(value: ValueSettings | None, own_loss: str | None, optimizers: Any) -> None:
-    """``ValueError`` where the critic would not learn; ``own_loss``: whose ``_compute_loss`` is in force."""
+    """Raise ValueError if the critic would not learn. ``own_loss`` names a team's ``_compute_loss`` that is in
+    force."""
     if value is None:
         return
     if own_loss is not None:

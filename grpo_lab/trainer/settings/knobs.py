@@ -1,6 +1,6 @@
-"""Chosen parts with their knobs: what ``objective``, ``advantage`` and ``aggregation`` name, as a name,
-``"module:attribute"``, a class, or a callable that is set already. Which settings there are beside the choice, its
-dataclass alone says; one that it does not have is refused with the nearest match."""
+"""Build the parts that ``objective``, ``advantage`` and ``aggregation`` choose, with their knobs. A part is given as a
+name, ``"module:attribute"``, a class, or a finished callable. Its knobs are the fields of its dataclass; a knob that it
+does not have is refused with the nearest match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLIP = ("epsilon", "epsilon_high", "delta")
 
 
 def default_of(args: Any, name: str) -> Any:
-    """The default of a field of TRL's."""
+    """Return the default of a field of TRL's configuration."""
     return args.__dataclass_fields__[name].default
 
 
@@ -36,8 +36,9 @@ def written(args: Any, name: str) -> bool:
 
 
 def with_registered(settings: LabSettings) -> LabSettings:
-    """``settings`` with an ``objective`` of the form ``"module:name"`` under the name that the module, which is loaded,
-    registers it by (the registered class will do, too). ``ValueError``: no such module, or it registers none."""
+    """Return ``settings`` with an ``objective`` of the form ``"module:name"`` replaced by its registered name. The
+    module is loaded first; ``name`` may also be the registered class. Raises ValueError if there is no such module, or
+    if it registers no such objective."""
     chosen = settings.objective
     if chosen is None or chosen.name is None:
         return settings
@@ -49,7 +50,7 @@ def with_registered(settings: LabSettings) -> LabSettings:
     module, colon, own = chosen.name.partition(":")
     if not colon:
         return settings
-    registry.working_folder_on_path()  # a team's module may stand there
+    registry.working_folder_on_path()  # a team's module may be there
     try:
         part = getattr(import_module(module), own, None)
     except ImportError as error:
@@ -69,8 +70,8 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
     """Build the surrogate in force. Its knobs have their own defaults; TRL's clip settings (``CLIP``) replace these,
     and what ``objective`` says replaces both.
 
-    Our surrogates take every clip setting that they have a field for; a team's class takes those that the user set;
-    one that is given as an object takes none. ValueError: a setting that would have no effect on the surrogate.
+    Our surrogates take every clip setting that they have a field for; a team's class takes those that the user set; one
+    that is given as an object takes none. Raises ValueError if a setting would have no effect on the surrogate.
     """
     part = _part(chosen.surrogate or preset(chosen.name or "grpo").surrogate, SURROGATES, "surrogate")
     own = _checked(chosen.knobs, part, "objective", "surrogate", SURROGATES)
@@ -93,7 +94,7 @@ def surrogate_from(args: Any, chosen: ObjectiveSettings) -> Surrogate:
 
 
 def aggregation_from(chosen: Any) -> Aggregation:
-    """A name, ``"module:attribute"``, callable, or a mapping of a name and its knobs → the aggregation."""
+    """Build the aggregation from a name, ``"module:attribute"``, a callable, or a mapping of a name and its knobs."""
     name, knobs = _named(chosen, "aggregation")
     part = _part(name, AGGREGATIONS, "aggregation")
     own = _checked(knobs, part, "aggregation", "aggregation", AGGREGATIONS)
@@ -101,7 +102,8 @@ def aggregation_from(chosen: Any) -> Aggregation:
 
 
 def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
-    """The rule that ``advantage`` names, or ``fallback`` (the objective's); ``None``: TRL makes the advantages."""
+    """Build the rule that ``advantage`` names, else ``fallback`` (the objective's). ``None``: TRL computes the
+    advantages."""
     name, knobs = advantage_choice(settings, fallback)
     if name is None:
         if knobs:
@@ -116,7 +118,7 @@ def advantage_from(settings: AdvantageSettings | None, fallback: Any) -> Any:
 
 
 def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple[Any, dict[str, Any]]:
-    """Choose the rule and the knobs that are set: those of ``advantage`` go over those beside ``objective``'s rule."""
+    """Return the chosen rule and its knobs. Knobs set in ``advantage`` override those beside the objective's rule."""
     knobs = {}
     if settings is not None:
         knobs = settings.knobs
@@ -127,13 +129,13 @@ def advantage_choice(settings: AdvantageSettings | None, fallback: Any) -> tuple
 
 
 def in_words(part: Any, chosen: Any) -> str:
-    """``name(knob=value, …)`` with the knobs that differ from their default, under the name that it was chosen by."""
+    """Return ``name(knob=value, …)``: the name chosen by the user, and the knobs that differ from their default."""
     knobs = knobs_in_words(part, only_set=True)
     return name_of(chosen) + (f"({knobs})" if knobs else "")
 
 
 def knobs_in_words(part: Any, only_set: bool = False) -> str:
-    """``knob=value, …`` of an object."""
+    """Return ``knob=value, …`` of an object."""
     values = {name: (getattr(part, name), default) for name, default in registry.knobs_of(part).items()}
     shown = {name: value for name, (value, default) in values.items() if not (only_set and value == default)}
     return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
@@ -156,8 +158,9 @@ def _part(chosen: Any, table: Mapping[str, Any], setting: str) -> Any:
 
 
 def _checked(knobs: Mapping[str, Any], part: Any, where: str, what: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that are set, numbers and switches as the part declares them; finite, unless a default is not. One that
-    the part does not read is an error, not silence; one that no part of ``table`` has is misspelt."""
+    """Return the knobs that are set, as numbers and switches of the declared types. Raises ValueError for a knob that
+    the part does not read, or that no part of ``table`` has. The same for a number that is not finite, unless it is the
+    default."""
     is_class = isinstance(part, type)
     known = registry.knobs_of(part)
     elsewhere = {name for other in table.values() for name in registry.knobs_of(other)}
@@ -193,7 +196,7 @@ def _built(part: Any, knobs: Mapping[str, Any], setting: str) -> Any:
 
 
 def name_of(part: Any) -> str:
-    """A readable name for a part: its function name, or its class; of a lambda, where it stands."""
+    """Return a readable name of a part: that of its function or class; of a lambda its file and line."""
     if isinstance(part, Mapping):
         part = part.get("name")
     if isinstance(part, str):  # "module:attribute", as a function of that name

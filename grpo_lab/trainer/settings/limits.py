@@ -1,5 +1,5 @@
-"""Settings of TRL and transformers: which take one of a few names or a number of a range, and what batch sizes must
-divide. The libraries look at them when they are used: at the first step, or never."""
+"""Allowed names, ranges and batch sizes for settings of TRL and transformers. The libraries check these only when they
+use them: at the first step, or never."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 
 
-#: what a number must be, in words and as a question
+#: what a number must be, in words and as a test
 Range = tuple[str, Callable[[Any], bool]]
 _FINITE: Range = "a finite number of at least 0", lambda value: 0 <= value < math.inf
 _ABOVE_0: Range = "a finite number above 0", lambda value: 0 < value < math.inf
@@ -77,12 +77,12 @@ RANGES: dict[str, Range] = {
 #: read only where the strategy is `steps`
 BY_STRATEGY = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 
-#: said of a setting that is not there: it may have been, in another release
+#: hint for an unknown setting: another release may have had it
 EARLIER = "settings of earlier releases that were renamed or removed: release notes of trl and transformers"
 
 
 def check_choices(values: Mapping[str, Any], where: str = "") -> None:
-    """``ValueError`` for an unknown name or a number out of range; ``where``: the section, for messages."""
+    """Raise ValueError for an unknown name or a number out of range. ``where`` is the section, for the message."""
     prefix = f"{where}." if where else ""
     for name, known in CHOICES.items():
         value = values.get(name)
@@ -108,7 +108,8 @@ def _text(strategy: Any) -> str:
 
 
 def check_batch_sizes(args: Any) -> None:
-    """``ValueError`` for what TRL will derive no generation batch from, with the nearest values that would divide.
+    """Raise ValueError if TRL cannot derive a generation batch from the batch sizes; the message gives the nearest that
+    divide.
 
     generation batch = per_device_train_batch_size × processes × steps_per_generation completions; it must hold whole
     groups of ``num_generations``. The number of processes is the launcher's (``WORLD_SIZE``).
@@ -175,7 +176,7 @@ def _check_eval(args: Any, world: int) -> None:
 
 
 def _nearest(value: int, unit: int) -> str:
-    """The multiples of ``unit`` around ``value``."""
+    """Return the multiples of ``unit`` around ``value``, as text."""
     below = value // unit * unit
     if below:
         return f"{below} or {below + unit}"

@@ -1,8 +1,8 @@
 """Settings that ``LabConfig`` adds to TRL's, as typed settings: its small mappings, and single values.
 
-``objective``, ``advantage``, ``kl``, ``value``, ``update``, ``sampler`` and ``guard`` take a name or a mapping, and all
-mappings JSON text. Unknown keys are refused with the nearest match; a knob that would have no effect is an error. Keys
-that belong to a part (``objective: {tau: …}``) are ``knobs``: which there are, the part's dataclass says.
+``objective``, ``advantage``, ``kl``, ``value``, ``update``, ``sampler`` and ``guard`` take a name or a mapping; every
+mapping may be JSON text. Unknown keys are refused with the nearest match, and a knob without effect is an error. Keys
+that belong to a part (``objective: {tau: …}``) are collected in ``knobs``; the part's dataclass says which there are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from grpo_lab.trainer.settings.sampler import SamplerSettings
 
 
 def reward_schedules(written: Any) -> dict[str, Schedule]:
-    """``{reward name: schedule}`` from the configuration. ``ValueError`` names the reward and the setting."""
+    """Parse ``{reward name: schedule}`` from the configuration. Raises ValueError, which names the reward and the
+    setting."""
     if written is None:
         return {}
     if not isinstance(written, Mapping):
@@ -63,7 +64,7 @@ def _digits(value: Any) -> Any:
 
 
 def _path_of_a_file(value: Any) -> str:
-    """``ValueError`` for no path, and for that of a folder, which is always there."""
+    """Return the path of a file. Raises ValueError if it is no path, or a folder's, which always exists."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or os.path.isdir(value):
         raise ValueError
     return os.fspath(value)
@@ -74,8 +75,8 @@ class GuardSettings:
     """``guard``: ``off``, or what to do with a step whose loss, gradient, reward or engine log-prob is NaN or infinite.
 
     Args:
-        max_bad_steps: the run stops after so many left-out steps in a row; a bad generation batch counts once.
-        save: keep the batch of a left-out step under ``<output_dir>/bad_steps``.
+        max_bad_steps: number of skipped steps in a row after which the run stops; a bad generation batch counts once.
+        save: save the batch of a skipped step under ``<output_dir>/bad_steps``.
     """
 
     name: Annotated[Literal["on", "off"], BeforeValidator(_word)] = "on"
@@ -126,9 +127,9 @@ class AdvantageSettings:
 class KLSettings:
     """``kl``: estimator ``k1|k2|k3|k1_clamped``, placement ``loss|reward``, coefficient (else TRL's ``beta``).
 
-    In the reward: ``per: sequence|token`` (default: sequence) and the discount ``gamma`` of the latter (default: 1);
-    ``target``, nats a completion, to which β is steered from ``coefficient`` on, by ``rate`` (default: 0.1) or
-    ``horizon`` (``objectives.AdaptiveKL``).
+    Only with placement ``reward``: ``per: sequence|token`` (default: sequence), the discount ``gamma`` of ``token``
+    (default: 1), and ``target``, in nats per completion, to which β is steered. β starts at ``coefficient`` and moves
+    by ``rate`` (default: 0.1) or ``horizon`` (``objectives.AdaptiveKL``).
     """
 
     estimator: Annotated[str, Field(strict=True), must_be("a name, as in {estimator: k2, coefficient: 0.1}")] = "k3"
@@ -162,14 +163,14 @@ class ValueSettings:
         model: ``head``: a linear layer on the policy's last hidden states. ``copy``: a network of its own, which starts
             as a copy of the policy's. A folder or hub name: that network, with the policy's vocabulary.
         learning_rate: of the critic; ``None``: the policy's ``learning_rate``. The schedule is the same.
-        vf_coef: c of policy loss + c · value loss; TRL's deleted ``PPOConfig`` had 0.1, too.
+        vf_coef: c in policy loss + c · value loss; TRL's removed ``PPOConfig`` had 0.1, too.
         cliprange_value: how far a value may move from the one at generation; ``None``: no clipping.
-        gamma: discount per own token; ``None``: the rule's, 1.
-        lam: λ of GAE; ``None``: the rule's, 0.95.
-        whiten_rewards: divide the tokens' rewards by their standard deviation (their mean stays).
-        whiten_advantages: advantages with mean 0 and standard deviation 1, over all ranks' tokens.
-        warmup_steps: optimizer steps in which the critic alone learns; the policy's weights stay.
-        missing_eos_penalty: > 0, taken off the reward of a completion that did not end by itself.
+        gamma: discount per generated token; ``None``: the advantage rule's, 1.
+        lam: λ of GAE; ``None``: the advantage rule's, 0.95.
+        whiten_rewards: divide the tokens' rewards by their standard deviation; their mean is kept.
+        whiten_advantages: scale advantages to mean 0 and standard deviation 1, over all ranks' tokens.
+        warmup_steps: number of optimizer steps at the start in which only the critic learns.
+        missing_eos_penalty: a number above 0, subtracted from the reward of a completion that did not end by itself.
     """
 
     model: Annotated[str, Field(strict=True, min_length=1), must_be("head, copy, a folder or a hub name")] = "head"
@@ -184,7 +185,8 @@ class ValueSettings:
     missing_eos_penalty: Above | None = None
 
     def in_words(self) -> str:
-        """Say what is in force and not a default, for ``describe()``; discounts are said with the rule."""
+        """Return the settings that are not defaults as text, for ``describe()``; discounts are shown with the advantage
+        rule."""
         said = {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("model", "gamma", "lam")
         }
@@ -202,16 +204,16 @@ class UpdateSettings:
     """``update``: ``"off"`` (stock), or the exact update.
 
     Args:
-        dead_groups: ``skip`` leaves rows out that cannot contribute (exact), ``keep`` computes them, ``resample`` draws
-            further prompts until the batch holds live groups only (DAPO; another data distribution).
-        max_tokens: padded tokens of one forward; ``None``: the footprint of the stock micro-batch. ``auto``: what the
-            device's free memory holds, measured in the first step; on a CPU as ``None``.
-        max_rounds: with ``resample``: generations per batch at most.
-        randomness: where dropout is active: ``same_distribution`` draws masks for the rows that are computed (the
-            default with ``objective``); ``same_draws`` draws stock's very masks and computes all rows (the default
-            without).
-        share_prompts: compute a group's prompt once (full attention by ``sdpa``, FlexAttention or a flash kernel):
-            ``auto`` where it is cheaper.
+        dead_groups: ``skip`` leaves out rows that cannot contribute (exact); ``keep`` computes them; ``resample`` draws
+            further prompts until every group of the batch contributes (DAPO; another data distribution).
+        max_tokens: most tokens of one forward, padding included; ``None``: as many as the stock micro-batch has.
+            ``auto``: what fits the device's free memory, measured in the first step; on a CPU as ``None``.
+        max_rounds: with ``resample``: most rounds of generation for one batch.
+        randomness: what is kept under active dropout: ``same_distribution`` draws masks for the rows that are computed
+            (the default with ``objective``); ``same_draws`` draws exactly stock's masks and computes all rows (the
+            default without).
+        share_prompts: compute a group's prompt once (full attention by ``sdpa``, FlexAttention or a flash kernel);
+            ``auto``: if that is cheaper.
     """
 
     name: Annotated[Literal["exact", "off"], BeforeValidator(_word)] = "exact"
@@ -251,14 +253,16 @@ Gone = Annotated[
 
 @settings()
 class ServerSettings:
-    """``rollout.server``: the talk with the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``, ….
+    """``rollout.server``: the connection to the server, beside TRL's ``vllm_server_base_url``, ``vllm_server_timeout``,
+    ….
 
     Args:
-        weights: ``auto``: NCCL between two GPUs, else shared memory; or one of the two by name.
+        weights: how weights are sent: ``nccl``, ``shared_memory``, or ``auto``: NCCL between two GPUs, else shared
+            memory.
         request_timeout: seconds without an answer after which a request counts as failed. A generation is one request:
             it must be longer than the longest generation.
-        silence_timeout: seconds without a sign of work after which a wait ends: a generation during which the server
-            counts no token or sleeps; any other request.
+        silence_timeout: seconds without a sign of work after which a wait ends. A generation shows none while the
+            server counts no new token or sleeps; any other request shows none until its answer.
         retries: how often a failed request is sent again (not after ``request_timeout``).
         backoff: seconds before the second repetition; doubled each time.
         token_file: file with the server's token; null: ``GRPO_LAB_SERVER_TOKEN`` in the environment, else the file that
@@ -281,21 +285,21 @@ class RolloutSettings:
     """``rollout``: how completions are made, beside TRL's ``use_vllm``, ``vllm_mode`` and sampling settings.
 
     Args:
-        verify_every: optimizer steps between proofs of the weight sync, after the first two syncs; 0: never.
-        sync: ``merged``: all weights, LoRA merged; ``adapter``: LoRA's adapter alone.
-        tolerance: largest mean |engine − trainer|, nats a token; ``None``: float32 1e-4 (on a GPU 1e-3), float16 0.02,
-            bfloat16 0.1.
+        verify_every: optimizer steps between checks of the weight sync, after the first two syncs; 0: never.
+        sync: which weights are sent: ``merged``: all, LoRA merged; ``adapter``: LoRA's adapter alone.
+        tolerance: largest mean |engine − trainer| of log-probs in that check, in nats per token; ``None``: float32 1e-4
+            (on a GPU 1e-3), float16 0.02, bfloat16 0.1.
         engine: options of the engine (``dtype``, ``max_model_len``, ``kv_cache_gib``, ``block_size``, ``seed``, …).
-        server: the talk with a server (``ServerSettings``).
+        server: the connection to a server (``ServerSettings``).
         thinking_budget: tokens of thinking after which ``budget_text`` is inserted, with any engine; ``None``: none.
         budget_text: what is inserted; ``None``: the text of Qwen's documentation (``QWEN3_STOP_TEXT``).
-        generate: without an engine: ``groups``: a prompt is read once and rows that ended leave; ``compiled``: the
-            same in compiled forwards, for a GPU; ``stock``: TRL's own call; ``auto``: ``groups`` where ``objective``
-            is set and the model's cache allows it.
-        overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0, or 1.
-            With 1 a correction is required (``token_truncate`` where nothing is written).
-        cut_after: with ``use_vllm``: tokens after which a completion without an end is put aside, to be gone on with at
-            the next generation batch. A correction is required. ``None``: the whole batch is waited for.
+        generate: how the model generates without an engine: ``groups``: each prompt is computed once and finished rows
+            leave the batch; ``compiled``: the same in compiled forwards, for a GPU; ``stock``: TRL's own call;
+            ``auto``: ``groups`` if ``objective`` is set and the model's cache allows it.
+        overlap: generation batches that a vLLM server (``vllm_mode: server``) generates ahead of the training: 0 or 1.
+            With 1 the sampler correction is required (by default ``token_truncate``).
+        cut_after: with ``use_vllm``: tokens after which an unfinished completion is put aside, to be continued with the
+            next generation batch. The sampler correction is required. ``None``: the whole batch is waited for.
     """
 
     verify_every: Count = 50
@@ -316,7 +320,7 @@ class RolloutSettings:
 
     @property
     def earlier_policy(self) -> Literal["overlap", "cut_after"] | None:
-        """The setting by which completions of an earlier policy are trained on; None where there are none."""
+        """The setting that lets the run train on completions of an earlier policy; None without one."""
         if self.cut_after is not None:
             return "cut_after"
         return "overlap" if self.overlap else None
@@ -362,7 +366,8 @@ class LabSettings:
 
     @property
     def guard_in_force(self) -> GuardSettings | None:
-        """``guard`` where it acts: as asked for; unasked with ``objective`` (stock TRL has none)."""
+        """The guard's settings if it is on: as set, or by default with ``objective`` (stock TRL has none); else
+        None."""
         if self.guard is None:
             if self.objective is None:
                 return None
@@ -373,7 +378,8 @@ class LabSettings:
 
     @property
     def keeps_nan(self) -> bool:
-        """Return whether what is not finite may be saved: only where ``guard: off`` is written, drop-in run or not."""
+        """Return whether values that are not finite may be saved: only if ``guard: off`` is set, with ``objective`` or
+        without."""
         return self.guard is not None and self.guard.is_off
 
 

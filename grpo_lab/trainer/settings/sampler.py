@@ -17,13 +17,14 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 @settings(bare="name")
 class SamplerSettings:
-    """``sampler``: which prompt comes next. ``None`` = the default of the sampler that reads it.
+    """``sampler``: which prompt comes next. A setting of ``None`` has the default of the chosen sampler.
 
     Args:
         name: ``prioritized``, ``curriculum`` or ``uniform_then_hard``.
         pass_rate_column: column of ``train_dataset`` with a pass rate in [0, 1] for each row (``grpo-lab curate``
-            writes ``pass_rate``). ``prioritized`` starts from it where it is given, else from 0 for every problem.
-        floor: least weight of a problem, where the hardest has 1: nothing starves. ``uniform_then_hard`` may have 0.
+            writes ``pass_rate``). ``prioritized`` starts from it if it is given, else from 0 for every problem.
+        floor: least weight of a problem; the hardest has 1. Above 0 every problem keeps being drawn; only
+            ``uniform_then_hard`` may have 0.
         decay: share of the earlier counts kept when a problem is seen again.
         uniform_rounds: generation batches over all problems before the hard ones.
         hard_below: a problem is hard if its pass rate is smaller.
@@ -45,7 +46,7 @@ class SamplerSettings:
                 raise ValueError(f"`sampler.{knob}` is needed with `sampler.name: {self.name}`")
 
     def __getitem__(self, knob: str) -> Any:
-        """The value in force: as set, or the sampler's default."""
+        """Return the value in force: as set, or the sampler's default."""
         value = getattr(self, knob)
         if value is None:
             return KNOBS[self.name][knob]

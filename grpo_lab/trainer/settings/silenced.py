@@ -1,9 +1,9 @@
-"""Settings that act inside a method of ``LabTrainer``: refused where a team's code keeps that method from being called.
+"""Settings that act inside a method of ``LabTrainer``: refused if a team's code keeps that method from being called.
 
-A team may override any method of TRL's trainer. One that asks ``super()`` leaves every setting in force. One that does
-not, or that nobody calls any more because its caller was overridden, silences the settings that act in it: they would
-stand in the record of the run, and do nothing. Whether a method is asked can only be seen: ``seen`` notes it, and
-``SilencedSettings`` compares before the first training begins, and before the first optimizer step is taken.
+A team may override any method of TRL's trainer. An override that calls ``super()`` leaves every setting in force.
+Otherwise the method, or one that it alone calls, is never run, and the settings that act there do nothing, though the
+run's record shows them. Only a run shows which methods are called. So ``seen`` notes each call, and
+``SilencedSettings`` checks before the first training begins, and before the first optimizer step is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Method = Callable[..., Any]
 
 
 def seen(method: Method) -> Method:
-    """Note on the trainer that this method of ours was called."""
+    """Decorate a method so that the trainer notes that it was called."""
 
     @functools.wraps(method)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +35,8 @@ def seen(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Acting:
-    """``settings`` (name → whether it is set) act in ``method``, which ``callers`` call; ``early``: before a training
-    begins, and not in its first step."""
+    """A method of ``LabTrainer`` in which ``settings`` act (name → whether it is set). ``callers`` are the methods that
+    lead to it. It is called before a training begins if ``early``, else in its first step."""
 
     method: str
     settings: dict[str, Callable[[LabSettings], bool]]
@@ -84,7 +84,8 @@ ACTING: tuple[Acting, ...] = (
 
 
 class SilencedSettings(TrainerCallback):  # type: ignore[misc]
-    """ValueError that names a setting and the team's method under which it would do nothing."""
+    """Callback that raises ValueError if a setting would do nothing, and names it and the team's method that is to
+    blame."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer

@@ -1,17 +1,17 @@
-"""Everything private of TRL (and of the Trainer below it) that this room relies on, in one place.
+"""Everything private of TRL, and of transformers' Trainer below it, that grpo_lab relies on, in one place.
 
 ``tests/contract/test_trl_bridge.py`` pins each name, signature and behaviour. When TRL moves, this folder and that test
 are what changes; nothing outside ``grpo_lab/trainer/`` imports ``trl``.
 
-    names       what is overridden, called, read; whose a method is; a name stands for something else inside a block
-    forwards    log-probs in bins and what replaces TRL's
-    shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
-    packed_layout      where things stand in a packed row
-    flex_mask          FlexAttention on packed rows
-    varlen             flash attention on packed rows
-    gradients   backward, sharding, FSDP2's optimizer, loading; the reference beside the policy
-    logs        metrics and tables that TRL has written; what it calls a reward, and its own (imported by name)
-    values      a critic inside the policy's module
+names       what is overridden, called, read; whether a method is a team's; replacing a name inside a block
+forwards    log-probs in bins and what replaces TRL's
+shared_attention   a group's prompt computed once: the packed row, and the attentions that read it
+packed_layout      where the sequences are in a packed row
+flex_mask          FlexAttention on packed rows
+varlen             flash attention on packed rows
+gradients   backward, sharding, FSDP2's optimizer, loading; the reference beside the policy; TRL's metrics and tables
+rewards     TRL's names of rewards, and its own shaping rewards (imported by name)
+values      a critic inside the policy's module
 """
 
 from importlib.metadata import version

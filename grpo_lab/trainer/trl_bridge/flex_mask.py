@@ -1,12 +1,11 @@
-"""FlexAttention on packed rows: a mask of blocks made on the host, few lengths, and a limit to what it compiles.
+"""FlexAttention on packed rows: a block mask made on the host, few different lengths, and a limit to what it compiles.
 
-The kernel is compiled for what it sees: lengths, and the code of the mask. So the mask is one function over a table of
-each token's group, holder and completion, whatever the groups are, and a row is filled up to a length of a short
-ladder. Which blocks of 128 × 128 hold a visible pair, and which nothing else, follows from where the sequences stand:
-no function is evaluated at every pair, and nothing is compiled to make a mask.
+The kernel is compiled for each length, and for the code of the mask. So the mask is one function, whatever the groups
+are. It reads a table of each token's group, of who may see its key, and of its completion. A row is padded to one of a
+few lengths. Which blocks of 128 × 128 hold a visible pair, and which nothing else, follows from where the sequences
+begin and end: no function is evaluated at every pair, and nothing is compiled to make a mask.
 
-A token that fills up a row sees itself alone and nobody sees it: its output is finite, is not scored and has no
-gradient.
+A token of padding sees itself alone and nobody sees it: its output is finite, is not scored and has no gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from grpo_lab.trainer.trl_bridge.packed_layout import Ints, Spans, sent
 
 #: tokens of a block, FlexAttention's own
 BLOCK = 128
-#: lengths an octave: up to twice as many blocks every number of them is a length, above that one in 2, in 4, …
+#: lengths an octave: up to twice as many blocks every number of blocks is a length, above that every 2nd, 4th, …
 RUNGS = 16
-#: seconds from which on a call of attention has compiled: without that it takes the host a thousandth of one
+#: a call of attention that takes the host so many seconds has compiled; without compiling it takes a thousandth of one
 COMPILES = 1.0
-#: after so many seconds of compilation, or compilations, rows go to tiles. torch itself compiles no more after 8 of one
-#: function, and then computes all pairs without a kernel
+#: after so many seconds of compilation, or compilations, rows are read in tiles. torch itself compiles no more after 8
+#: of one function, and then computes all pairs without a kernel
 SECONDS = 120.0
 COMPILATIONS = 6
 
@@ -69,8 +68,8 @@ CLOCK = CompileClock()
 
 
 def on_ladder(length: int) -> int:
-    """The length that a row of ``length`` tokens is filled up to: at most 127 tokens or a sixteenth more; two blocks at
-    least, since torch compiles anew for sizes of one."""
+    """Return the length that a row of ``length`` tokens is padded to: at most 127 tokens or a sixteenth more. It is two
+    blocks at least, since torch compiles anew for sizes of one."""
     blocks = max(2, -(-length // BLOCK))
     step = 1
     while blocks > 2 * RUNGS * step:
@@ -79,8 +78,9 @@ def on_ladder(length: int) -> int:
 
 
 def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
-    """Make the mask of who sees whom in a packed row that is filled up to ``length``: tokens of one group, no later
-    ones, of the prompt or the own completion; a head's key nobody; a token that fills up itself alone."""
+    """Make the mask of who sees whom in a packed row that is padded to ``length``. A token sees earlier tokens of its
+    group and itself, if they are of the prompt or of its own completion. Nobody sees a head's key. A token of padding
+    sees itself alone."""
     blocks = length // BLOCK
     queries = _overlap(spans.start, spans.size, blocks)
     keys = _overlap(spans.start + spans.head, spans.size - spans.head, blocks)
@@ -104,14 +104,14 @@ def block_mask(spans: Spans, length: int, device: torch.device) -> BlockMask:
 def flex_attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Transformers' own function, ``[1, heads, S, d]`` → ``[1, S, heads, d]``; what it compiles is counted."""
+    """Call transformers' own function, ``[1, heads, S, d]`` → ``[1, S, heads, d]``, and count what it compiles."""
     made = CLOCK.timed(flex_attention_forward, module, query, key, value, mask, **options)
     return made[0], None
 
 
 def _seen_by(table: Tensor) -> Mask:
-    """The mask over an int ``[3, S]``: of each token its group, the group that its key belongs to (0: none), and its
-    completion (0: of the prompt). One code for all rows."""
+    """Return the mask function over an int ``[3, S]``: of each token its group, the group that may see its key (0:
+    none), and its completion (0: it is of the prompt). The code is the same for all rows."""
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         of_it = (table[2, key] == 0) | (table[2, key] == table[2, query])
@@ -131,7 +131,8 @@ def _table(spans: Spans, length: int) -> NDArray[np.int32]:
 
 
 def _overlap(start: Ints, size: Ints, blocks: int) -> NDArray[np.float32]:
-    """float ``[n, blocks]``: how many tokens of each run stand in each block; products of two are exact."""
+    """Return float ``[n, blocks]``: how many tokens of each run are in each block. Products of two such numbers are
+    exact."""
     first = np.arange(blocks) * BLOCK
     inside = np.minimum((start + size)[:, None], first + BLOCK) - np.maximum(start[:, None], first)
     return inside.clip(0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Forwards in the place of TRL's: bins, positions, only what is scored."""
+"""Forwards in the place of TRL's: bins, given positions, and an LM head for scored tokens only."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ def completion_log_probs(
     attention_mask: Tensor | None = None,
     on_host: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies (None where the head makes none: TRL's reference model) ``[B, L - 1]`` of ``labels``
-    (−100 = not scored, 0 there) by TRL's fused LM head, at the trainer's sampling temperature.
+    """Compute log-probs and entropies ``[B, L - 1]`` of ``labels`` by TRL's fused LM head, at the trainer's sampling
+    temperature. Labels of −100 are not scored and get 0. Entropies are None if the head makes none (TRL's reference
+    model).
 
     Position t scores token t + 1. TRL feeds left-padded rows without positions, so a row's rotary angles depend on its
-    padding; the ``position_ids`` that it would have had make the same numbers from a differently padded row. Rows are
-    padded on the right, where a causal model cannot look: an ``attention_mask`` is for a hole in a row alone.
+    padding. With the ``position_ids`` that it would have had, a differently padded row has the same numbers. Rows are
+    padded on the right, where a causal model cannot look: an ``attention_mask`` is needed only for a hole in a row.
 
-    On a CPU TRL's head projects every position onto the vocabulary and drops most of it, on a GPU it asks the device
+    On a CPU TRL's head projects every position onto the vocabulary and drops most of it; on a GPU it asks the device
     which are scored and waits. With the labels ``on_host``, as they are on a CPU, only scored positions leave the
-    backbone, as one row of ``shift_labels``, and nobody waits; not under ``torch.compile``, for which it is a setting
-    of torch whether a changed hook is noticed.
+    backbone, as one row of ``shift_labels``, and nobody waits. This is not done under ``torch.compile``, where it
+    depends on a setting of torch whether a changed hook is noticed.
     """
     mask = {}
     if attention_mask is not None:
@@ -70,9 +71,9 @@ def completion_log_probs(
 
 @contextlib.contextmanager
 def one_sequence_a_row(device: torch.device) -> Iterator[None]:
-    """Inside the block transformers does not look for several sequences in a row by their positions: a bin has none, or
-    brings a mask that says so. It would look at every forward, and wait for the answer until the device has finished
-    all bins before this one. (On a CPU nobody waits.)"""
+    """Keep transformers from looking for several sequences in a row by their positions, inside the block. A bin has one
+    in a row, or brings a mask. Else it would look at every forward, and wait until the device has finished all bins
+    before this one. (On a CPU nobody waits, and nothing is changed.)"""
     with contextlib.ExitStack() as stack:
         if device.type != "cpu" and hasattr(masking_utils, "find_packed_sequence_indices"):
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
@@ -81,8 +82,8 @@ def one_sequence_a_row(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_any_shape(device: torch.device) -> Iterator[None]:
-    """Inside the block attention on a GPU is none of cuDNN's, torch's first choice on Hopper: it plans anew for every
-    shape, and every bin has another (an update of the 0.5B shape on an H200: 1.24 s with it, 0.47 s without)."""
+    """Switch off cuDNN's attention on a GPU inside the block. It is torch's first choice on Hopper, but plans anew for
+    every shape, and every bin has another (an update of the 0.5B shape on an H200: 1.24 s with it, 0.47 s without)."""
     if device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return
@@ -95,8 +96,8 @@ def of_any_shape(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_are_scored() -> Iterator[None]:
-    """Inside the block TRL's head takes what it is given: positions that are not scored never reach it. It would look
-    for them where Triton runs, and wait for the answer."""
+    """Tell TRL's head inside the block that all positions it gets are scored; others never reach it. Where Triton runs
+    it would look for them, and wait for the answer."""
     with contextlib.ExitStack() as stack:
         if hasattr(utils, "_use_triton"):  # the kernels ask for themselves
             stack.enter_context(replaced(utils, "_use_triton", lambda device: False))
@@ -104,8 +105,8 @@ def all_are_scored() -> Iterator[None]:
 
 
 def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], places: Tensor, chosen: Tensor) -> Any:
-    """Output of TRL's fused head for the tokens ``chosen`` ``[1, n]``, each from the backbone's output at its entry of
-    ``places`` ``[n]`` in the flattened batch; no other position reaches the head."""
+    """Return the output of TRL's fused head for the tokens ``chosen`` ``[1, n]``. Each is scored from the backbone's
+    output at its entry of ``places`` ``[n]`` in the flattened batch; no other position reaches the head."""
 
     def pick(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places).unsqueeze(0)
@@ -118,8 +119,8 @@ def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], plac
 
 @contextlib.contextmanager
 def scored_alone() -> Iterator[None]:
-    """Inside the block the head of TRL's other trainers leaves out positions without a label on a CPU, too, as it does
-    where it runs Triton. Its kernels ask for Triton themselves. TRL 1.15 has no such question, and scores all."""
+    """Let the head of TRL's other trainers skip positions without a label on a CPU, too, inside the block. It does so
+    where it runs Triton. Its kernels ask for Triton themselves. TRL 1.15 does not ask, and scores all."""
     with contextlib.ExitStack() as stack:
         for module in (utils, distillation_trainer):
             if (asks := getattr(module, "_use_triton", None)) is not None:
@@ -130,9 +131,9 @@ def scored_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def small_tiles(device: torch.device) -> Iterator[None]:
-    """Inside the block TRL's head, there and back, takes `CPU_TILE` tokens at once on a CPU. Its own 4,096 are a GPU's:
-    a dozen passes over a tile that no cache holds (1.5 times as long at Qwen's vocabulary, twice at a small one). The
-    weight's gradient adds the same summands in another order. TRL 1.15 has one tile, and keeps it."""
+    """Let TRL's head take `CPU_TILE` tokens at once on a CPU inside the block, forward and backward. Its own 4,096 suit
+    a GPU: a dozen passes over a tile that no cache holds (1.5 times as long at Qwen's vocabulary, twice at a small
+    one). The weight's gradient adds the same summands in another order. TRL 1.15 has one tile, and keeps it."""
     head = sys.modules.get("trl.kernels.chunked_logprob")
     with contextlib.ExitStack() as stack:
         if device.type == "cpu" and hasattr(head, "TOKEN_CHUNK_SIZE"):
@@ -145,7 +146,8 @@ def _or_on_cpu(asks: Callable[[torch.device], bool], device: torch.device) -> bo
 
 
 def stock_forward(trainer: Any, model: Any, rows: Mapping[str, Any], **options: Any) -> tuple[Any, Any, Any]:
-    """TRL's own forward on padded rows: the completions' log-probs ``[B, T]``; entropies, router's loss if asked."""
+    """Run TRL's own forward on padded rows. Returns the completions' log-probs ``[B, T]``, and entropies and the
+    router's loss if asked for."""
     return trainer._get_per_token_logps_and_entropies(
         model,
         torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -163,7 +165,7 @@ def is_compiled(accelerator: Any, model: torch.nn.Module) -> bool:
 
 
 def backbone(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """The layers below the LM head, which TRL's fused forward calls as ``base_model``, inside every wrapper."""
+    """Return the layers below the LM head, inside every wrapper; TRL's fused forward calls them as ``base_model``."""
     return inside(accelerator.unwrap_model(model)).base_model
 
 
@@ -171,12 +173,13 @@ def backbone(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
 def forwards_replaced(
     trainer: Any, forward: Callable[[Any, Tensor, Tensor, int], Tensor], without_policy: bool = False
 ) -> Iterator[list[str]]:
-    """Inside the block ``forward(model, input_ids, attention_mask, T)`` answers TRL's no-grad forwards at generation.
+    """Replace TRL's no-grad forwards at generation by ``forward(model, input_ids, attention_mask, T)`` inside the
+    block.
 
-    ``without_policy``: the policy's (old log-probs), which TRL asks for before it knows the rewards, over all rows, is
-    not run and TRL gets zeros: the caller drops what TRL made of them. Forwards of the reference are always answered;
-    with PEFT they run through the same model object, but TRL asks for the policy once, and before. Multimodal forwards
-    stay TRL's. Yields a list that holds ``"policy"`` once its forward was left out.
+    With ``without_policy`` the policy's forward (old log-probs) is not run and TRL gets zeros: the caller drops what
+    TRL makes of them. TRL asks for it before it knows the rewards, over all rows. Forwards of the reference are always
+    replaced; with PEFT they run through the same model object, but TRL asks for the policy once, and before. Multimodal
+    forwards stay TRL's. Yields a list that holds ``"policy"`` once its forward was left out.
     """
     original = trainer._get_per_token_logps_and_entropies
     left_out: list[str] = []
@@ -199,7 +202,8 @@ def forwards_replaced(
 def positions_given(
     accelerator: Any, model: torch.nn.Module, position_ids: Tensor | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block TRL's forward of ``model``, which hands over none, gets ``position_ids`` ``[B, L]``, if any."""
+    """Return a context in which TRL's forward of ``model`` gets ``position_ids`` ``[B, L]``, if any; TRL passes
+    none."""
     if position_ids is None:
         return contextlib.nullcontext()
 
@@ -211,7 +215,8 @@ def positions_given(
 
 @contextlib.contextmanager
 def without_autocast(accelerator: Any, model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block the policy's forward is the one that accelerate wrapped for mixed precision, if it did."""
+    """Run the policy's forward inside the block without the wrapper that accelerate gave it for mixed precision, if it
+    did."""
     inner = accelerator.unwrap_model(model)
     plain = None
     if accelerator.mixed_precision != "no":
@@ -224,5 +229,6 @@ def without_autocast(accelerator: Any, model: torch.nn.Module) -> Iterator[None]
 
 
 def without_checkpointing(model: Any, args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context for forwards without gradient: no gradient checkpointing (TRL's own context around such forwards)."""
+    """Return a context without gradient checkpointing, for forwards without gradient (TRL's own context around
+    these)."""
     return disable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)

@@ -1,4 +1,5 @@
-"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference; TRL's logs."""
+"""Backwards and steps as HF, accelerate and DeepSpeed want them; FSDP2's optimizer; TRL's reference model; TRL's
+logs."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from grpo_lab.trainer.trl_bridge.values import without_critic
 
 
 def without_gradient_sync(accelerator: Any, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Context for a backward that is not the last one of the optimizer step: gradients accumulate, nobody talks.
-    DeepSpeed decides by ``sync_gradients`` alone (accelerate hands it on as the accumulation boundary)."""
+    """Return a context for a backward that is not the last one of the optimizer step: gradients accumulate, and ranks
+    do not communicate. DeepSpeed decides by ``sync_gradients`` alone (accelerate passes it on as the accumulation
+    boundary)."""
     stack = contextlib.ExitStack()
     state = accelerator.gradient_state
     stack.callback(state._set_sync_gradients, state.sync_gradients)
@@ -31,17 +33,17 @@ def without_gradient_sync(accelerator: Any, model: torch.nn.Module) -> contextli
 
 
 def backward(accelerator: Any, loss: Tensor) -> None:
-    """HF's backward of one loss, as its ``training_step`` calls it: the loss is scaled for accumulation already, and
+    """Run HF's backward of one loss, as its ``training_step`` does. The loss is scaled for accumulation already, and
     DeepSpeed would divide it by ``gradient_accumulation_steps`` once more."""
     deepspeed = accelerator.distributed_type == "DEEPSPEED"
     accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
 
 
 def put_aside(accelerator: Any) -> Tensor:
-    """The loss of a micro-batch that is only put aside: a constant 0.
+    """Return the loss of a micro-batch that is only put aside: a constant 0.
 
-    Under DeepSpeed HF's backward of it is left out: ZeRO-1 and 2 make their gradient buckets when a gradient arrives
-    and read them at the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``), and offloaded gradients
+    Under DeepSpeed HF's backward of it is skipped: ZeRO-1 and 2 make their gradient buckets when a gradient arrives and
+    read them at the end of every backward (0.19.8: ``IndexError`` in ``reduce_ipg_grads``). Also, offloaded gradients
     of the step before would be taken for this step's.
     """
     nothing = torch.zeros((), device=accelerator.device, requires_grad=True)
@@ -51,7 +53,7 @@ def put_aside(accelerator: Any) -> Tensor:
 
 
 def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> None:
-    """The next call of ``owner.method`` is ``instead()``, and the method as it was afterwards."""
+    """Replace the next call of ``owner.method`` by ``instead()``; then the method is as it was before."""
     before = vars(owner).get(method)  # usually none: it is the class's
 
     def once(*_: Any, **__: Any) -> None:
@@ -64,11 +66,12 @@ def _leave_out_next(owner: Any, method: str, instead: Callable[[], None]) -> Non
 
 
 def leave_out_step(optimizer: Any) -> None:
-    """The next ``step()`` of ``optimizer`` (accelerate's wrapper) does nothing and counts as skipped, so that HF leaves
-    the schedule as it is.
+    """Make the next ``step()`` of ``optimizer`` (accelerate's wrapper) do nothing and count as skipped, so that HF
+    leaves the schedule as it is.
 
-    Weights and moments are not touched, gradients go with HF's ``zero_grad``. With fp16's scaler, which has unscaled
-    the gradients, its own end of the step is made up for; without one ``step_was_taken`` takes the mark back.
+    Weights and moments are not touched; HF's ``zero_grad`` drops the gradients. fp16's scaler, if there is one, has
+    unscaled the gradients and is updated here, as the step would do. Without a scaler ``step_was_taken`` removes the
+    mark.
     """
 
     def nothing() -> None:
@@ -80,30 +83,30 @@ def leave_out_step(optimizer: Any) -> None:
 
 
 def step_was_taken(optimizer: Any) -> None:
-    """Take back the mark of ``leave_out_step``, which nobody else does without a scaler."""
+    """Remove the mark of ``leave_out_step``; without a scaler nothing else does."""
     if optimizer.scaler is None:
         optimizer._is_overflow = False
 
 
 def forget_running_loss(trainer: Any) -> None:
-    """Begin HF's sum of losses since the last log anew."""
+    """Set HF's sum of losses since the last log to 0."""
     trainer._tr_loss.zero_()
 
 
 def overflow_of_scaler(accelerator: Any) -> bool:
-    """Return whether a gradient that is not finite may be fp16's scaling, which leaves such steps out and halves down
-    to 1."""
+    """Return whether a gradient that is not finite may come from fp16's loss scaling. The scaler skips such steps and
+    halves its scale, down to 1."""
     scaler = accelerator.scaler
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0
 
 
 @contextlib.contextmanager
 def reference_model_in_full() -> Iterator[None]:
-    """Context while a trainer is built: gives TRL's reference model the weights of rank 0 on every rank before it is
-    sharded.
+    """Give TRL's reference model the weights of rank 0 on every rank before it is sharded. This is a context for the
+    time in which a trainer is built.
 
     With FSDP2 and ``fsdp_cpu_ram_efficient_loading`` transformers loads weights on one process of a machine and leaves
-    zeros on the others. accelerate broadcasts the policy when it wraps it; TRL 1.16 wraps the reference itself and does
+    zeros on the others. accelerate broadcasts the policy when it wraps it. TRL 1.16 wraps the reference itself and does
     not, so that with ``beta`` > 0 all but the first rank's share of it is zero, without any error.
     """
     from trl.trainer import grpo_trainer
@@ -124,8 +127,8 @@ def reference_model_in_full() -> Iterator[None]:
 
 
 def plain_cpu(args: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside the block ``args.device`` of a CPU rank is "cpu", not "cpu:0": with several processes transformers 5.17
-    loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
+    """Return a context in which ``args.device`` of a CPU rank is "cpu", not "cpu:0". With several processes
+    transformers 5.17 loads an optimizer's tensors to it, and torch 2.13 knows no "cpu:0" there."""
     if args.device.type != "cpu":
         return contextlib.nullcontext()
     return replaced(args, "_setup_devices", torch.device("cpu"))
@@ -136,8 +139,8 @@ REFERENCE_ADAPTER, POLICY_ADAPTER = "ref", "default"
 
 
 def reference_tensors(policy: Any, reference: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name → (the reference's, the policy's): parameters and buffers that correspond, this rank's part where they are
-    sharded. ValueError: there is no reference that could move, or it is built otherwise than the policy."""
+    """Return name → (the reference's tensor, the policy's) for parameters and buffers; of sharded tensors this rank's
+    part. Raises ValueError if no reference can be moved, or if it is built otherwise than the policy."""
     if reference is None:
         if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}):
             raise ValueError(
@@ -161,10 +164,10 @@ def reference_tensors(policy: Any, reference: Any) -> dict[str, tuple[Tensor, Te
 
 
 def load_policy_adapter(policy: Any, checkpoint: str) -> None:
-    """The trained adapter of a checkpoint that holds TRL's copy beside it (the folder ``ref``); without one nothing.
+    """Load the trained adapter of a checkpoint that also holds TRL's copy of it (the folder ``ref``); else do nothing.
 
-    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them:
-    the copy alone, so that the policy would start where it began.
+    transformers 5.17 (``Trainer._load_from_checkpoint``) loads either the adapters in folders or the one beside them.
+    Here it loads the copy alone, so that the policy would start where it began.
     """
     saved = Path(checkpoint)
     if REFERENCE_ADAPTER not in getattr(policy, "peft_config", {}) or not (saved / REFERENCE_ADAPTER).is_dir():
@@ -175,7 +178,7 @@ def load_policy_adapter(policy: Any, checkpoint: str) -> None:
 
 
 def whole_by_names(accelerator: Any) -> str | None:
-    """Say why a rank cannot read and write the reference tensor by tensor, or ``None``."""
+    """Return why a rank cannot read and write the reference tensor by tensor, or ``None``."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
         return "DeepSpeed ZeRO-3, which keeps weights in partitions of its own"
@@ -184,7 +187,7 @@ def whole_by_names(accelerator: Any) -> str | None:
     return None
 
 
-#: TRL's own metrics of the sampler correction; a team's may stand under the same prefix.
+#: TRL's own metrics of the sampler correction; a team's may have the same prefix.
 SAMPLING_METRICS: tuple[str, ...] = (
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
@@ -193,7 +196,8 @@ SAMPLING_METRICS: tuple[str, ...] = (
 
 
 def forget_sampling_metrics(seen: dict[str, list[Any]]) -> None:
-    """Drop what TRL has just appended to its own ``sampling/*`` metrics (values computed from deferred zeros)."""
+    """Drop what TRL has just appended to its own ``sampling/*`` metrics: it was computed from zeros in place of
+    log-probs."""
     for name in [name for name in SAMPLING_METRICS if name in seen]:
         seen[name].pop()
         if not seen[name]:
@@ -201,15 +205,15 @@ def forget_sampling_metrics(seen: dict[str, list[Any]]) -> None:
 
 
 def logged_rows(logged: dict[str, Any], count: int) -> dict[str, list[Any]]:
-    """The last ``count`` rows of TRL's completions table ``logged`` by column, without columns that not every row
-    has."""
+    """Return the last ``count`` rows of TRL's completions table ``logged`` by column, without columns that have fewer
+    rows."""
     columns = {name: logged[name] for name in ("prompt", "completion", "advantages")}
     columns |= {f"{part}/{name}": rows for part in ("rewards", "extra") for name, rows in logged[part].items()}
     return {name: list(rows)[-count:] for name, rows in columns.items() if len(rows) >= count}
 
 
 def replace_logged_rows(logged: dict[str, Any], columns: dict[str, list[Any]]) -> None:
-    """Put ``columns`` (as ``logged_rows`` gives them) in the place of as many of the last rows."""
+    """Replace the last rows of TRL's completions table by ``columns`` (as ``logged_rows`` returns them)."""
     for name, rows in columns.items():
         part, _, column = name.partition("/")
         if column:
@@ -222,12 +226,13 @@ def replace_logged_rows(logged: dict[str, Any], columns: dict[str, list[Any]]) -
 
 
 def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context while a checkpoint is written: torch makes up no moments.
+    """Return a context for writing a checkpoint, in which torch makes up no moments.
 
-    Weights without moments have made no step: the policy's in ``value.warmup_steps``, all where the guard left out
-    every step, an expert without tokens. torch 2.13 makes them up when it saves an FSDP2 optimizer that has none at all
-    (by a step with zero gradients, counted in AdamW's bias correction, in the running training, too), and refuses the
-    checkpoint that lacks some. So a checkpoint names them; those alone may be missing, and are again after the load.
+    Weights without moments have made no step: the policy's in ``value.warmup_steps``, all if the guard skipped every
+    step, an expert without tokens. For an FSDP2 optimizer that has no moments at all, torch 2.13 makes them up when it
+    saves. It does so by a step with zero gradients, which AdamW's bias correction counts, also in the running training.
+    A checkpoint that lacks some moments is refused. So a checkpoint names these weights. Only they may be without
+    moments, and they are again after the load.
     """
     if not accelerator.is_fsdp2:
         return contextlib.nullcontext()
@@ -235,7 +240,8 @@ def optimizer_saved_as_it_is(accelerator: Any) -> contextlib.AbstractContextMana
 
 
 def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) -> dict[str, Any] | None:
-    """The optimizer's weights for which it holds nothing, alike on every rank; None where torch asks for none."""
+    """Return the names of the optimizer's weights for which it holds nothing, as a checkpoint entry, the same on every
+    rank. None without FSDP2, or if there are no such weights."""
     if not accelerator.is_fsdp2:
         return None
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -249,7 +255,8 @@ def without_moments(accelerator: Any, model: torch.nn.Module, optimizer: Any) ->
 def optimizer_loaded_as_it_was(
     accelerator: Any, model: torch.nn.Module, optimizer: Any, named: set[str]
 ) -> Iterator[None]:
-    """Inside the block a checkpoint's optimizer is loaded; the weights ``named`` in it have no moments afterwards."""
+    """Let a checkpoint's optimizer be loaded inside the block though the weights ``named`` have no moments in it. They
+    have none afterwards, either."""
     if not named or not accelerator.is_fsdp2:
         yield
         return

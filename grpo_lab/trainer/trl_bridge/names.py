@@ -1,5 +1,5 @@
-"""Names of TRL, and of the Trainer below it, that this package overrides, calls and reads; the releases that it was
-tested with; whose a method is."""
+"""Names of TRL, and of transformers' Trainer below it, that this package overrides, calls and reads; the releases that
+it was tested with; whether a method is a team's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUPPORTED_TRL: tuple[str, ...] = ("1.15", "1.16")
 
 
 def refuse_untested(found: str) -> None:
-    """``ImportError`` for a release whose private methods nobody compared with what this room relies on."""
+    """Raise ImportError for a TRL release whose private methods were not compared with what this package relies on."""
     if ".".join(found.split(".")[:2]) not in SUPPORTED_TRL:
         listing = ", ".join(f"{minor}.*" for minor in SUPPORTED_TRL)
         newest = SUPPORTED_TRL[-1]
@@ -141,7 +141,7 @@ ATTRIBUTES: tuple[str, ...] = (
     "vllm_importance_sampling_clip_min",
     "vllm_importance_sampling_clip_max",
 )
-#: what transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs
+#: attributes that transformers' loop (the first three), TRL with vLLM, and TRL's SFT set while a training runs
 WHILE_TRAINING: tuple[str, ...] = (
     "_tr_loss",
     "_globalstep_last_logged",
@@ -149,7 +149,7 @@ WHILE_TRAINING: tuple[str, ...] = (
     "_last_loaded_step",
     "_total_train_tokens",
 )
-#: tensors ``[B, T]`` of TRL's micro-batch that follow the completion
+#: tensors ``[B, T]`` of TRL's micro-batch that are aligned with the completion
 COMPLETION_FIELDS: tuple[str, ...] = (
     "completion_ids",
     "completion_mask",
@@ -158,12 +158,13 @@ COMPLETION_FIELDS: tuple[str, ...] = (
     "ref_per_token_logps",
     "sampling_per_token_logps",
 )
-#: classes and functions of these packages are no team's; what decorators make is made in some
+#: packages whose classes and functions are not a team's; some hold the wrappers that decorators make
 LIBRARIES = ("grpo_lab", "trl", "transformers", "builtins", "contextlib", "functools", "torch")
 
 
 class PlainNames:
-    """Plain names for what TRL's trainer keeps, most of it under private ones; stands before it among the bases."""
+    """Public names for what TRL's trainer keeps, most of it under private ones. A base class that comes before TRL's
+    trainer."""
 
     @property
     def last_logged_step(self: Any) -> int:
@@ -171,7 +172,7 @@ class PlainNames:
 
     @property
     def current_group_size(self: Any) -> int:
-        """Completions of a prompt, in the mode that the run is in."""
+        """Number of completions per prompt, in the run's current mode."""
         return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     @property
@@ -181,12 +182,13 @@ class PlainNames:
 
     @property
     def end_token_ids(self: Any) -> frozenset[int]:
-        """Tokens after which a completion is at its end, padding among them."""
+        """Tokens that end a completion, the padding token among them."""
         return frozenset((*self.eos_token_ids, self._tokenizer.pad_token_id))
 
     @property
     def buffered_micro_batches(self: Any) -> list[dict[str, Any]]:
-        """Micro-batches of the generation batch at hand, in TRL's buffer; a change of one is trained on."""
+        """Micro-batches of the current generation batch, in TRL's buffer. Training sees every change that is made to
+        one."""
         return list(self._buffered_inputs or [])
 
 
@@ -196,9 +198,8 @@ def is_multimodal(inputs: dict[str, Any]) -> bool:
 
 
 def may_bring_images(trainer: Any) -> bool:
-    """Return whether any batch of the run may carry images, the same on every rank: in a mixed data set one rank's has
-    images where another's is text only. Only prompts that are text by their type, without tools, are sure to bring
-    none."""
+    """Return whether any batch of the run may carry images, the same on every rank: in a mixed data set only some
+    ranks' batches have images. Only prompts of a text column, without tools or environments, are sure to bring none."""
     if not trainer._is_vlm:
         return False
     columns = getattr(trainer.train_dataset, "features", None) or {}
@@ -213,24 +214,24 @@ def may_bring_images(trainer: Any) -> bool:
 
 
 def prompt_tokens(trainer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """Token ids of the prompts of rows of a data set, as TRL's generation would have them; text alone."""
+    """Return the token ids of the prompts of data set rows, as TRL's generation makes them; of text only."""
     ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in rows])
     return [list(of_row) for of_row in ids]
 
 
 def send_weights_again(trainer: Any) -> None:
-    """Have the next generation send the weights, though they are those of a step that were sent."""
+    """Make the next generation send the weights to the engine, even if those of this step were sent."""
     trainer._last_loaded_step = -1
 
 
 def has_micro_batches(trainer: Any) -> bool:
-    """Return whether TRL holds the micro-batches of a generation batch."""
+    """Return whether TRL's buffer holds the micro-batches of a generation batch."""
     return trainer._buffered_inputs is not None
 
 
 @contextlib.contextmanager
 def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
-    """``obj.name`` is ``value`` inside the block, as it was before afterwards (also after an error)."""
+    """Set ``obj.name`` to ``value`` inside the block, and restore it afterwards (also after an error)."""
     had = name in vars(obj)
     before = getattr(obj, name)
     setattr(obj, name, value)
@@ -245,8 +246,8 @@ def replaced(obj: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scored_through(trainer: Any, generate: Callable[..., Any], reward: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block ``generate`` and ``reward`` stand around ``_generate`` and ``_calculate_rewards``: each is
-    called with the outermost method, a team's included, and its arguments."""
+    """Wrap ``_generate`` and ``_calculate_rewards`` by ``generate`` and ``reward`` inside the block. Each is called
+    with the outermost method, a team's included, and that method's arguments."""
     with (
         replaced(trainer, "_generate", functools.partial(generate, trainer._generate)),
         replaced(trainer, "_calculate_rewards", functools.partial(reward, trainer._calculate_rewards)),
@@ -255,10 +256,10 @@ def scored_through(trainer: Any, generate: Callable[..., Any], reward: Callable[
 
 
 def teams(trainer: Any, method: str) -> str | None:
-    """``Class.method`` where a team's code stands in the place of ``method`` or over it; None where nobody's does.
+    """Return ``Class.method`` if a team's code replaces or wraps ``method``; None if nobody's does.
 
-    ``trainer`` may hold a function of that name itself, or be a class. A team's class counts wherever it stands among
-    the bases, and so does a team's function on a library's class.
+    ``trainer`` may hold a function of that name itself, or be a class. A team's class counts wherever it is among the
+    bases, and so does a team's function that was set on a library's class.
     """
     if not isinstance(trainer, type):
         if not is_librarys(vars(trainer).get(method)):
@@ -270,12 +271,13 @@ def teams(trainer: Any, method: str) -> str | None:
 
 
 def home_of(trainer: Any, method: str) -> str:
-    """The class whose ``method`` is called."""
+    """Return the name of the class whose ``method`` is called."""
     return next(kind.__name__ for kind in type(trainer).__mro__ if method in vars(kind))
 
 
 def hf_runs_the_step() -> bool:
-    """Return whether HF's ``training_step`` runs, and so the backward: a team's asked ``super()``, or there is none."""
+    """Return whether HF's ``training_step`` is running, which calls the backward. It does not if a team overrides it
+    without ``super()``."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 
     code = inspect.unwrap(Trainer.training_step).__code__
@@ -286,8 +288,8 @@ def hf_runs_the_step() -> bool:
 
 
 def is_librarys(code: Any) -> bool:
-    """Return whether a function and all that it wraps are a library's (``functools.wraps`` gives a wrapper the module
-    of what is wrapped)."""
+    """Return whether a function and all that it wraps are a library's. (``functools.wraps`` gives a wrapper the module
+    of what it wraps.)"""
     while code is not None:
         module = getattr(code, "__globals__", {}).get("__name__") or getattr(code, "__module__", LIBRARIES[0])
         if str(module).split(".")[0] not in LIBRARIES:

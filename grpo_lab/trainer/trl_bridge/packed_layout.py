@@ -1,7 +1,7 @@
-"""Layout of a packed row: its groups, and the sequences that attend, one after another.
+"""Layout of a packed row: its groups, and its sequences one after another.
 
-Every sequence is a run of places: a prompt, or a completion from its head on. All that an attention has to know of a
-row follows from where each begins, how long it is and which prompt stands before it.
+A sequence is a run of places: a prompt, or a completion that begins with its head (see ``shared_attention``). All that
+an attention has to know of a row follows from where each begins, how long it is and which prompt belongs to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 
 
 def sent(laid_out: Tensor, device: torch.device) -> Tensor:
-    """Send what the host has laid out to the device; nobody waits for it."""
+    """Send a tensor from the host to the device; nobody waits for the copy."""
     if device.type == "cuda":  # what is not pinned is copied while the host waits
         laid_out = laid_out.pin_memory()
     return laid_out.to(device, non_blocking=True)
@@ -25,7 +25,7 @@ def sent(laid_out: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """A prompt's places in the packed row, and those of each completion from its head on."""
+    """Places of a prompt in the packed row, and of each of its completions, head included."""
 
     prompt: Ints
     completions: list[Ints]
@@ -37,7 +37,8 @@ class Spans:
 
     Attributes:
         start, size: the sequence's tokens are ``[start, start + size)``.
-        prompt, prompt_size: the prompt that it sees whole is ``[prompt, prompt + prompt_size)``; 0 tokens for a prompt.
+        prompt, prompt_size: a completion sees all of its prompt ``[prompt, prompt + prompt_size)``; for a prompt the
+            size is 0.
         head: 1 for a completion, whose first token's key nobody sees; 0 for a prompt.
         group: number of its group, from 1 on.
     """
@@ -60,5 +61,5 @@ class Spans:
 
     @property
     def keys(self) -> Ints:
-        """Long ``[n]``: how many keys each sequence's last token sees."""
+        """Long ``[n]``: how many keys the last token of each sequence sees."""
         return self.prompt_size + self.size - self.head

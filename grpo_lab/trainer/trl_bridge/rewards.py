@@ -1,4 +1,4 @@
-"""TRL's own shaping rewards by a recipe's name: used from there, not rewritten."""
+"""TRL's own shaping rewards, by the names that recipes use; what TRL calls a reward, and which measure correctness."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SHAPING = {
 
 
 def shaping(name: str) -> Callable[..., Any]:
-    """Return the function that builds a shaping reward. TRL loads a parser of LaTeX with the last one, so none is
-    loaded before it is asked for."""
+    """Return the function that builds a shaping reward. TRL loads a parser of LaTeX together with the last of them, so
+    none is imported before it is asked for."""
     return getattr(rewards, SHAPING[name])
 
 
 def reward_name(reward: Any) -> str:
-    """The name that TRL gives a reward: the last part of a model's id or path, of a ``partial`` the function's."""
+    """Return the name that TRL gives a reward: the last part of a model's id or path, else the function's, also for a
+    ``partial``."""
     if isinstance(reward, str):
         return reward.split("/")[-1]
     if isinstance(reward, nn.Module):
@@ -34,12 +35,13 @@ def reward_name(reward: Any) -> str:
 
 
 def correctness_column(reward_funcs: list[Any]) -> int | None:
-    """The first reward that measures correctness; None without one."""
+    """Return the index of the first reward that measures correctness; None without one."""
     return next((column for column, reward in enumerate(reward_funcs) if measures_correctness(reward)), None)
 
 
 def measures_correctness(reward: Any) -> bool:
-    """``measures_correctness = True``, or TRL's accuracy_reward or AccuracyReward; a ``partial`` is what it holds."""
+    """Return whether a reward measures correctness: it has ``measures_correctness = True``, or is TRL's accuracy_reward
+    or an AccuracyReward. A ``partial`` counts as the function that it holds."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     own = getattr(reward, "measures_correctness", False)

@@ -1,14 +1,14 @@
 """A group's prompt computed once: rows of a bin as one packed row, and the attention that reads it.
 
 A packed row is, group after group, ``[prompt, head 1, completion 1, head 2, completion 2, …]``. A head is a copy of the
-prompt's last token with its position: its output scores the completion's first token, and nobody attends to its key,
+prompt's last token with its position: its output scores the completion's first token. Nobody attends to a head's key,
 so every completion token sees each prompt token exactly once. Prompt tokens attend causally among themselves; a
 completion's tokens attend to the whole prompt and causally to their own. All else in a transformer works token by
 token, so log-probs and gradients are those of the unshared rows, up to the order of sums.
 
-Three attentions read it. A model with ``sdpa`` becomes `SHARED_PROMPT`, which calls it on rectangles (`Tiles`). One
-with ``flex_attention`` becomes `SHARED_FLEX`, which gives its kernel a mask of blocks. One with a flash kernel keeps
-its name, under which the kernel gets sequences of any lengths (`Varlen`).
+Three attentions read it. For a model with ``sdpa`` it is `SHARED_PROMPT`, which calls ``sdpa`` on rectangles (`Tiles`).
+For one with ``flex_attention`` it is `SHARED_FLEX`, which gives the kernel a mask of blocks. A flash kernel keeps its
+name and gets sequences of any lengths (`Varlen`).
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from grpo_lab.update import cheapest_cuts
 Form = Literal["tiles", "flex", "varlen"]
 #: transformers' name of FlexAttention
 FLEX = "flex_attention"
-#: the names under which transformers knows an attention of ours that reads a packed row, and is ``sdpa`` without one
+#: transformers' names for the attention of ours that reads a packed row, and is ``sdpa`` without one
 SHARED_PROMPT = "shared_prompt"
 SHARED_FLEX = "shared_prompt_flex"
-#: keys of padding that one more call of attention is worth
+#: cost of one more call of attention, in keys of padding
 CALL = 512
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A call of attention: m sequences of like length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are their
-    places in the packed row (padding: place 0); bool ``seen`` ``[m or 1, 1, q, k]``, None: causal, q = k."""
+    """One call of attention on m sequences of similar length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are
+    their places in the packed row (padding: place 0). Bool ``seen`` ``[m or 1, 1, q, k]`` is the mask; None: causal, q
+    = k."""
 
     queries: Tensor
     keys: Tensor
@@ -56,7 +57,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """All calls of a packed row; long ``back`` ``[S]``: where the output of each packed token stands in theirs."""
+    """All calls of attention of a packed row. Long ``back`` ``[S]`` is where each packed token's output is in their
+    joined outputs."""
 
     calls: tuple[Tile, ...]
     back: Tensor
@@ -87,7 +89,7 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Places of what attends, and of what it attends to."""
+    """Places of the tokens of a sequence that attend, and of those that they attend to."""
 
     queries: Ints
     keys: Ints
@@ -97,13 +99,14 @@ def packed_row(
     input_ids: Tensor, labels: Tensor, position_ids: Tensor, prompts: Tensor, form: Form = "tiles",
     device: torch.device | None = None,
 ) -> PackedRow | None:  # fmt: skip
-    """The packed row of a bin ``[B, L]`` (arguments as for ``completion_log_probs``; ``prompts`` long ``[B]``, tokens
-    of each row's prompt) in the ``form`` that its attention reads; None where nothing is scored. For FlexAttention it
-    is filled up with copies of the bin's first token, which nobody sees. ``device``: where the row is to be, if not
-    where the bin is. It is laid out on the host: from a bin that is there nothing waits for the device.
+    """Pack a bin ``[B, L]`` into one row, in the ``form`` that the model's attention reads; None if nothing is scored.
 
-    A row's completion ends with its last label: what comes after, a causal model's scored tokens cannot see. It may
-    begin with tokens without one (a tool's answer). Rows share a prompt where its tokens and its first position are
+    Arguments are as for ``completion_log_probs``. ``prompts`` long ``[B]`` are the lengths of the prompts; ``device``
+    is where the row is to be, if not where the bin is. It is laid out on the host: from a bin that is there nothing
+    waits for the device. For FlexAttention it is padded with copies of the bin's first token, which nobody sees.
+
+    A row's completion ends with its last label: a causal model's scored tokens cannot see what comes after. It may
+    begin with tokens without a label (a tool's answer). Rows share a prompt if its tokens and its first position are
     equal.
     """
     device = device or input_ids.device
@@ -164,7 +167,8 @@ def _read_by(form: Form, groups: list[PackedGroup], length: int, device: torch.d
 
 
 def _tiles(groups: list[PackedGroup], length: int, device: torch.device) -> Tiles:
-    """Prompts among themselves, then completions with their prompts, each cut into sequences of like length."""
+    """Make the calls: prompts among themselves, then completions with their prompts, each cut into sequences of similar
+    length."""
     prompts = [_Sequence(group.prompt, group.prompt) for group in groups]
     # a completion sees its prompt and its own tokens, not the head, which stands in the prompt already
     completions = [
@@ -195,8 +199,8 @@ def _of_like_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
 
 
 def _seen(held: list[_Sequence], queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its own. It is made
-    where it is read: a number a completion travels."""
+    """Make the mask, bool ``[m or 1, 1, q, k]``: query i of a completion sees the P tokens of its prompt and i of its
+    own. It is made on the device, so only a number per completion is sent."""
     before = np.asarray([one.keys.size - one.queries.size + 1 for one in held])
     if (before == before[0]).all():
         before = before[:1]
@@ -238,11 +242,12 @@ def shared_prompt_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, shared_prompts: Tiles | BlockMask | None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts`` (generation,
-    bins as ever) it is transformers' ``sdpa``.
+    """Compute attention over a packed row: ``[1, heads, S, d]`` → ``[1, S, heads, d]``. Without ``shared_prompts``
+    (generation, ordinary bins) it is transformers' ``sdpa``.
 
-    What is seen comes as an argument of the model's forward, and the name stays set between forwards: gradient
-    checkpointing computes a layer again in backward, with the arguments of its forward and the name of *that* moment.
+    Who sees whom is an argument of the model's forward, and the attention's name stays set between forwards. The
+    reason: gradient checkpointing computes a layer again in backward, with the arguments of its forward and the name of
+    *that* moment.
     """
     if shared_prompts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
@@ -265,7 +270,7 @@ def shared_prompt_attention(
 
 
 def form_of(attention: str | None) -> Form:
-    """Form of packed rows that a model reads whose attention transformers knows under this name."""
+    """Return the form of packed rows that an attention of this name (transformers') reads."""
     if is_flash(attention):
         return "varlen"
     if attention in (FLEX, SHARED_FLEX):
@@ -274,7 +279,8 @@ def form_of(attention: str | None) -> Form:
 
 
 def served_as(attention: str | None) -> str:
-    """The name that a model's attention is to have for packed rows; under it they are read."""
+    """Return the name that a model's attention must have to read packed rows; a flash kernel keeps its own, and is
+    wrapped."""
     form = form_of(attention)
     if form == "varlen":
         assert attention is not None

@@ -1,9 +1,9 @@
-"""A critic inside the policy's module: its forward answers values beside log-probs, and nobody who means the policy
-sees it.
+"""A critic inside the policy's module: the policy's forward returns values beside log-probs, and code that handles the
+policy does not see it.
 
 DDP, FSDP2 and DeepSpeed wrap one module and hook its forward. So the critic is a sub-module of the policy model and is
-called inside its forward, from the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)``
-and HF's ``isinstance(PreTrainedModel)`` hold as before, which no wrapper around the policy could give. What walks over
+called inside its forward, on the hidden states of that very forward (``head``). TRL's ``is_peft_model(self.model)`` and
+HF's ``isinstance(PreTrainedModel)`` hold as before, which a wrapper around the policy would break. Code that walks over
 the policy's parameters leaves out those under ``CRITIC``: ``save_pretrained`` (here), the engine's weight sync, a
 moving reference (``followed_by_policy_only``).
 """
@@ -23,13 +23,14 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 #: the sub-module's name, in every parameter's and state's
 CRITIC = "grpo_lab_critic"
-#: of the forward's arguments: what is no input of a trunk
+#: arguments of the forward that are no inputs of a trunk
 _OF_THE_HEAD = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch", "output_router_logits")
 
 
 @dataclass
 class ValuedOutput(FusedCausalLMOutput):  # type: ignore[misc]
-    """TRL's output with ``state_values`` ``[B, L - 1]``: at place t of the state in which token t + 1 is chosen."""
+    """TRL's output with ``state_values`` ``[B, L - 1]``. Entry t is the value of the state in which token t + 1 is
+    chosen."""
 
     state_values: Tensor | None = None
 
@@ -40,7 +41,7 @@ def is_critics(name: str) -> bool:
 
 
 def inside(model: Any) -> Any:
-    """The causal model inside PEFT's."""
+    """Return the causal model inside PEFT's wrapper, or ``model`` itself without one."""
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
     return model
@@ -52,13 +53,14 @@ def policy_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Parameters or states by name, without the critic's; all are read: sharded ones are gathered on the way."""
+    """Return parameters or states by name, without the critic's. All are read, since sharded ones are gathered on the
+    way."""
     return ((name, value) for name, value in named if not is_critics(name))
 
 
 def give_critic(model: Any, critic: nn.Module) -> None:
-    """Put ``critic(states [B, L, H], the trunk's inputs) → [B, L - 1]`` into a policy model that has TRL's fused head
-    already, inside PEFT's wrapper and before any other."""
+    """Put a critic into a policy model, inside PEFT's wrapper and before any other. ``critic`` maps hidden states ``[B,
+    L, H]`` and the trunk's inputs to ``[B, L - 1]``. The model must have TRL's fused head already."""
     policy = inside(model)
     policy.add_module(CRITIC, critic)
     fused = policy.forward
@@ -88,7 +90,8 @@ def give_critic(model: Any, critic: nn.Module) -> None:
 
 
 def _policy_alone(module: nn.Module, keys: Any) -> None:
-    """A policy's own file lacks the whole critic, which has files of its own: HF has nothing to warn of."""
+    """Keep HF from warning that a policy's own file lacks the critic, if it lacks all of it: the critic has files of
+    its own."""
     if sum(map(is_critics, keys.missing_keys)) == len(getattr(inside(module), CRITIC).state_dict()):
         keys.missing_keys[:] = [name for name in keys.missing_keys if not is_critics(name)]
 
@@ -100,9 +103,9 @@ def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = N
 
 @contextlib.contextmanager
 def values_heard(accelerator: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
-    """Inside the block every fused forward of ``model`` makes values, too; the list gets ``[B, L - 1]`` of each, read
-    off the outermost wrapper's output, so that its hooks for the backward see them. Unless ``trunk_learns`` the
-    policy's hidden states are detached first."""
+    """Make every fused forward of ``model`` inside the block compute values, too; the list that is yielded gets ``[B, L
+    - 1]`` of each. They are read from the outermost wrapper's output, so that its hooks for the backward see them.
+    Unless ``trunk_learns`` the policy's hidden states are detached first."""
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
 
@@ -118,7 +121,7 @@ def values_heard(accelerator: Any, model: nn.Module, trunk_learns: bool = True) 
 
 
 def followed_by_policy_only(callbacks: Iterable[Any]) -> None:
-    """TRL's ``sync_ref_model`` walks both models' parameters side by side: from now on it walks the policy's alone."""
+    """Make TRL's ``sync_ref_model``, which walks both models' parameters side by side, leave out the critic's."""
     for callback in callbacks:
         if isinstance(callback, SyncRefModelCallback):
             plain = type(callback).sync_target_model

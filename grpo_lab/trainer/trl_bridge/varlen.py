@@ -1,12 +1,12 @@
 """Flash attention on packed rows: one call for sequences of any lengths, by transformers' own function.
 
-The sequences of a packed row stand one after another, so queries and outputs stay where they are; only keys and values
-are gathered: each completion's are its prompt's and its own behind the head. A flash kernel aligns a causal mask at the
-end of both, so that a head, the first query, sees the whole prompt, and query i of a completion i tokens of its own
+The sequences of a packed row are one after another, so queries and outputs stay where they are. Only keys and values
+are gathered: for each completion its prompt's, and its own behind the head. A flash kernel aligns a causal mask at the
+end of both. So a head, the first query, sees the whole prompt, and query i of a completion sees i tokens of its own
 more.
 
-The model keeps its attention and its name, which transformers asks for in many places. The function that is registered
-under that name is wrapped once; without a packed row it is what it was.
+The model keeps its attention's name, which transformers asks for in many places. The function that is registered under
+that name is wrapped once; without a packed row it does what it did before.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ _WRAPPED = "_reads_packed_rows"
 
 @dataclass(frozen=True)
 class Varlen:
-    """A packed row for a flash kernel. Long ``keys`` ``[K]``: places of each sequence's keys, one sequence after
-    another; int ``ends_of_queries``, ``ends_of_keys`` ``[n + 1]``: where each begins and ends; the longest of both."""
+    """A packed row for a flash kernel.
+
+    Attributes:
+        keys: long ``[K]``, places of each sequence's keys, one sequence after another.
+        ends_of_queries, ends_of_keys: int ``[n + 1]``, 0 and the place where each sequence ends.
+        most_queries, most_keys: the longest sequence of each.
+    """
 
     keys: Tensor
     ends_of_queries: Tensor
@@ -52,14 +57,14 @@ class Varlen:
         return Varlen(keys, ends_of_queries, ends_of_keys, int(spans.size.max()), int(spans.keys.max()))
 
     def gathered(self, values: Tensor) -> Tensor:
-        """``[1, heads, S, d]`` → ``[1, heads, K, d]``."""
+        """Gather keys or values at ``keys``: ``[1, heads, S, d]`` → ``[1, heads, K, d]``."""
         flat = values[0].transpose(0, 1).flatten(1)
         taken = embedding(self.keys, flat)  # as index_select, whose backward adds in no fixed order on a GPU
         return taken.unflatten(1, (-1, values.size(3))).transpose(0, 1).unsqueeze(0)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """transformers' names for it."""
+        """The keyword arguments of transformers' flash attention."""
         return {
             "cu_seq_lens_q": self.ends_of_queries, "cu_seq_lens_k": self.ends_of_keys,
             "max_length_q": self.most_queries, "max_length_k": self.most_keys,
@@ -67,18 +72,19 @@ class Varlen:
 
 
 def is_flash(attention: str | None) -> bool:
-    """Return whether transformers takes its flash kernels for an attention of this name."""
+    """Return whether transformers uses its flash kernels for an attention of this name."""
     return attention is not None and "flash" in attention and not attention.startswith("paged|")
 
 
 def has_varlen(attention: str) -> bool:
-    """Return whether the kernel of that name, which a model uses, has a call for sequences of any lengths."""
+    """Return whether the flash kernel of this name has a call for sequences of any lengths."""
     functions, _ = lazy_import_flash_attention(attention)
     return functions[1] is not None
 
 
 def reads_packed_rows(attention: str) -> None:
-    """Wrap the function that transformers has under a flash kernel's name, if it is not wrapped yet."""
+    """Make an attention read packed rows: wrap the function that transformers has under this name, unless that was
+    done."""
     served = ALL_ATTENTION_FUNCTIONS[attention]
     if not hasattr(served, _WRAPPED):
         AttentionInterface.register(attention, _wrapped(served))
