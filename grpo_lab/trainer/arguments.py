@@ -116,9 +116,9 @@ def with_declared_rewards(cls: Any, given: Any, args: LabConfig) -> tuple[list[A
 
 
 class EnvironmentReward:
-    """Placeholder for the reward that an environment computes itself (``get_reward``). It stands among the given
-    rewards while a named trainer completes them, which would otherwise add its default reward. It is removed before
-    TRL's constructor: TRL adds a column of this name by itself, and calls the environment."""
+    """Placeholder for the reward that an environment computes itself (``get_reward``). It is among the given rewards
+    while a named trainer completes them, which would otherwise add its default reward. It is removed before TRL's
+    constructor: TRL adds a column of this name by itself, and calls the environment."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -215,7 +215,7 @@ def resolve_arguments(
 
 def warm_up(reward_funcs: Any, rows: Any) -> None:
     """Warm up rewards before the model loads. The accuracy reward's worker begins to import sympy if the first gold
-    answers need it. The code reward logs which layers of its sandbox are available. Raises ValueError if these are too
+    answers need it. The code reward logs which protections its sandbox has here. Raises ValueError if these are too
     few."""
     for reward in as_list(reward_funcs):
         if isinstance(reward, CodeReward):

@@ -92,7 +92,7 @@ def named_place(name: str) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Book the time spent at the current place (``counted``), before the place changes."""
+    """Add the time spent at the current place to its sum (``counted``), before the place changes."""
     global _changed
     if _spent is not None and torch.cuda.is_initialized():  # a GPU that is not used has no work to wait for
         torch.cuda.synchronize()
@@ -312,7 +312,7 @@ class RankAwareTrainer(GRPOTrainer):
 
 
 class OnRanks(Protocol):
-    """An object with a model and the accelerator of its ranks: a trainer, or what its engine gets."""
+    """An object with a model and the accelerator of its ranks: a trainer, or the object that its engine gets."""
 
     model: Any
     accelerator: Any

@@ -105,7 +105,7 @@ class StepComponents:
             trainer.recorder.book().add_alike("rollout/sync_bytes", torch.tensor([moved]), 1)
 
         def prove(prompts: list[list[int]]) -> None:
-            # of partial rollouts the prompts alone: half a completion leaves no room
+            # for partial rollouts only the prompts: half a completion leaves no room
             self.sync_proof.prove(self.partial.asked or prompts, strict=True)
 
         on_fault = None

@@ -239,7 +239,7 @@ def answers(trainer: StepPort, objective: Objective) -> Answers:
     if watch.touched:
         stock = f"{names}: {watch.touched}, so its value depends on how often it is called"
     flags = torch.tensor([[stock is None, pull == ""]], device=trainer.accelerator.device)
-    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest of all ranks: they must not part
+    free, quiet = trainer.accelerator.gather(flags).all(0).tolist()  # the strictest answer: ranks must do the same
     if not free and stock is None:
         stock = "a part depends on the batch on another rank"
     return Answers(stock, "" if quiet else per_token)

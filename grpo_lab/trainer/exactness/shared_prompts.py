@@ -156,14 +156,14 @@ class SharedPrompts:
             expected = self._forward(model, replace(part, shared=False))[0]
             try:
                 apart = _apart(self._forward(model, replace(part, shared=True))[0], expected)
-            except (TypeError, ValueError, RuntimeError) as error:  # as on every rank: the model is the same
+            except (TypeError, ValueError, RuntimeError) as error:  # on every rank alike: the model is the same
                 if isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
                 apart = torch.full_like(expected, math.inf)
                 failed = f"{type(error).__name__}: {error}"[:300]
         apart = apart[part.labels[:, 1:] != -100].float()
         own = apart.new_zeros(1)
-        if apart.numel() > 0:  # else this rank has a stand-in, and another one compares
+        if apart.numel() > 0:  # else this rank has a dummy, and another one compares
             own = (apart.max() if exact else apart.mean()).unsqueeze(0)
         gap = float(accelerator.gather(own).max())
         self._checked = True
@@ -184,7 +184,8 @@ class SharedPrompts:
 
 
 def refuse_unshared(because: str) -> None:
-    """Raise ValueError unless ``because`` is empty. It says why prompts, which are to be shared, cannot be."""
+    """Raise ValueError if ``because`` is not empty: it says why prompts cannot be shared, though the setting is
+    ``on``."""
     if because:
         raise ValueError(f"`update.share_prompts` is on, and {because}; set it to auto or off")
 

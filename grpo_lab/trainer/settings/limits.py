@@ -92,7 +92,7 @@ def check_choices(values: Mapping[str, Any], where: str = "") -> None:
     ranges = {name: one for name, one in RANGES.items() if _text(strategies[name]) == "steps"}
     if not (values.get("max_steps") or -1) > 0:
         ranges["num_train_epochs"] = _ABOVE_0
-    off = -1 if values.get("use_vllm") else 0  # vLLM's word for it
+    off = -1 if values.get("use_vllm") else 0  # vLLM's value for off
     ranges["top_k"] = ("a whole number of at least 1, or 0 for all tokens", lambda value: value >= off)
     for name, (words, holds) in ranges.items():
         value = values.get(name)

@@ -1,8 +1,8 @@
 """Settings that act inside a method of ``LabTrainer``: refused if a team's code keeps that method from being called.
 
-A team may override any method of TRL's trainer. An override that calls ``super()`` leaves every setting in force.
-Otherwise the method, or one that it alone calls, is never run, and the settings that act there do nothing, though the
-run's record shows them. Only a run shows which methods are called. So ``seen`` notes each call, and
+A team may override any method of TRL's trainer. An override that calls ``super()`` leaves every setting in force. One
+that does not, or that replaces the only caller of a method, keeps our method from running. Its settings then do
+nothing, though the run's record shows them. Only a run shows which methods are called. So ``seen`` notes each call, and
 ``SilencedSettings`` checks before the first training begins, and before the first optimizer step is taken.
 """
 

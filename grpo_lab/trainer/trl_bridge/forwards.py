@@ -71,9 +71,9 @@ def completion_log_probs(
 
 @contextlib.contextmanager
 def one_sequence_a_row(device: torch.device) -> Iterator[None]:
-    """Keep transformers from looking for several sequences in a row by their positions, inside the block. A bin has one
-    in a row, or brings a mask. Else it would look at every forward, and wait until the device has finished all bins
-    before this one. (On a CPU nobody waits, and nothing is changed.)"""
+    """Keep transformers, inside the block, from searching the positions of a row for several sequences. A row of a bin
+    is one sequence, or comes with a mask. The search would run in every forward, and wait until the device has finished
+    all bins before this one. (On a CPU nobody waits, and nothing is changed.)"""
     with contextlib.ExitStack() as stack:
         if device.type != "cpu" and hasattr(masking_utils, "find_packed_sequence_indices"):
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
@@ -119,8 +119,9 @@ def score(accelerator: Any, model: torch.nn.Module, inputs: dict[str, Any], plac
 
 @contextlib.contextmanager
 def scored_alone() -> Iterator[None]:
-    """Let the head of TRL's other trainers skip positions without a label on a CPU, too, inside the block. It does so
-    where it runs Triton. Its kernels ask for Triton themselves. TRL 1.15 does not ask, and scores all."""
+    """Let the head of TRL's other trainers skip positions without a label inside the block on a CPU, too. By itself it
+    skips them only where Triton runs. The kernels check for Triton on their own. TRL 1.15 has no such check, and scores
+    all."""
     with contextlib.ExitStack() as stack:
         for module in (utils, distillation_trainer):
             if (asks := getattr(module, "_use_triton", None)) is not None:
@@ -132,8 +133,9 @@ def scored_alone() -> Iterator[None]:
 @contextlib.contextmanager
 def small_tiles(device: torch.device) -> Iterator[None]:
     """Let TRL's head take `CPU_TILE` tokens at once on a CPU inside the block, forward and backward. Its own 4,096 suit
-    a GPU: a dozen passes over a tile that no cache holds (1.5 times as long at Qwen's vocabulary, twice at a small
-    one). The weight's gradient adds the same summands in another order. TRL 1.15 has one tile, and keeps it."""
+    a GPU. On a CPU they mean a dozen passes over a tile that no cache holds (1.5 times as long at Qwen's vocabulary,
+    twice at a small one). The weight's gradient adds the same summands in another order. TRL 1.15 has one tile, and
+    keeps it."""
     head = sys.modules.get("trl.kernels.chunked_logprob")
     with contextlib.ExitStack() as stack:
         if device.type == "cpu" and hasattr(head, "TOKEN_CHUNK_SIZE"):

@@ -276,7 +276,7 @@ def home_of(trainer: Any, method: str) -> str:
 
 
 def hf_runs_the_step() -> bool:
-    """Return whether HF's ``training_step`` is running, which calls the backward. It does not if a team overrides it
+    """Return whether HF's ``training_step``, which calls the backward, is running. It is not if a team overrides it
     without ``super()``."""
     from transformers import Trainer  # not at the top: scripts/check_upstream.py reads this file beside any release
 

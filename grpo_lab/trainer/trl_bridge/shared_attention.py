@@ -47,8 +47,8 @@ CALL = 512
 @dataclass(frozen=True)
 class Tile:
     """One call of attention on m sequences of similar length. Long ``queries`` ``[m, q]`` and ``keys`` ``[m, k]`` are
-    their places in the packed row (padding: place 0). Bool ``seen`` ``[m or 1, 1, q, k]`` is the mask; None: causal, q
-    = k."""
+    their places in the packed row (padding: place 0). Bool ``seen`` ``[m or 1, 1, q, k]`` is the mask. None: a causal
+    mask, where q and k are equal."""
 
     queries: Tensor
     keys: Tensor
@@ -125,7 +125,7 @@ def packed_row(
         return None
     width = tokens.shape[1]
     length = 0
-    source: list[Ints] = []  # of each packed token, in the flattened bin
+    source: list[Ints] = []  # place of each packed token in the flattened bin
     scored: list[Ints] = []
     home: list[Ints] = []
     groups = []
@@ -226,7 +226,7 @@ def shared_log_probs(
     """
     inputs = {
         "input_ids": packed.input_ids, "position_ids": packed.position_ids, "shared_prompts": packed.seen,
-        # a mask of four dimensions is handed on as it is: transformers would make one of [S, S], which nobody reads
+        # transformers passes on a mask of four dimensions; else it would make one of [S, S], which nobody reads
         "attention_mask": packed.input_ids.new_ones(1, 1, 1, 1),
     }  # fmt: skip
     output = score(accelerator, model, inputs, packed.scored, packed.targets.unsqueeze(0))

@@ -59,8 +59,8 @@ def without_critic(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 
 
 def give_critic(model: Any, critic: nn.Module) -> None:
-    """Put a critic into a policy model, inside PEFT's wrapper and before any other. ``critic`` maps hidden states ``[B,
-    L, H]`` and the trunk's inputs to ``[B, L - 1]``. The model must have TRL's fused head already."""
+    """Put a critic into a policy model, inside PEFT's wrapper and before any other. ``critic`` maps hidden states
+    ``[B, L, H]`` and the trunk's inputs to ``[B, L - 1]``. The model must have TRL's fused head already."""
     policy = inside(model)
     policy.add_module(CRITIC, critic)
     fused = policy.forward
@@ -74,7 +74,7 @@ def give_critic(model: Any, critic: nn.Module) -> None:
         def keep(_module: Any, _args: Any, output: Any) -> None:
             seen.append(output.last_hidden_state)
 
-        with self.base_model.register_forward_hook(keep, prepend=True):  # before any that picks places of it
+        with self.base_model.register_forward_hook(keep, prepend=True):  # before hooks that pick places
             output = fused(*args, **kwargs)
         if state_values == "detached":
             states = seen[0].detach()
@@ -103,9 +103,9 @@ def _save_policy(self: Any, save_directory: Any, *args: Any, state_dict: Any = N
 
 @contextlib.contextmanager
 def values_heard(accelerator: Any, model: nn.Module, trunk_learns: bool = True) -> Iterator[list[Tensor]]:
-    """Make every fused forward of ``model`` inside the block compute values, too; the list that is yielded gets ``[B, L
-    - 1]`` of each. They are read from the outermost wrapper's output, so that its hooks for the backward see them.
-    Unless ``trunk_learns`` the policy's hidden states are detached first."""
+    """Make every fused forward of ``model`` inside the block compute values, too; the list that is yielded gets
+    ``[B, L - 1]`` of each. They are read from the outermost wrapper's output, so that its hooks for the backward see
+    them. Unless ``trunk_learns`` the policy's hidden states are detached first."""
     heard: list[Tensor] = []
     how = "attached" if trunk_learns else "detached"
 
