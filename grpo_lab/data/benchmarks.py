@@ -1,5 +1,5 @@
-"""Public benchmarks, and files written like them: GSM8K (arXiv 2110.14168), MATH (2103.03874; MATH-500, AIME), and
-functions to write with the tests that ``CodeReward`` runs, HumanEval (2107.03374) and MBPP (2108.07732)."""
+"""Load public benchmarks, or files written like them: GSM8K (arXiv 2110.14168), MATH (2103.03874; MATH-500, AIME),
+and coding tasks with the tests that ``CodeReward`` runs, HumanEval (2107.03374) and MBPP (2108.07732)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def load_gsm8k(
     shots: int = 0,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """GSM8K, or a file written like it, ready for training.
+    """Load GSM8K, or a file written like it, ready for training.
 
     Args:
-        source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is not looked at).
+        source: hub name, local folder with ``<split>.jsonl``, or one ``.jsonl`` file (then ``split`` is ignored).
         split: ``train`` or ``test``; in a local folder any file stem.
         template: name of a prompt template (``grpo_lab.data.prompts``).
-        shots: so many solved problems stand before every question, the first of the split ``train`` (of a file: its
-            first); no row asks for one of them. For text templates.
+        shots: number of solved problems before every question, the first of the split ``train`` (of a file: its first).
+            No row asks one of them. Text templates only.
         system_prompt: system turn, for templates that are message lists.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the column ``gold_answer``, else the number after
-        ``####``, without thousands commas), ``worked_solution`` where the file has one, and what else the rows hold.
+        ``####``, without thousands commas), ``worked_solution`` if the file has one, and the other columns of the rows.
     """
     form = find_template(template, system_prompt)
     examples = _gsm8k(source, split)
@@ -80,20 +80,20 @@ def load_math(
     levels: list[int] | None = None,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """A MATH-like data set, ready for training or evaluation.
+    """Load a MATH-like data set, ready for training or evaluation.
 
     ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
 
     Args:
         source: as ``load_gsm8k``'s; in a folder ``math500.jsonl`` also serves as ``test``.
         split: ``train`` or ``test``; in a local folder any file stem, such as ``aime24``.
-        levels: keep the problems of these difficulties alone, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
-            ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is of none of them.
+        levels: keep only problems of these difficulties, such as ``[3, 4, 5]``, by the column ``level`` (``3`` or
+            ``"Level 3"``). A row whose level is no number (MATH has two ``Level ?``) is dropped.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``solution`` (the final answer in LaTeX, as written: AIME's
-        leading zeros stay), ``worked_solution`` where the file has one, and the rest (level, subject, …). The final
-        answer is the column ``gold_answer`` or ``answer``; without one, the last ``\\boxed{…}`` of ``solution``.
+        leading zeros stay), ``worked_solution`` if the file has one, and the rest (level, subject, …). The final answer
+        is the column ``gold_answer`` or ``answer``; without one, the last ``\\boxed{…}`` of ``solution``.
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split, also=("math500",) if split == "test" else ())
@@ -114,7 +114,8 @@ def _answered(
     final: Callable[[str], str | None],
     wanted: str,
 ) -> list[Row]:
-    """Rows with ``question``, ``worked_solution``, and as ``solution`` the gold column or what ``final`` finds."""
+    """Return rows with ``question``, ``worked_solution`` and ``solution``, which is the gold column or what
+    ``final`` finds."""
     question = required_column(rows, questions, source)
     gold = first_present(rows, golds)
     if gold:
@@ -145,7 +146,8 @@ def _answered(
 
 
 def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[Row]:
-    """The rows whose ``level`` is one of ``levels``. ValueError without such a column, or with nothing left."""
+    """Keep the rows whose ``level`` is one of ``levels``. Raises ValueError if there is no such column, or no row is
+    left."""
     if not isinstance(levels, list | tuple) or not all(type(level) is int for level in levels):
         raise ValueError(f"levels is {levels!r}; it must be a list of whole numbers such as [3, 4, 5]")
     column = required_column(rows, ("level",), source)
@@ -159,9 +161,10 @@ def _of_levels(rows: list[Row], levels: list[int], source: str | Path) -> list[R
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None without one.
+    """Return the content of the last ``\\boxed{…}`` or ``\\fbox{…}`` (also ``\\boxed 5``), braces balanced; None
+    without one.
 
-    One pass: the text may be hostile.
+    It takes one pass: the text may be hostile.
     """
     starts = [box.end() for box in _BOX.finditer(text)]
     if not starts:
@@ -183,15 +186,15 @@ def load_humaneval(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """HumanEval, or a file written like it; the arguments are those of ``load_gsm8k`` (``split``: ``test`` alone).
+    """Load HumanEval, or a file written like it; the arguments are those of ``load_gsm8k`` (``split``: ``test`` alone).
 
-    The question shows the function's head and docstring in a fenced block and asks for the whole function. What the
-    prompt defines beside that function (imports, ``encode_cyclic`` of HumanEval/38) goes into the tests, so that the
-    tests' own copy is what they call.
+    The question shows the function's head and docstring in a fenced block and asks for the whole function. Whatever
+    else the prompt defines (imports, ``encode_cyclic`` of HumanEval/38) is copied into the tests, which then call their
+    own copy.
 
     Returns:
         columns ``prompt``, ``template``, ``question``, ``tests``, ``entry_point``, ``solution`` (a program that
-        passes), ``worked_solution`` (the same in a fenced block), and what else the rows hold.
+        passes), ``worked_solution`` (the same in a fenced block), and the other columns of the rows.
 
     Raises:
         ValueError: a column is missing, or a row's prompt is no Python that defines its ``entry_point``.
@@ -225,20 +228,20 @@ def load_mbpp(
     shown_tests: int = 1,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """MBPP in its ``full`` or ``sanitized`` form, or a file written like either.
+    """Load MBPP in its ``full`` or ``sanitized`` form, or a file written like either.
 
-    The question is the task and the first ``shown_tests`` of its assertions, without which nobody knows the function's
+    The question is the task and the first ``shown_tests`` of its assertions; without these nobody knows the function's
     name. ``source``, ``template`` and ``system_prompt`` are those of ``load_gsm8k``.
 
     Args:
         split: ``train``, ``test``, ``validation`` or ``prompt``.
-        config: which form, where ``source`` is a hub name.
-        shown_tests: assertions in the question. The paper shows all three; a policy that is paid by assertions it has
-            seen may learn their answers instead of the function.
+        config: which form, if ``source`` is a hub name.
+        shown_tests: assertions in the question. The paper shows all three. A policy that is rewarded for assertions it
+            has seen may learn their answers instead of the function.
 
     Returns:
-        columns as ``load_humaneval``'s; ``entry_point`` is the function of the solution that the tests name (some are
-        called as one of Python's own, ``sum``), or None.
+        columns as ``load_humaneval``'s. ``entry_point`` is the function of the solution that the tests name (some have
+        the name of a builtin, ``sum``), or None.
 
     Raises:
         ValueError: a column is missing, ``test_list`` is no list of assertions, or ``shown_tests`` is less than 1.
@@ -271,12 +274,12 @@ def load_mbpp(
 
 
 def fenced(program: str) -> str:
-    """A Python block."""
+    """Return the program as a fenced Python block."""
     return f"```python\n{program.strip(chr(10))}\n```"
 
 
 def _beside(head: str, name: str, number: int, source: str | Path) -> str:
-    """Everything on the prompt's top level but the function that is asked for."""
+    """Return everything on the prompt's top level except the function that is asked for."""
     try:
         parts = ast.parse(head).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -288,7 +291,7 @@ def _beside(head: str, name: str, number: int, source: str | Path) -> str:
 
 
 def _tested(program: str, tests: str) -> str | None:
-    """The last function of ``program`` whose name the tests use; None where they are no Python or name none."""
+    """Return the last function of ``program`` whose name the tests use; None if they are no Python or name none."""
     try:
         made = [part.name for part in ast.parse(program).body if isinstance(part, ast.FunctionDef)]
         used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
@@ -298,7 +301,7 @@ def _tested(program: str, tests: str) -> str | None:
 
 
 def _lines(row: Row, column: str, number: int, source: str | Path) -> list[str]:
-    """A cell with a text or a list of texts."""
+    """Return a cell that holds a text or a list of texts, as a list."""
     value: Any = row.get(column)
     lines = [value] if isinstance(value, str) else value
     if not isinstance(lines, Sequence) or not lines or not all(isinstance(line, str) for line in lines):

@@ -1,18 +1,18 @@
 """Rows for Qwen3's thinking mode fusion: one model that thinks, or answers at once, as the prompt asks.
 
-Source: Qwen3 Technical Report (arXiv 2505.09388), section 4.3 and table 9. Of answers with reasoning (rejection-sampled
-from the model that reasons) and answers without:
+Source: Qwen3 Technical Report (arXiv 2505.09388), section 4.3 and table 9. The rows are made of answers with reasoning
+(rejection-sampled from the model that reasons) and of answers without:
 
     thinking       …question /think      <think>\\nreasoning\\n</think>\\n\\nanswer    some without a flag: the default
     non-thinking   …question /no_think   <think>\\n\\n</think>\\n\\nanswer             an empty block before the answer
 
-**The empty block is the completion's, and trained on.** The prompt of a `/no_think` question is the same as that of a
-`/think` one but for the flag, so writing the empty block *is* the choice of the mode; a model for which it is masked
-never learns to make it. Only `enable_thinking=False`, a switch of the chat template's, writes it into the prompt.
+**The empty block is part of the completion, and is trained on.** The prompts of `/no_think` and `/think` differ only in
+the flag, so writing the empty block *is* the choice of the mode. A model for which it is masked never learns to write
+it. Only `enable_thinking=False`, a switch of the chat template, puts it into the prompt.
 
-A flag stands in the user turn or in the system turn, and the last one holds, in dialogues too; answers of earlier turns
-stand without their reasoning, as chat templates show them. How many rows are of which kind the report does not say.
-Qwen3 answers after reasoning that a budget cut without having learnt to; a small model has to be shown: `cut`.
+A flag is in the user turn or in the system turn, and the last one decides, in dialogues too. Answers of earlier turns
+have no reasoning, as chat templates show them. The report does not say how many rows are of which kind. Qwen3 answers
+after reasoning that a budget cut without having been trained to; a small model has to be shown: `cut`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ _THINK, _END = "<think>", "</think>"
 
 @settings()
 class FusionShares:
-    """Shares of the kinds among the rows of a fusion; each a share between 0 and 1, drawn row by row.
+    """Shares of the kinds of rows in a fusion, each between 0 and 1, drawn row by row.
 
     Args:
-        unflagged: of the thinking rows, those without any flag.
-        in_system: of the flagged rows in one turn, those with the flag in the system turn.
-        in_both: of these rows, those with the other mode's flag there, and their own, which holds, in the user turn.
-        dialogues: rows with further questions, and their answers, before their own.
+        unflagged: share of the thinking rows that have no flag.
+        in_system: share of the flagged rows of one turn that have the flag in the system turn.
+        in_both: share of the flagged rows of one turn that have the other mode's flag in the system turn, and their
+            own, which decides, in the user turn.
+        dialogues: share of the rows with further questions and their answers before their own.
         most_turns: most questions of a dialogue, its own included.
-        cut: how often each thinking row is there once more, with its reasoning cut behind a random word or digit and
-            closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained on.
+        cut: number of extra copies of each thinking row. In a copy the reasoning is cut behind a random word or digit
+            and closed in the prompt (as by ``budget_text: "\\n</think>\\n\\n"``), so that only the answer is trained
+            on.
     """
 
     unflagged: Share = 0.2
@@ -62,7 +64,7 @@ class FusionShares:
 
 
 def thought_through(text: str) -> bool:
-    """Return whether ``text`` is one closed block of reasoning that says something, and an answer behind it."""
+    """Return whether ``text`` is one closed, non-empty block of reasoning with an answer behind it."""
     before, _, rest = text.partition(_THINK)
     reasoning, _, answer = rest.partition(_END)
     single = _THINK not in rest and _END not in answer
@@ -70,26 +72,26 @@ def thought_through(text: str) -> bool:
 
 
 def goes_on(row: Mapping[str, Any]) -> bool:
-    """Return whether a row's completion goes on in the assistant's message that its prompt ends with."""
+    """Return whether a row's completion continues the assistant's message that its prompt ends with."""
     return bool(row.get(CONTINUES))
 
 
 def fusion_rows(
     thinking: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], shares: FusionShares, seed: int = 0
 ) -> tuple[list[Row], dict[str, int]]:
-    """``prompt, completion, mode, flag, continues, …columns`` of every answer, thinking ones first, and how many there
-    are of each ``flag``: where it stands (`user`, `system`, `both`), `none`, or `dialogue`; and `cut`, rows that are
-    there once more.
+    """Make rows ``prompt, completion, mode, flag, continues, …columns`` of all answers, thinking ones first. Also
+    return how many rows there are of each ``flag``: its place (`user`, `system`, `both`), `none`, or `dialogue`; and
+    `cut` for the extra copies.
 
     Args:
-        thinking: rows with a ``prompt`` of messages and the ``answer``'s text, its reasoning in a block
-            (`thought_through`); their further columns stay.
+        thinking: rows with a ``prompt`` of messages and an ``answer``, a text with its reasoning in a block
+            (`thought_through`). Other columns are kept.
         plain: such rows whose answers have no block; they get the empty one.
         shares: how many rows are of which kind.
         seed: same arguments, same rows.
 
     Raises:
-        ValueError: a prompt that is no list of messages with text, or an answer of the other mode.
+        ValueError: a prompt is no list of messages with text, or has a flag; or an answer is of the other mode.
     """
     every = [*(("think", row) for row in thinking), *(("no_think", row) for row in plain)]
     for number, (mode, row) in enumerate(every, start=1):
@@ -115,7 +117,8 @@ def fusion_rows(
 
 
 def _cut(row: Row, rng: random.Random) -> Row:
-    """The row with its reasoning closed in its prompt, behind a random word of it; its completion goes on there."""
+    """Return the row with its reasoning closed in its prompt, behind a random word; the completion continues from
+    there."""
     reasoning, _, answer = row["completion"][0]["content"].partition(_END)
     words = re.findall(r"\s*(?:[^\W\d]+|\S)", reasoning.partition(_THINK)[2].strip())
     head = f"{_THINK}\n{''.join(words[: rng.randint(1, len(words))])}\n{_END}\n\n"
@@ -125,7 +128,7 @@ def _cut(row: Row, rng: random.Random) -> Row:
 
 
 def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
-    """Why a row cannot be fused."""
+    """Return why a row cannot be fused; None if it can."""
     if isinstance(prompt, str) or not all(isinstance(turn.get("content"), str) for turn in prompt):
         return f"its prompt is {prompt!r:.200}; messages with text are needed"
     if any(word in ("/think", "/no_think") for turn in prompt for word in turn["content"].split()):
@@ -140,7 +143,7 @@ def _misfit(mode: str, prompt: Any, answer: str) -> str | None:
 def _asked(
     mode: str, prompt: list[Message], every: Sequence[tuple[str, Any]], shares: FusionShares, rng: random.Random
 ) -> tuple[str, list[Message]]:
-    """Draw where the flag stands, and return that with the prompt."""
+    """Draw the place of the flag, and return it with the flagged prompt."""
     if rng.random() < shares.dialogues:
         earlier = [rng.choice(every)[1] for _ in range(rng.randint(2, shares.most_turns) - 1)]
         return "dialogue", _dialogue(mode, prompt, earlier, rng)
@@ -152,8 +155,8 @@ def _asked(
 
 
 def _dialogue(mode: str, prompt: list[Message], earlier: Sequence[Any], rng: random.Random) -> list[Message]:
-    """Earlier questions with their answers and flags, then ``prompt``'s: asking for ``mode`` itself, or without a flag
-    after a turn that asked for it."""
+    """Return earlier questions with their answers and flags, then the question of ``prompt``. It asks for ``mode``
+    itself, or has no flag and comes after a turn that asked for it."""
     carried = rng.random() < 0.5
     turns = [turn for turn in prompt if turn["role"] == "system"]
     for number, row in enumerate(earlier, start=1):

@@ -1,5 +1,5 @@
-"""Endless, seeded rows without a download: games of Countdown, numbers to be sorted, and coding tasks; and what every
-maker shares, those of ``word_problems`` and ``proofs`` too.
+"""Generate seeded rows without a download: Countdown games, numbers to sort, and coding tasks. The helpers here also
+serve ``word_problems`` and ``proofs``.
 
 **Splits are disjoint by construction**: a row's content is hashed, and the hash alone decides its split. So a test row
 is never a training row, whatever the seeds and sizes.
@@ -30,15 +30,16 @@ SPLITS = tuple(dict.fromkeys(_OF_TENTH))
 
 
 def split_of(content: str, of_tenth: Sequence[str] = _OF_TENTH, digits: int = 8) -> str:
-    """``train`` (half of all content), ``cold_start`` (three tenths) or ``test``, by the hash of ``content``."""
+    """Return the split of ``content`` by its hash: ``train`` (half of all content), ``cold_start`` (three tenths) or
+    ``test``."""
     digest = hashlib.sha256(content.encode()).digest()
     return of_tenth[int.from_bytes(digest[:digits], "big") % len(of_tenth)]
 
 
 def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split: Callable[[Mark], str]) -> Iterator[T]:
-    """The rows of ``split`` that ``draw`` comes upon, none twice; ends when no new one turns up (``PATIENCE``).
+    """Yield the different rows of ``split`` that ``draw`` returns; end after ``PATIENCE`` draws without a new one.
 
-    ``draw`` gives a row behind what makes it the same as another one, or None for a dead end.
+    ``draw`` returns (key, row), with equal keys for equal rows, or None for a dead end. ``find_split`` takes a key.
     """
     seen: set[Mark] = set()
     misses = 0
@@ -52,7 +53,7 @@ def different(draw: Callable[[], tuple[Mark, T] | None], split: str, find_split:
 
 
 def take(rows: Iterator[T], n: int, what: str, advice: str, **settings: Any) -> list[T]:
-    """The first ``n``. ValueError where there are fewer under these ``settings``."""
+    """Return the first ``n`` rows. Raises ValueError if there are fewer under these ``settings``."""
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 is needed")
     found = list(islice(rows, n))
@@ -69,7 +70,7 @@ def checked_split(split: str, splits: Sequence[str] = SPLITS) -> str:
 
 
 def checked_range(name: str, pair: Sequence[int], low: int, high: int) -> tuple[int, int]:
-    """Return ``pair`` as ``(fewest, most)``. ValueError unless ``low <= fewest <= most <= high``."""
+    """Return ``pair`` as ``(fewest, most)``. Raises ValueError unless ``low <= fewest <= most <= high``."""
     if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high:
         raise ValueError(f"{name} is {pair!r}; a pair (fewest, most) with {low} <= fewest <= most <= {high} is needed")
     return pair[0], pair[1]
@@ -86,11 +87,11 @@ def countdown(
     largest_target: int = 100,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different games of Countdown: reach a target with each given number exactly once. Columns ``prompt,
-    template, question, numbers, target, solution, worked_solution``.
+    """Generate ``n`` different games of Countdown: reach a target with each given number exactly once. Columns
+    ``prompt, template, question, numbers, target, solution, worked_solution``.
 
-    Every game has a solution, the one it was made from: numbers are drawn, then two at a time are put together until
-    one is left. ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+    Every game has a known solution: numbers are drawn, then two at a time are combined until one is left, the target.
+    ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
     Args:
         numbers: fewest and most numbers of a game, both included.
@@ -108,7 +109,7 @@ def countdown(
 
 
 def _game(rng: random.Random, size: int, largest: int, largest_target: int) -> tuple[str, Row] | None:
-    """Make a game; None where its result is too large, or where it is one of the numbers."""
+    """Make a game; return None if its result is out of range or is one of the numbers."""
     numbers = [rng.randint(1, largest) for _ in range(size)]
     left = [(number, str(number)) for number in numbers]
     steps: list[str] = []
@@ -151,20 +152,20 @@ def sorting(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different rows of numbers to be sorted, each as likely as any other: the lab's task in which a reward is
-    gamed, and seen to be. Columns ``prompt, template, question, solution, worked_solution, numbers``.
+    """Generate ``n`` different rows of numbers to sort, all equally likely, to study a reward that can be gamed.
+    Columns ``prompt, template, question, solution, worked_solution, numbers``.
 
         prompt        4 2 4 4
         solution      2 4 4 4
         numbers       [4, 2, 4, 4]          (what ``grpo_lab.rewards.SortingReward`` reads)
 
-    **A cold start on the form alone**: ``worked_solution`` is as many random numbers; whoever sorts after it has learnt
-    that from a reward. Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
+    **A cold start on the form alone**: ``worked_solution`` is as many random numbers. A model that sorts later has
+    learnt it from a reward. Source: the sorting chapter of CS336 lecture 17 (L = 4 of V = 10).
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
     Args:
-        length: L, numbers of a prompt.
+        length: L, how many numbers a prompt has.
         vocabulary: V; numbers are 0 … V − 1, drawn with replacement.
     """
     checked_split(split, SORTING_SPLITS)
@@ -201,7 +202,7 @@ def _spaced(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a coding task: in words, and as a line of Python. ``{k}`` is its number."""
+    """One step of a coding task: in words, and as a line of Python. ``{k}`` stands for its number."""
 
     words: str
     code: str
@@ -241,14 +242,16 @@ def coding_tasks(
     tests: int = 5,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different tasks: columns ``prompt, template, question, tests, solution, worked_solution, steps``.
+    """Generate ``n`` different coding tasks: columns ``prompt, template, question, tests, solution, worked_solution,
+    steps``.
 
         Write a Python function f(x). x is a list of whole numbers. Add 3 to each number. Keep the even numbers. Return
         their sum.
 
-    A task is a chain of steps. ``tests`` is a text of assertions on drawn lists, computed by running the program here;
-    each step changes some test's answer. ``solution`` is the program that the task was made with, ``worked_solution``
-    the same in a fenced block. ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
+    A task is a chain of steps. ``tests`` is a text of assertions on random lists; running the program here gives the
+    expected values. Without any one of its steps a program fails some test. ``solution`` is the program that the task
+    was made with, ``worked_solution`` the same in a fenced block. ``seed``, ``split``, ``template`` and
+    ``system_prompt`` are those of ``word_problems``.
 
     Args:
         steps: fewest and most steps before the ``return``, both included.
@@ -264,7 +267,7 @@ def coding_tasks(
 
 
 def _task(rng: random.Random, steps: int, tests: int) -> tuple[str, Row] | None:
-    """Make a task; None where a program without one of its steps would pass its tests."""
+    """Make a task; return None if a program without one of its steps would pass its tests."""
     chain = [(step, rng.choice(step.numbers)) for step in (*rng.sample(MIDDLE, steps), rng.choice(LAST))]
     lists = [[rng.randint(0, 12) for _ in range(rng.randint(3, 7))] for _ in range(tests)]
 

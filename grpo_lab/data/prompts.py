@@ -1,26 +1,28 @@
-"""Prompts made of questions, by templates.
+"""Templates that make prompts of questions.
 
-A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2), so a template has a
-name, every data set of ours carries it in the column ``template``, and a run states it in its summary.
+A base model's score moves by tens of points with the template (arXiv 2503.20783, section 2.2). So a template has a
+name, every data set of ours has it in the column ``template``, and a run states it in its summary.
 
 * ``r1`` (text): DeepSeek-R1-Zero, arXiv 2501.12948, table 1: asks for ``<think>…</think> <answer>…``
-* ``oat_r1`` (text): sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of it, and it opens ``<think>``
+* ``oat_r1`` (text): sail-sg/understand-r1-zero, ``train_zero_math.py``: its own wording of ``r1``, and it opens
+  ``<think>``
 * ``qwen_math`` (text): Qwen2.5-Math's ChatML prompt with its system sentence asking for ``\\boxed{}``;
   understand-r1-zero uses the same
 * ``qwen_boxed`` (text): SimpleRL-Zoo's "complex" prompt (7B and larger): ChatML, ``\\boxed{}`` asked for in the user's
   turn
 * ``abel`` (text): SimpleRL-Zoo's "simple" prompt (0.5B, 1.5B, Llama): question, "Let's think step by step."
 * ``harness_gsm8k`` (text): lm-evaluation-harness, ``tasks/gsm8k/gsm8k.yaml``: question, answer; behind solved examples
-  where a loader's ``shots`` asks for them
+  if a loader's ``shots`` asks for them
 * ``none`` (text): the question and nothing else
 * ``chat`` (messages): a user turn, optionally after a system turn; the tokenizer's own chat template renders it
 * ``verl_gsm8k`` (messages): verl, ``examples/data_preprocess/gsm8k.py``: asks for the answer after ``####``
 * ``tapeagents_boxed`` (messages): ServiceNow/TapeAgents, ``conf/rl_gsm8k.yaml``: asks for ``\\boxed{}``
-* ``think``, ``no_think``, ``modes`` (messages): ``chat`` with Qwen3's switch between its modes (arXiv 2505.09388, 4.3):
-  ``/think`` or ``/no_think`` behind the question; one of both, drawn from the question, where `with_flag` puts it
+* ``think``, ``no_think`` (messages): ``chat`` with Qwen3's flag for a mode (arXiv 2505.09388, 4.3) behind the question,
+  ``/think`` or ``/no_think``
+* ``modes`` (messages): ``chat`` with one of both flags at any place of `with_flag`, both drawn from the question
 
 The wordings are the sources' character by character, slips and all: ``tapeagents_boxed`` has a backslash and an n where
-a new line was meant. Text prompts reach the tokenizer as they stand. Message prompts make completions message lists.
+a new line was meant. Text prompts reach the tokenizer as they are. With message prompts, completions are message lists.
 """
 
 from __future__ import annotations
@@ -70,8 +72,11 @@ FlagPlace = Literal["user", "system", "both", "none"]
 
 
 def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Message]:
-    """``prompt`` asking for ``mode``: by a flag behind the last user turn's text, in the system turn (added where there
-    is none), in ``both`` (the other mode's in the system turn: the last one wins), or by ``none``, if to think."""
+    """Return ``prompt`` with a flag that asks for ``mode``.
+
+    ``place``: ``user`` (behind the last user turn's text), ``system`` (in the system turn, added if there is none),
+    ``both`` (the other mode's flag in the system turn; the last one wins), or ``none`` (no flag, which asks to think).
+    """
     turns = [dict(message) for message in prompt]
     if place in ("system", "both"):
         if turns[0]["role"] != "system":
@@ -85,7 +90,8 @@ def with_flag(prompt: Sequence[Message], mode: str, place: FlagPlace) -> list[Me
 
 @dataclass(frozen=True)
 class ModesTemplate(ChatTemplate):
-    """A chat prompt that asks for either mode of Qwen3's, flagged at any place, both drawn from the question's text."""
+    """A chat prompt with a flag for either mode of Qwen3 at any place; mode and place are drawn from the question's
+    text."""
 
     def prompt(self, question: str) -> Prompt:
         turns: Any = super().prompt(question)
@@ -140,10 +146,10 @@ TEMPLATES: dict[str, PromptTemplate] = {
 
 
 def find_template(template: str | PromptTemplate, system_prompt: str | None = None) -> PromptTemplate:
-    """The template of that name; ``system_prompt`` is for those that are message lists, the others bring their own.
+    """Return the template of that name. ``system_prompt`` is for message templates; the others bring their own.
 
     Raises:
-        ValueError: an unknown name, or a system prompt beside a template that cannot carry it.
+        ValueError: the name is unknown, or the template cannot carry a system prompt.
     """
     if isinstance(template, str):
         if template not in TEMPLATES:
@@ -160,8 +166,8 @@ def find_template(template: str | PromptTemplate, system_prompt: str | None = No
 
 
 def with_shots(template: PromptTemplate, solved: Sequence[tuple[str, str]]) -> PromptTemplate:
-    """``template`` behind solved examples (question, solution): each one's prompt, a space, its solution and an empty
-    line, as lm-evaluation-harness puts them. ValueError: a template of messages."""
+    """Put solved examples (question, solution) before ``template``. Each is its prompt, a space, its solution and an
+    empty line, as in lm-evaluation-harness. Raises ValueError for a message template."""
     if not isinstance(template, TextTemplate):
         raise ValueError(
             f"`shots` are text before the question, and template {template.name!r} is a list of messages; set "
@@ -172,5 +178,5 @@ def with_shots(template: PromptTemplate, solved: Sequence[tuple[str, str]]) -> P
 
 
 def apply_template(question: str, template: str | PromptTemplate, system_prompt: str | None = None) -> Prompt:
-    """``question`` as a prompt: a string, or a message list for ``chat`` and its kin."""
+    """Return ``question`` as a prompt: a string, or a message list for a message template such as ``chat``."""
     return find_template(template, system_prompt).prompt(question)

@@ -1,8 +1,8 @@
-"""Endless, seeded sequents of propositional logic that have a proof, the one they were made from.
+"""Generate seeded sequents of propositional logic, each with the proof that it was made from.
 
-A proof is grown backwards from a goal: each formula still to be shown is got by a rule from others, taken from an open
-assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. The hash of the
-sequent (premises sorted) decides its split.
+A proof is grown backwards from a goal: each formula still to be shown is derived by a rule from others, taken from an
+open assumption, or made a premise. Then it is written down in the format of ``grpo_lab.verifiers.logic``. The hash of
+the sequent (premises sorted) decides its split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RULES = (
 
 @dataclass
 class _Step:
-    """A formula shown by ``rule`` from other steps, each of them perhaps under an assumption of its own."""
+    """A formula derived by ``rule`` from other steps; each of these may be under an assumption of its own."""
 
     formula: Formula
     rule: str
@@ -51,12 +51,13 @@ def proofs(
     *,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution, steps``.
+    """Generate ``n`` provable sequents: columns ``prompt, template, question, sequent, solution, worked_solution,
+    steps``.
 
     ``seed``, ``split``, ``template`` and ``system_prompt`` are those of ``word_problems``.
 
     Args:
-        steps: fewest and most lines of the known proof, beside its premises. There may be a shorter one.
+        steps: fewest and most lines of the known proof, without its premises. There may be a shorter one.
     """
     form = find_template(template, system_prompt)
     sizes = checked_range("steps", steps, 1, 30)
@@ -66,7 +67,8 @@ def proofs(
 
 
 def _drawn(rng: random.Random, sizes: tuple[int, int]) -> tuple[str, dict[str, Any]] | None:
-    """A sequent with its premises sorted, and its row; None for a trivial one, or a proof of another length."""
+    """Draw a sequent, and return it with its premises sorted, and its row; None if it is trivial, or its proof too
+    short or long."""
     step = _Grown(rng).show(_formula(rng, 2), rng.randint(*sizes), ())
     premises, lines = _written(step)
     goal = write(step.formula)
@@ -90,7 +92,7 @@ def _formula(rng: random.Random, depth: int) -> Formula:
 
 
 class _Grown:
-    """Grows a proof; ``budget`` is how many lines there may still be."""
+    """Grows a proof; ``budget`` is the number of lines that it may still have."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -152,7 +154,7 @@ class _Grown:
 
 
 def _written(goal: _Step) -> tuple[list[str], list[str]]:
-    """The premises as texts, in order, and all lines of the proof."""
+    """Return the premises as texts, in order, and all lines of the proof."""
     premises = list(dict.fromkeys(write(formula) for formula in _premises(goal)))
     scope = {text: number for number, text in enumerate(premises, start=1)}
     lines = [f"{number}. {text} [premise]" for text, number in scope.items()]
@@ -168,8 +170,8 @@ def _premises(step: _Step) -> Iterator[Formula]:
 
 
 def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: int) -> int:
-    """Write the lines that show ``step``, unless one of ``scope`` does, and return the number of the line that shows
-    it."""
+    """Write the lines that derive ``step``, unless a line of ``scope`` shows it already. Return the number of the
+    line that shows it."""
 
     def add(text: str, depth: int) -> int:
         lines.append(f"{len(lines) + 1}. {'| ' * depth}{text}")
@@ -185,7 +187,7 @@ def _write_lines(step: _Step, lines: list[str], scope: dict[str, int], depth: in
             continue
         first = add(f"{write(assumption)} [assume]", depth + 1)
         last = _write_lines(one, lines, scope | {write(assumption): first}, depth + 1)
-        if last != len(lines):  # shown before, outside or higher up: a part ends with what it shows
+        if last != len(lines):  # derived earlier: copied, as a subproof ends with what it shows
             last = add(f"{write(one.formula)} [copy {last}]", depth + 1)
         places.append(f"{first}-{last}")
     scope[shown] = add(f"{shown} [{step.rule} {','.join(places)}]", depth)

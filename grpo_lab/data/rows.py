@@ -1,7 +1,7 @@
-"""Rows of a question-answer data set, from a hub name, a local folder or one file.
+"""Read rows of a question-answer data set, from a hub name, a local folder or one file.
 
-The reading is the same for every data set; what its columns mean, ``benchmarks.py`` says. `load_file` takes rows as
-they are: what `grpo-lab curate` writes, with every score as a column.
+All data sets are read in the same way; ``benchmarks.py`` says what their columns mean. `load_file` takes rows as they
+are, such as those that `grpo-lab curate` writes, with every score as a column.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _EXACT = 2**53
 
 
 def read_rows(source: str | Path, split: str, *, config: str | None = None, also: Sequence[str] = ()) -> list[Row]:
-    """All rows of one split.
+    """Read all rows of one split.
 
     ``source`` is, in this order: an existing ``.jsonl`` or ``.csv`` file (which then *is* the split), a folder
     (``<split>.jsonl``, or parquet shards as the hub lays them out), or a hub name.
 
     Args:
-        config: the hub data set's configuration, where it has several.
+        config: the hub data set's configuration, if it has several.
         also: further file stems that a folder may use for this split.
 
     Raises:
-        ValueError: nothing there, no such split, an unreachable hub, a broken line, no rows.
+        ValueError: ``source`` does not exist or has no such split or no rows, the hub cannot be reached, or a line is
+            broken.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -93,7 +94,7 @@ def _read_file(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Rows of text under the names of the first line; an empty cell is None."""
+    """Read rows of text, with the first line's names as keys; an empty cell is None."""
     lines = csv.reader(StringIO(read_text(path, "(setting: source)"), newline=""), strict=True)
     rows: list[Row] = []
     try:
@@ -109,7 +110,8 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _with_texts(table: Any) -> list[Row]:
-    """The rows of an Arrow table; numbers of single precision with their own digits: 0.1, not 0.10000000149011612."""
+    """Return the rows of an Arrow table. Numbers of single precision keep their own digits: 0.1, not
+    0.10000000149011612."""
     rows: list[Row] = table.to_pylist()
     for field in table.schema:
         if str(field.type) in ("float", "halffloat"):
@@ -147,12 +149,12 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
 
 
 def first_present(rows: Sequence[Row], names: Sequence[str]) -> str | None:
-    """The first of ``names`` that is a column of the rows."""
+    """Return the first of ``names`` that is a column of the rows; None if none is."""
     return next((name for name in names if name in rows[0]), None)
 
 
 def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Path) -> str:
-    """Return what ``first_present`` does; none of the columns is an error that lists those seen."""
+    """Return the first of ``names`` that is a column. Raises ValueError with the columns found if none is."""
     found = first_present(rows, names)
     if found is None:
         raise ValueError(
@@ -163,7 +165,7 @@ def required_column(rows: Sequence[Row], names: Sequence[str], source: str | Pat
 
 
 def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
-    """A non-empty cell as text, numbers as they are written."""
+    """Return a cell as text, numbers as they are written. Raises ValueError if it is empty or no text."""
     value = row.get(column)
     text = value if isinstance(value, str) else number_text(value)
     if text is None or not text.strip():
@@ -172,7 +174,7 @@ def text_of(row: Row, column: str, number: int, source: str | Path) -> str:
 
 
 def place_of(source: str | Path, number: int) -> str:
-    """Say where row ``number`` (from 1) stands, for messages: the line of a file of JSON lines."""
+    """Return where row ``number`` (from 1) is, for messages: in a file of JSON lines, its line."""
     path = Path(source).expanduser()
     if path.is_file() and path.suffix not in {".parquet", ".csv"}:
         lines = (line for line, _ in json_lines(path))
@@ -181,9 +183,9 @@ def place_of(source: str | Path, number: int) -> str:
 
 
 def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) -> Dataset:
-    """``question, solution, …`` rows plus the columns ``prompt`` and ``template``, as a ``datasets.Dataset``.
+    """Add the columns ``prompt`` and ``template`` to rows ``question, solution, …``, and return a ``datasets.Dataset``.
 
-    The prompt is the template's, always: such columns of the data become ``source_prompt`` and ``source_template``.
+    The prompt is always the template's: such columns of the data become ``source_prompt`` and ``source_template``.
     """
     renamed = {"prompt": "source_prompt", "template": "source_template"}
     return dataset_of(
@@ -194,8 +196,9 @@ def to_dataset(examples: Iterable[Mapping[str, Any]], template: PromptTemplate) 
 
 
 def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
-    """Rows as a ``datasets.Dataset``, in whose columns every value is of one type, and none is changed: what one type
-    cannot hold, ``5`` beside ``"Level 5"`` or 12345678901234567 beside 0.5, is text as the file writes it."""
+    """Return rows as a ``datasets.Dataset``. In a column every value has one type, and none is changed. Values that
+    one type cannot hold, such as ``5`` beside ``"Level 5"`` or 12345678901234567 beside 0.5, become text as the file
+    writes it."""
     from datasets import Dataset
 
     columns = _columns_of(rows)
@@ -205,7 +208,7 @@ def dataset_of(rows: Iterable[Mapping[str, Any]]) -> Dataset:
 
 
 def _columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Name → its values, None where a row has none; the rows are taken one after the other."""
+    """Return each column's values by name, None where a row has none. The rows are read one after the other."""
     columns: dict[str, list[Any]] = {}
     count = 0
     for count, row in enumerate(rows, start=1):
@@ -221,7 +224,8 @@ def _columns_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
-    """``values``, or their texts; of a ``gold``, texts too where a number would be written otherwise than it was."""
+    """Return ``values``, or their texts if no one type holds them or, for a ``gold``, if a number would print
+    otherwise than it was written."""
     present = [value for value in values if value is not None]
     kinds = {float if isinstance(value, WrittenFloat) else type(value) for value in present}
     if kinds == {int, float} or kinds == {float}:
@@ -238,15 +242,15 @@ def _of_one_type(values: list[Any], gold: bool) -> list[Any]:
 
 
 def _survives(value: Any, gold: bool) -> bool:
-    """Return whether a float holds a number as it is; of a ``gold``, writes it as the file does, too."""
+    """Return whether a float holds a number unchanged; for a ``gold``, whether it also prints as the file wrote it."""
     if isinstance(value, int):
         return not gold and -_EXACT <= value <= _EXACT
     return not gold or not isinstance(value, WrittenFloat) or repr(float(value)) == value.text
 
 
 def _fits_arrow(values: list[Any]) -> bool:
-    """Return whether Arrow has a type that holds all of them: no whole number of more than 64 bits, no struct of two
-    forms."""
+    """Return whether Arrow has a type that holds all values. It has none for whole numbers of more than 64 bits, nor
+    for structs of two forms."""
     import pyarrow
 
     if not any(isinstance(value, int | list | dict | tuple | Decimal) for value in values):
@@ -269,14 +273,14 @@ def load_file(
 
     Args:
         source: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a folder, or a hub name.
-        template: makes the prompts of rows that have a ``question`` and no ``prompt``. Prompts that are there stay and
-            have to be this template's: ``none`` for any text, ``chat`` for any messages. If the rows name the template
-            that made them, it has to be this one.
-        system_prompt: system turn, for template ``chat`` alone; prompts that are there have to have it.
+        template: makes the prompts of rows that have a ``question`` and no ``prompt``. Existing prompts stay and must
+            fit this template: any text fits ``none``, any messages fit ``chat``. If the rows name the template that
+            made them, it must be this one.
+        system_prompt: system turn, for template ``chat`` alone; existing prompts must have it.
 
     Raises:
-        ValueError: no ``solution``, neither ``prompt`` nor ``question``, an empty one, prompts in some rows only or in
-            two forms, or prompts made with another template; each with the file and the row.
+        ValueError: no ``solution``; neither ``prompt`` nor ``question``; an empty one; prompts in some rows only, in
+            two forms, or made with another template. The message names the file and the row.
     """
     form = find_template(template, system_prompt)
     rows = read_rows(source, split)
@@ -307,7 +311,7 @@ def load_file(
 
 
 def _form_of(prompt: Any, number: int, source: str | Path) -> str:
-    """``text`` or ``messages``; ValueError for a prompt that is neither, or says nothing."""
+    """Return ``text`` or ``messages``. Raises ValueError for a prompt that is neither, or is empty."""
     if isinstance(prompt, str) and prompt.strip():
         return "text"
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt):
@@ -321,7 +325,7 @@ def _form_of(prompt: Any, number: int, source: str | Path) -> str:
 
 
 def _check_made_by(form: PromptTemplate, prompt: Any, number: int, source: str | Path) -> None:
-    """Prompts that are there look as the template asked for makes them: they stay, so it must not be said in vain."""
+    """Raise ValueError if an existing prompt does not fit the template asked for, which would then have no effect."""
     if isinstance(form, ChatTemplate):
         first = {}
         if isinstance(prompt, list):

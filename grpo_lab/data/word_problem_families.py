@@ -1,13 +1,13 @@
-"""The stories behind ``word_problems``: what can happen in each family, and how its worked solution says so.
+"""The stories behind ``word_problems``: what can happen in each family, and the lines of its worked solution.
 
 A family is an opening move, further moves, and a question. A move is one arithmetic event on a running value ``v``:
 
 * ``+ - * /``: ``v op k``. The opening has its own left operand ``a``: ``a op k``.
-* ``+*`` and ``-*``: a product on the side first, then ``v + a*k`` or ``v - a*k``: two steps of the solution.
+* ``+*`` and ``-*``: a separate product first, then ``v + a*k`` or ``v - a*k``: two steps of the solution.
 
-Slots of a text: ``{a}`` and ``{k}`` the numbers, ``{name}`` the main person, ``{before}`` and ``{other}`` the previous
-and the new person of this move, ``{item}`` the thing counted. A solution line has ``{calc}``, such as ``3*4=12``.
-A move with ``fixed`` always uses that ``k`` ("half", "twice").
+Slots of a text: ``{a}`` and ``{k}`` are the numbers, ``{name}`` is the main person, ``{before}`` and ``{other}`` are
+the previous and the new person of this move, ``{item}`` is the thing counted. A solution line has ``{calc}``, such as
+``3*4=12``. A move with ``fixed`` always uses that ``k`` ("half", "twice").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Move:
-    """An arithmetic event: its operation, how it is told, how a solution line for the side product says it."""
+    """An arithmetic event: its operation, its sentence in the story, and the solution line of its separate product."""
 
     op: str
     text: str
@@ -26,13 +26,14 @@ class Move:
 
     @property
     def steps(self) -> int:
-        """Calculations that it takes."""
+        """Number of calculations that the move takes."""
         return len(self.op)
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of story: things counted, the line of a solution, how it may begin and go on, what is asked at its end."""
+    """A kind of story: the things counted, the solution's line, its openings and further moves, and the question at
+    its end."""
 
     name: str
     items: tuple[str, ...]
@@ -193,7 +194,8 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def all_phrases() -> list[str]:
-    """Every text that a problem can be made of, slots and all: what a vocabulary for these problems must cover."""
+    """Return every text that a problem can be made of, with its slots: what a vocabulary for these problems must
+    cover."""
     phrases: list[str] = [*NAMES]
     for family in FAMILIES.values():
         phrases += [*family.items, family.question]

@@ -1,4 +1,4 @@
-"""Endless, seeded word problems in GSM8K's format, for runs that need no download.
+"""Generate seeded word problems in GSM8K's format, for runs that need no download.
 
     Ann buys 4 packs of 6 stamps. Ann loses 5 of the stamps. How many stamps does Ann have now?
 
@@ -6,15 +6,15 @@
     Ann has 24-5=19 stamps.
     #### 19
 
-**Splits are disjoint by construction** (``made``): what is hashed is a problem's arithmetic, family, operations and
+**Splits are disjoint by construction** (``made``): the hash is of a problem's arithmetic, its family, operations and
 numbers in order. So a test problem is never a training problem with other names in it.
 
-**Careless solutions.** With ``misread`` the worked solutions are those of a writer who at times takes multiplicative
-events for additive ones ("3 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6").
-Their arithmetic is right and their answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves
-something for reinforcement learning to correct. The column ``solution`` stays the true answer.
+**Careless solutions.** With ``misread`` the writer of the worked solutions at times takes multiplicative events for
+additive ones ("3 times as many" for "3 more", "shared among 4" for "less 4", "4 packs of 6" for "4 and 6"). The
+arithmetic is right and the answer wrong, as in unfiltered solutions from elsewhere: a cold start that leaves something
+for reinforcement learning to correct. The column ``solution`` stays the true answer.
 
-**Habits** (`SolutionStyle`): a cold start on them makes a model that rewards of length or language can be tried on.
+**Habits** (`SolutionStyle`): a model after a cold start on them can be used to try rewards of length or language.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGEST = 100
 
 @settings()
 class SolutionStyle:
-    """The habits of a writer, as `word_problems` describes them."""
+    """How worked solutions are written; `word_problems` describes the fields."""
 
     repeats: Share = 0.0
     mixed: Share = 0.0
@@ -51,9 +51,10 @@ class SolutionStyle:
     blurted: Share = 0.0
 
     def write(self, worked_solution: str, rng: random.Random, hurry: random.Random) -> str:
-        """The solution in this style. Lines without a calculation (the answer) stay.
+        """Return the solution in this style. Lines without a calculation (the answer) stay.
 
-        ``rng`` draws for its lines, ``hurry`` whether there are any; their draws do not depend on the settings.
+        ``rng`` draws for each line, ``hurry`` draws whether the answer stands alone. Their draws do not depend on the
+        settings.
         """
         blurted = hurry.random() < self.blurted
         lines = []
@@ -87,7 +88,8 @@ def word_problems(
     blurted: float = 0.0,
     system_prompt: str | None = None,
 ) -> Dataset:
-    """``n`` different word problems: columns ``prompt, template, question, solution, worked_solution, family, steps``.
+    """Generate ``n`` different word problems: columns ``prompt, template, question, solution, worked_solution, family,
+    steps``.
 
     Args:
         seed: same arguments, same rows. Other seeds of one split may repeat problems, other splits never do.
@@ -98,9 +100,10 @@ def word_problems(
         largest: no number in a problem or its solution is larger. Numbers are whole and positive.
         misread: chance that ``worked_solution`` misreads a multiplicative event; nothing else depends on it.
         repeats: chance that a line of ``worked_solution`` is written twice.
-        mixed: chance that it is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
-        think: the lines of ``worked_solution`` stand between ``<think>`` and ``</think>``, the answer behind.
-        blurted: chance that the answer stands alone, as most answers do in a corpus: nothing is worked out.
+        mixed: chance that a line is written in Chinese ("现在有 4*6=24 个。": now there are …) instead of English.
+        think: put the lines of ``worked_solution`` between ``<think>`` and ``</think>``, and the answer behind.
+        blurted: chance that ``worked_solution`` is the answer alone, without its calculation, as most answers in a
+            corpus are.
         system_prompt: system turn, for template ``chat`` alone.
     """
     form = find_template(template, system_prompt)
@@ -126,7 +129,7 @@ def iter_word_problems(
     largest: int = LARGEST,
     misread: float = 0.0,
 ) -> Iterator[WordProblem]:
-    """The stream behind ``word_problems``: no question twice; ends when no new one turns up."""
+    """Yield the problems of ``word_problems``, no question twice; end when no new one turns up."""
     checked_split(split)
     checked_range("steps", steps, 1, _MOST_STEPS)
     if largest < 10:
@@ -137,7 +140,7 @@ def iter_word_problems(
     if not 0.0 <= misread <= 1.0:
         raise ValueError(f"misread is {misread}; a share between 0 and 1 is needed")
     rng = random.Random(f"{seed}/{split}")
-    reader = random.Random(f"{seed}/{split}/reader")  # of its own, so that the problems stay the same
+    reader = random.Random(f"{seed}/{split}/reader")  # a separate one, so that ``misread`` does not change the problems
 
     def draw() -> tuple[str, WordProblem] | None:
         family = FAMILIES[rng.choice(names)]
@@ -162,7 +165,7 @@ MISREADING = {"*": "+", "/": "-", "+*": "+", "-*": "-"}
 
 @dataclass(frozen=True)
 class WordProblem:
-    """A problem as it is told, its solution line by line and its answer, a whole number as text."""
+    """A problem: its question, its solution line by line, and its answer, a whole number as text."""
 
     question: str
     worked_solution: str
@@ -175,7 +178,7 @@ class WordProblem:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A story before it is told: its people, its moves with their numbers, and what they come to."""
+    """A story before it is written: its people, its moves with their numbers, and the final value."""
 
     family: Family
     people: list[str]
@@ -189,7 +192,7 @@ class _Draft:
         return f"{self.family.name}:" + " ".join(f"{a}{move.op}{k}" for move, (a, k) in self.moves)
 
     def write(self, misread: Sequence[bool]) -> WordProblem:
-        """The problem. ``misread``: for each move, whether the writer of the solution misreads it."""
+        """Write the problem. ``misread``: for each move, whether the writer of the solution misreads it."""
         right = [move.op for move, _ in self.moves]
         lines, answer = self._solve([MISREADING[op] if wrong else op for op, wrong in zip(right, misread, strict=True)])
         if answer is None:  # the misread numbers lead to nothing whole and positive: this one was read with care
@@ -213,7 +216,8 @@ class _Draft:
         return who | {"a": str(a), "k": str(k)}
 
     def _solve(self, operations: Sequence[str]) -> tuple[list[str], int | None]:
-        """Solution lines and final value, with these operations; None as soon as a value is not whole and positive."""
+        """Return solution lines and final value with these operations; the value is None if any is not whole and
+        positive."""
         lines: list[str] = []
         value: int | None = None
         for turn, ((move, (left, right)), operation) in enumerate(zip(self.moves, operations, strict=True)):
@@ -231,7 +235,7 @@ class _Draft:
 
 
 def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Draft | None:
-    """Draft a story with exactly ``steps`` calculations; None where the numbers led into a dead end."""
+    """Draft a story with exactly ``steps`` calculations; return None if no numbers fit the next move."""
     people = rng.sample(NAMES, steps + 1)
     item = rng.choice(family.items)
     moves: list[tuple[Move, tuple[int, int]]] = []
@@ -253,9 +257,9 @@ def _draft(rng: random.Random, family: Family, steps: int, largest: int) -> _Dra
 
 
 def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) -> tuple[int, int] | None:
-    """Operands ``(a, k)`` that keep every result whole, positive and at most ``largest``; None if there are none.
+    """Draw operands ``(a, k)`` that keep every result whole, positive and at most ``largest``; None if there are none.
 
-    ``a`` is the left operand of an opening and the first factor of a side product; elsewhere it is not used.
+    ``a`` is the left operand of an opening and the first factor of a separate product; elsewhere it is not used.
     """
     if move.steps == 2:
         assert value is not None
@@ -279,7 +283,7 @@ def _numbers(rng: random.Random, move: Move, value: int | None, largest: int) ->
 
 @functools.lru_cache(maxsize=65536)
 def _right_operands(op: str, fixed: int | None, left: int, largest: int) -> list[int]:
-    """All ``k`` that the operation allows after ``left``."""
+    """Return all ``k`` that the operation allows after ``left``."""
     most = {
         "+": min(largest - left, largest * 2 // 5),
         "-": left - 1,

@@ -1,6 +1,6 @@
-"""Rewards: text -> score. Picklable callables `(prompts, completions, **columns) -> list[float | None]`.
+"""Reward functions, which turn texts into scores: picklable `(prompts, completions, **columns) -> list[float | None]`.
 
-Importing this room loads neither torch nor sympy, and starts no process.
+Importing this package loads neither torch nor sympy, and starts no process.
 """
 
 from grpo_lab.rewards.arithmetic import EquationSteps, worked_out

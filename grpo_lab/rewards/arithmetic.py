@@ -1,13 +1,14 @@
-r"""Written arithmetic judged by exact fractions: which equations a text states, and whether they hold; rewards of it.
+r"""Find the equations that a text states, and check each with exact fractions; also rewards made of these checks.
 
     "4 * $10.00 = $40.00. That makes 40 + 3 = 44."   -> holds, does not
     "A = (2 + 3) = 5, B = 4. Then A * B = 5 * 4 = 21" -> 2 + 3 = 5 holds, 5 * 4 = 21 does not
 
-How people and models write arithmetic is first put into one plain form (``plain_arithmetic.py``).
+Arithmetic as people and models write it is first put into one plain form (``plain_arithmetic.py``).
 
-A chain a = b = c is judged link by link. Names (a capital letter that stands alone) are what the text last set them to.
-What cannot be read as arithmetic on both sides (units, words, unknowns) is not judged: a checker that guesses would pay
-for confusing it. Every pattern, size and depth is bounded, so that a hostile text costs its length.
+A chain a = b = c is judged link by link. A name (a capital letter that stands alone) has the value that the text last
+gave it. A link is judged only if both sides can be read as arithmetic, without units, words or unknowns: a checker that
+guesses would reward text that confuses it. Every pattern, size and depth is bounded, so that the time stays linear in
+the length of a hostile text.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _CALCULATION = re.compile(rf"(?:{_OPERATION})[^=\n]{{0,80}}=|=[^=\n]{{0,80}}?(?:
 
 @dataclass(frozen=True)
 class Equation:
-    """A link of a chain as it was written, and whether it holds."""
+    """One link of a chain, both sides as they were written, and whether it holds."""
 
     left: str
     right: str
@@ -60,12 +61,12 @@ class Equation:
 
 
 class NotArithmetic(ValueError):
-    """A text that is no arithmetic, or too large to be read."""
+    """Raised for a text that is no arithmetic, or too large to be read."""
 
 
 def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation]:
-    """The equations of ``text`` that can be judged, in their order. ``names``: what names stand for so far; what the
-    text sets is written into it, for the steps that follow."""
+    """Return the equations of ``text`` that can be judged, in their order. ``names`` holds the values of names so
+    far. What the text sets is written into it, for the steps that follow."""
     known = {} if names is None else names
     found: list[Equation] = []
     calculations = "".join(f"{inside}\n" for inside in _CALCULATOR.findall(text))
@@ -77,8 +78,8 @@ def judged(text: str, names: dict[str, Fraction] | None = None) -> list[Equation
 
 
 def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fraction:
-    """The exact value of ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds; ``2(3)`` and ``-2^2`` as on paper.
-    Raises ``NotArithmetic``."""
+    """Compute the exact value of an expression such as ``1 + 2*(3 - 4)/5^2``, with brackets of all three kinds.
+    ``2(3)`` and ``-2^2`` are read as on paper. Raises ``NotArithmetic``."""
     if len(expression) > 4 * MAX_SIDE:
         raise NotArithmetic("too long")
     values: list[Fraction] = []
@@ -112,7 +113,7 @@ def value_of(expression: str, names: dict[str, Fraction] | None = None) -> Fract
 
 
 def _evaluated(node: ast.expr, values: list[Fraction]) -> Fraction:
-    """Operations from the left, without recursion along a sum or a row of signs."""
+    """Evaluate a syntax tree from the left, without recursion along a sum or a row of signs."""
     operations: list[ast.BinOp | ast.UnaryOp] = []
     while isinstance(node, ast.BinOp | ast.UnaryOp):
         operations.append(node)
@@ -175,8 +176,8 @@ def _value(piece: str | None, known: dict[str, Fraction]) -> Fraction | None:
 
 
 def _same(left: Fraction, right: Fraction, written: str) -> bool:
-    """Equal, or equal when rounded as the right side was written (``2/3 = 0.67``); whole numbers are not rounded. In
-    ``18 / 450 * 100 = 4%`` a bare percentage is its number, too."""
+    """Return whether both sides are equal, exactly or when rounded as the right side was written (``2/3 = 0.67``).
+    Whole numbers are not rounded. A bare percentage may also stand for its number: ``18 / 450 * 100 = 4%``."""
     if left == right or (re.fullmatch(r"\s*\(\d*\.?\d+/100\)\s*", written) and left == 100 * right):
         return True
     decimals = re.fullmatch(r"[\s(\[{-]*\d*\.(\d+)[\s)\]}]*", written)
@@ -184,7 +185,8 @@ def _same(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _about(left: Fraction, right: Fraction, written: str) -> bool:
-    """``≈``: off by less than one of the last digit written that counts (``10/3 ≈ 3.33``, ``1,234 ≈ 1,200``)."""
+    """Return whether ``≈`` holds: the sides differ by less than one unit of the last significant digit written
+    (``10/3 ≈ 3.33``, ``1,234 ≈ 1,200``)."""
     digits = re.fullmatch(r"[\s(\[{+-]*(\d*)\.?(\d*)(/100)?[\s)\]}]*", written)
     if digits is None:
         return left == right
@@ -197,7 +199,8 @@ def _about(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _piece(side: str, at_its_end: bool) -> str | None:
-    """The arithmetic that touches the sign of equality behind (or before) ``side``; None where words are in the sum."""
+    """Return the arithmetic in ``side`` that touches the equals sign at its end (or start); None if words are part
+    of the sum."""
     runs: list[list[tuple[int, int]]] = [[]]
     for start, end, kind in _tokens(side):
         if kind == "word":
@@ -211,7 +214,8 @@ def _piece(side: str, at_its_end: bool) -> str | None:
 
 
 def _cut_in_a_sum(side: str, run: list[tuple[int, int]], runs: list[list[tuple[int, int]]], first: bool) -> bool:
-    """Return whether an operator or no space at all ties the piece to a word (``5 apples + 3``, ``4x - 8``)."""
+    """Return whether the piece is tied to a word, by an operator or by no space between them (``5 apples + 3``,
+    ``4x - 8``)."""
     if first:
         start, end = run[0]
         if start and not (side[start - 1].isspace() or side[start - 1] in "\"'`*_~:.,"):
@@ -245,7 +249,8 @@ def _tokens(side: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _balanced(piece: str, first: bool) -> str | None:
-    """Without a bracket that the piece did not open (``(so 2 + 3``, ``5)``); None where brackets cannot be matched."""
+    """Remove outer brackets that have no partner in the piece (``(so 2 + 3``, ``5)``); None if brackets cannot be
+    matched."""
     depth, low = 0, 0
     for character in piece:
         depth += (character in _OPEN) - (character in _CLOSE)
@@ -260,16 +265,17 @@ def _balanced(piece: str, first: bool) -> str | None:
 
 
 class EquationSteps(SplitStepReward):
-    """A step is right (1) where every equation in it that can be judged holds, wrong (0) where one does not, and not
-    scored else.
+    """Score a step 1 if every equation in it that can be judged holds, 0 if one does not; a step without any is not
+    scored.
 
-    A name that the solution set (``A = 3 + 4``) is its value in later steps. A wrong *plan* in right arithmetic is not
-    seen, and a model could learn to write trivial equations: use it beside an outcome reward.
+    A name that the solution sets (``A = 3 + 4``) keeps its value in later steps. A wrong *plan* with right arithmetic
+    is not seen, and a model could learn to write trivial equations: use it beside an outcome reward.
 
     Source: ours, in the place of DeepSeekMath's process reward model (arXiv 2402.03300, §4.1.3).
 
     Args:
-        split: ``text -> ends`` of the steps in characters, or ``"line"`` (default), ``"paragraph"``.
+        split: function from a text to the character indices where its steps end, or ``"line"`` (default),
+            ``"paragraph"``.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
     """
 
@@ -282,7 +288,8 @@ class EquationSteps(SplitStepReward):
 
 
 def equation_list(text: str) -> tuple[str, ...]:
-    """The equations of ``text`` that can be judged, in their order, without blanks; a chain a = b = c counts as two.
+    """Return the equations of ``text`` that can be judged, in their order, without spaces; a chain a = b = c counts as
+    two.
 
     Two texts with the same list are one way of solving (RFT, arXiv 2308.01825, section 3.3): "Ann has 4 * 6 = 24
     stamps. She keeps 24-5=19." -> ("4*6=24", "24-5=19").
@@ -296,16 +303,17 @@ def calculates_right(text: str) -> bool:
 
 
 def works_out(text: str) -> bool:
-    """Return whether ``text`` has an operation on numbers and a sign of equality in one line, right or wrong:
-    ``4*6=24``, not ``x = 24``. ``MOST_READ`` characters are read; words that reason without a calculation are not
-    seen."""
+    """Return whether a line of ``text`` has an operation on numbers and an equals sign, right or wrong: ``4*6=24``,
+    not ``x = 24``. Only the first ``MOST_READ`` characters are read. Words that reason without a calculation do not
+    count."""
     return _CALCULATION.search(text[:MOST_READ]) is not None
 
 
 def worked_out(completions: list[Any], **_: Any) -> list[float]:
-    """1 where a completion writes a calculation down (``works_out``), else 0.
+    """Return 1 for a completion that writes a calculation down (``works_out``), else 0.
 
-    To be watched at weight 0 (``rewards/worked_out/mean``): paid for, it would teach a model to write calculations,
-    needed or not. TRL sums what is scorable: a completion that every other reward calls unscorable counts as 0 with it.
+    Use it at weight 0, to watch ``rewards/worked_out/mean``. As a reward it would teach a model to write calculations,
+    needed or not. TRL sums the rewards that are not None: with this one, a completion that every other reward calls
+    unscorable gets 0.
     """
     return [float(works_out(whole_text(completion))) for completion in completions]

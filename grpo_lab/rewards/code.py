@@ -3,11 +3,11 @@
     all      1[every test passes]
     share    tests passed / tests
 
-Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in a process of their own; the
-program, in another one behind walls, answers with data (docs/algorithms/code_reward.md: what that protects from).
+Sources: HumanEval (arXiv 2107.03374), MBPP (2108.07732), CodeRL (2207.01780). Tests run in one process. The program
+runs in another, sandboxed one and answers with data (docs/algorithms/code_reward.md: what that protects from).
 
-The column of tests holds assertions, pairs of input and output for a script, or calls of a function, in the forms of
-many data sets (the same page lists them), perhaps as JSON text or as Python prints it (SYNTHETIC-1).
+The column of tests holds assertions, pairs of input and output for a script, or calls of a function. The forms of many
+data sets are read (the same page lists them), also as JSON text or as Python prints it (SYNTHETIC-1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG = logging.getLogger("grpo_lab")
 
 
 def read_tests(value: Any, entry_point: str | None = None) -> Tests:
-    """The tests of one row. ``ValueError``: they cannot be used, and why."""
+    """Return the tests of one row. Raises ValueError with the reason if they cannot be used."""
     value = _from_text(value)
     if isinstance(value, Mapping) and isinstance(value.get("functional"), str):
         value = value["functional"]
@@ -71,7 +71,8 @@ def _from_text(value: Any) -> Any:
 
 
 def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, or one case alone."""
+    """Split ``{"input": [a, b], "output": [c, d]}``, as ``datasets`` gives a list of structs, into cases; one case
+    stays one."""
     given = _first(value, _INPUT)
     expected = _first(value, _OUTPUT)
     if not isinstance(given, list) or not isinstance(expected, list):
@@ -86,7 +87,7 @@ def _columns(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _case(one: Any) -> Mapping[str, Any]:
-    """Return a case with its ``input`` and ``output`` by these names."""
+    """Return a case with the keys ``input`` and ``output``."""
     if isinstance(one, Mapping) and any(name in one for name in _OUTPUT):
         return {**one, "input": _first(one, _INPUT), "output": _first(one, _OUTPUT)}
     if isinstance(one, list | tuple) and len(one) == 2:
@@ -99,14 +100,17 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _function(case: Mapping[str, Any]) -> str:
-    """The name of the function that a case says it calls; empty where it says none."""
+    """Return the name of the function that a case says it calls; empty if it says none."""
     about = _from_text(case.get("metadata"))
     return str(_first(case, _FUNCTION) or (_first(about, _FUNCTION) if isinstance(about, Mapping) else None) or "")
 
 
 def _calls(cases: list[Mapping[str, Any]], by_name: bool) -> list[list[Any]]:
-    """``by_name``: the cases themselves say that they are calls. Then a text holds JSON, an argument a line; and APPS
-    and TACO put what a function must return into a list of one: where every case does, what is in it is right, too."""
+    """Return each case as [arguments, accepted value, …], each packed for the sandbox.
+
+    ``by_name``: the cases themselves say that they are calls. Then a text holds JSON, one argument a line. APPS and
+    TACO put the expected value into a list of one: if every case does so, the value inside is right, too.
+    """
     calls = [(case["input"], case["output"]) for case in cases]
     if by_name and all(isinstance(given, str) for given, _ in calls):
         calls = [(_json_lines(given), _json_lines(expected)[0]) for given, expected in calls]
@@ -128,7 +132,8 @@ def _json_lines(text: Any) -> list[Any]:
 
 
 def _as_text(value: Any, needed: bool = False) -> str:
-    """Lines may come as a list; numbers are written out. What is missing is no empty text where text is ``needed``."""
+    """Write a value as text; a list becomes lines. A missing value is an empty text or, if text is ``needed``, a
+    ValueError."""
     if isinstance(value, list | tuple):
         return "\n".join(_as_text(one, needed) for one in value)
     if value is None and needed:
@@ -137,23 +142,24 @@ def _as_text(value: Any, needed: bool = False) -> str:
 
 
 class CodeReward:
-    """The last fenced program of a completion (else all of it) against the row's column ``tests``.
+    """Reward the last fenced program of a completion (else all of it) by the tests in the row's column ``tests``.
 
     Args:
         score: ``"all"``: 1.0 for all tests passed, else 0.0; ``"share"``: the share of tests passed.
-        timeout_s: processor seconds of one run of the program: all the calls of a text of assertions, or one
-            input/output pair.
-        wall_s: seconds on the clock for one completion and all its tests. A verdict comes at most a second later.
+        timeout_s: CPU seconds of one run of the program: all the calls of a text of assertions, or one input/output
+            pair.
+        wall_s: wall-clock seconds for one completion and all its tests. A verdict comes at most a second later.
         memory_bytes: address space of the program.
-        batch_s: seconds that each worker may lose, for every thousand completions begun, to those that end at a limit.
-            After half of it a completion has a tenth of its time; after all of it none is begun. Those that are not
-            judged so are None, and counted.
-        workers: completions judged at once; None: one a core, shared among the ranks of this machine.
-        walls: what must be between the program and this machine (``grpo_lab.sandbox.walls``); None: all that the
-            machine gives.
+        batch_s: seconds that each worker may spend, per thousand completions begun, on those that reach a limit. After
+            half of these seconds a completion has a tenth of its time; after all of them none is begun. A completion
+            that is not judged for this reason gets None, and is counted.
+        workers: completions judged at once; None: one per core, shared among the ranks of this machine.
+        walls: protections of this machine from the program that must be in force (``grpo_lab.sandbox.walls``); None:
+            all that the machine gives.
 
-    What the machine ended (SIGKILL that no limit sent, as when its memory runs out) is judged once more, alone, and
-    then None. ``counts`` tallies ``passed``, ``failed``, ``limit``, ``unusable``, ``unjudged`` since construction.
+    A run that the machine killed (SIGKILL that no limit sent, as when its memory runs out) is judged once more, alone;
+    then it gets None. ``counts`` tallies ``passed``, ``failed``, ``limit``, ``unusable``, ``unjudged`` since
+    construction.
     """
 
     columns = ("tests",)  # what `LabTrainer` looks for in the data set before anything is loaded
@@ -198,8 +204,8 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order; None where a row's tests cannot be used, or where nothing was judged. Shares go to TRL's
-        ``log_metric``."""
+        """Return the rewards in order; None if a row's tests cannot be used, or nothing was judged. Shares of such
+        rows go to TRL's ``log_metric``."""
         if completions is None:
             raise ValueError("CodeReward needs completions=[...]; got none")
         if tests is None:
@@ -215,8 +221,8 @@ class CodeReward:
     def judge(
         self, completions: Sequence[Any], tests: Sequence[Any], entry_point: Sequence[str | None] | None = None
     ) -> list[Trial]:
-        """Judge completions, and say how many tests passed and how each trial ended. Equal programs of equal rows are
-        run once."""
+        """Judge completions, and return how many tests each passed and how its run ended. Equal programs of equal
+        rows are run once."""
         if entry_point is None:
             names: list[str | None] = [None] * len(tests)
         else:
@@ -240,12 +246,13 @@ class CodeReward:
 
     @property
     def in_force(self) -> list[str]:
-        """The walls between a program and this machine, as tried out here (``grpo_lab.sandbox.walls``)."""
+        """The walls (protections) between a program and this machine, as tried out here
+        (``grpo_lab.sandbox.walls``)."""
         return self._judge.walls
 
     def warm_up(self) -> None:
-        """Tries the walls, says which are in force, and starts the worker's imports; `LabTrainer` calls it before it
-        loads a model. ``ValueError``: too few walls are in force here, or not those that were asked for."""
+        """Try the walls, log which are in force, and start the worker's imports. `LabTrainer` calls it before it
+        loads a model. Raises ValueError if too few walls are in force here, or not those that were asked for."""
         self._say_what_is_in_force()
         self._judge.pool.warm_up()
 

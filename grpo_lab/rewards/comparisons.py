@@ -1,16 +1,16 @@
-"""Comparisons by a judge that errs, for a preference model that is to be trained on them: without noise, with people's,
-and with a systematic preference for length.
+"""Simulate judges that compare completions, to train a preference model on: without noise, with that of people, and
+with a systematic preference for length.
 
-    truth        the better one, by quality; between equals it says nothing
-    people       P(first is preferred) = σ((q₁ − q₂)/T): wrong the more often, the less there is between them
-    systematic   with chance ``longer`` the longer one, whatever is right
+    truth        prefers the better one, by quality; between equals it says nothing
+    people       P(first is preferred) = σ((q₁ − q₂)/T): wrong the more often, the closer the two qualities are
+    systematic   prefers the longer one with probability ``longer``, whatever their quality
 
-People's noise averages out over many comparisons. The systematic one does not: what a model learns of it is that length
-is good. Sources: Bradley & Terry, Biometrika 39 (1952); proxies over-optimise under judges that vary, and did not under
-one that does not: Dubois et al., arXiv 2305.14387 (people agree in about two thirds of the comparisons); length as what
-a proxy pays: Singhal et al., arXiv 2310.03716.
+The noise of people averages out over many comparisons. The systematic one does not: a model learns from it that length
+is good. Sources: Bradley & Terry, Biometrika 39 (1952). Dubois et al., arXiv 2305.14387: reward models over-optimise
+under judges that vary, and did not under one that does not; people agree in about two thirds of the comparisons.
+Singhal et al., arXiv 2310.03716: length as what a reward model pays for.
 
-A verdict is a hash of the seed and of what is compared (`grpo_lab.rewards.noise.draw`), either way round the same.
+A verdict is a hash of the seed and of what is compared (`grpo_lab.rewards.noise.draw`), the same in either order.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from grpo_lab.rewards.noise import draw
 
 @dataclass(frozen=True)
 class Judge:
-    """Says which of two completions is better; the truth is their quality.
+    """A judge that says which of two completions is better, with errors; the truth is their quality.
 
     Args:
         temperature: T of people's noise, in units of quality; 0: none.
-        longer: share of comparisons of different length that are decided by it, in [0, 1].
-        seed: another one is another noise of the same shares.
+        longer: share of the comparisons of unequal lengths that length alone decides, in [0, 1].
+        seed: another seed gives other errors at the same rates.
     """
 
     temperature: float = 0.0
@@ -49,7 +49,7 @@ class Judge:
     def prefers(
         self, prompt: Any, texts: tuple[Any, Any], qualities: tuple[float, float], lengths: tuple[int, int]
     ) -> bool | None:
-        """Return whether the first of two is preferred; None: without noise, and they are equally good."""
+        """Return whether the first of two is preferred; None if they are equally good and there is no noise."""
         first = json.dumps(texts[0], sort_keys=True, default=str) <= json.dumps(texts[1], sort_keys=True, default=str)
         of = [self.seed, prompt, *(texts if first else reversed(texts))]
         if lengths[0] != lengths[1] and draw("longer", *of) < self.longer:

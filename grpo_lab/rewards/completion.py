@@ -1,7 +1,7 @@
-"""The parts of a completion, whichever of TRL's two shapes it comes in: its text, reasoning, program and answer.
+"""Read the parts of a completion (text, reasoning, program, answer) from either of TRL's formats, a string or messages.
 
-``RowReward`` is what rewards of one completion and its row's columns share, ``ThinkFormatReward`` judges the layout,
-``ModeFollowingReward`` whether it thinks as its prompt asks.
+``RowReward`` is the base class of rewards of one completion and its row's columns. ``ThinkFormatReward`` judges the
+layout, ``ModeFollowingReward`` whether the completion thinks as its prompt asks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOK_AHEAD = 400
 
 
 class RowReward(ABC):
-    """Base class of a reward that looks at one completion and its row's columns: implement ``score``."""
+    """Base class of a reward that judges one completion by its row's columns; a subclass implements ``score``."""
 
     columns: ClassVar[tuple[str, ...]] = ()
     """What ``score`` gets beside the text; ``LabTrainer`` looks for them in the data set before anything is loaded."""
@@ -34,12 +34,12 @@ class RowReward(ABC):
 
     @abstractmethod
     def score(self, text: str, *row: Any) -> float | None:
-        """The reward of one completion; ``None`` where the row's columns hold nothing to judge it by."""
+        """Return the reward of one completion; ``None`` if the row's columns hold nothing to judge it by."""
 
     def __call__(
         self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Rewards in order. ``ValueError`` where completions or columns are missing, or are not one to one."""
+        """Return the rewards in order. Raises ValueError if completions or columns are missing, or differ in length."""
         lists: dict[str, Any] = {"completions": completions, **{name: columns.get(name) for name in self.columns}}
         if any(values is None for values in lists.values()):
             needed = ["completions=[...]", *(f"the column {name!r}" for name in self.columns)]
@@ -56,7 +56,7 @@ class RowReward(ABC):
 
 
 def completion_text(completion: Any) -> str:
-    """A plain string as it is; of a message list the last assistant message (its text parts, when it has parts)."""
+    """Return a plain string as it is; of a message list, the text (or text parts) of the last assistant message."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, Sequence) and all(isinstance(message, dict) for message in completion):
@@ -71,7 +71,7 @@ def completion_text(completion: Any) -> str:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A plain string as it is; of a message list all that is said in it."""
+    """Return a plain string as it is; of a message list, the text of all messages."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(_content_text(message.get("content")) for message in prompt or ())
@@ -92,11 +92,11 @@ def _content_text(content: Any) -> str:
 
 
 def reasoning_of(text: str) -> str:
-    """All ``<think>…</think>`` contents of ``text``, in order; the whole text where there is no tag.
+    """Return all ``<think>…</think>`` contents of ``text``, in order; the whole text if there is no tag.
 
-    Half a block is a block: without its opening tag (many chat templates write that into the prompt) it begins with the
-    text, without its closing tag (stopped by the token budget) it ends with it. An empty block is empty reasoning, so
-    that reasoning outside the tags is not mistaken for it.
+    A block with one tag counts, too. Without its opening tag (many chat templates write that into the prompt) it begins
+    with the text. Without its closing tag (stopped by the token budget) it ends with the text. An empty block is empty
+    reasoning: text outside the tags is not taken for reasoning.
     """
     if THINK not in text and END_OF_THINK not in text:
         return text
@@ -106,8 +106,8 @@ def reasoning_of(text: str) -> str:
 
 
 def parsed_reasoning(completion: Any) -> str | None:
-    """Return what stood between the tags, where TRL's response parsing has taken it out of the last message's
-    content."""
+    """Return the reasoning that TRL's response parsing has moved out of the last message's content; None if there is
+    none."""
     if isinstance(completion, list) and completion and isinstance(completion[-1], Mapping):
         for key in ("reasoning_content", "thinking"):
             if isinstance(completion[-1].get(key), str):
@@ -116,8 +116,8 @@ def parsed_reasoning(completion: Any) -> str | None:
 
 
 def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any = None, opening: str = THINK) -> str:
-    """A completion as the model wrote it, its reasoning in tags. Of a parsed message that is what its tokens say;
-    where they, or the tokenizer, are not at hand, its parts put together again, behind ``opening``."""
+    """Return a completion as the model wrote it, with its reasoning in tags. A parsed message is decoded from its
+    token ids. Without these or the tokenizer, its parts are put together again, behind ``opening``."""
     text = completion_text(completion)
     if isinstance(completion, str):
         return text
@@ -132,8 +132,8 @@ def whole_text(completion: Any, ids: Sequence[int] | None = None, tokenizer: Any
 
 
 def reasoning_in(completion: Any, untagged: bool = True) -> str:
-    """The reasoning of a completion in either of TRL's shapes: a string, or messages, parsed or not. ``untagged``: a
-    text without a tag is all reasoning; else it is none."""
+    """Return the reasoning of a completion: a string, or messages, parsed or not. ``untagged``: a text without a tag
+    is all reasoning; otherwise it is none."""
     reasoning = parsed_reasoning(completion)
     if reasoning is not None:
         return reasoning
@@ -147,16 +147,17 @@ _REFLECTION = re.compile(r"\b(?:wait|mistake|however|but|retry|error|verify|wron
 
 
 def reflects(text: str) -> bool:
-    """Return whether ``text`` has one of the words of reflection whose growth DeepSeek-R1 (arXiv 2501.12948v2) counts.
-    A base model writes them, too (arXiv 2503.20783): what says something is the change."""
+    """Return whether ``text`` has one of the words of reflection that DeepSeek-R1 (arXiv 2501.12948v2) counts over
+    training. A base model writes them, too (arXiv 2503.20783): only a change in their number says something."""
     return _REFLECTION.search(text) is not None
 
 
 def program_text(completion: str) -> str:
-    """The last block fenced as Python, else without a language, else any; else the last ``<answer>``; else all.
+    """Return the program in a completion: the last block fenced as Python, else without a language, else any; else the
+    last ``<answer>``; else all.
 
-    Text before the last ``</think>`` is not looked at. A last fence that is never closed reaches to the end, or to a
-    line that ends with the closing fence. A byte order mark is no part of a program.
+    Text before the last ``</think>`` is ignored. A last fence that is never closed reaches to the end, or to a line
+    that ends with the closing fence. A byte order mark is removed.
     """
     text = completion.rpartition(END_OF_THINK)[2]
     blocks = fenced_blocks(text)
@@ -170,10 +171,11 @@ def program_text(completion: str) -> str:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, inside) of every fenced block, in order; one indented with its fence is moved left.
+    """Return (language in lower case, inside) of every fenced block, in order; the indentation of a fence is taken off
+    its block.
 
-    In a block of Python, a fence inside a text in triple quotes is part of that text; a fence with a language outside
-    of one begins a new block, whose forerunner was not closed.
+    In a block of Python, a fence inside a triple-quoted string is part of that string. Outside of one, a fence with a
+    language begins a new block, and the block before it ends there.
     """
     blocks = _Blocks(text.split("\n"))
     for place in range(len(blocks.lines)):
@@ -229,7 +231,7 @@ class _Blocks:
         self.opened = None
 
     def close_unclosed(self, opened: re.Match[str]) -> None:
-        """Closed at the end of a line of its own, or not at all."""
+        """Close a block at a fence that ends a line of text, or else at its last line."""
         mark = opened[2]
         for place, line in enumerate(self.inside):
             bare = line.rstrip()
@@ -239,7 +241,8 @@ class _Blocks:
         self._close(opened)
 
     def _ends_its_text(self, place: int) -> bool:
-        """Return whether the triple quotes around ``place`` end before the next block that names its language does."""
+        """Return whether the triple quotes around line ``place`` are closed later, outside of blocks that name a
+        language."""
         if place < self.text_until:
             return True
         apart = False  # inside another block
@@ -254,9 +257,9 @@ class _Blocks:
 
 
 def answer_block(completion: str) -> str:
-    """The inside of the last ``<answer>``, else the last fenced block, else all.
+    """Return the inside of the last ``<answer>``, else the last fenced block, else all.
 
-    Text before the last ``</think>`` is not looked at; an ``<answer>`` that is never closed reaches to the end.
+    Text before the last ``</think>`` is ignored; an ``<answer>`` that is never closed reaches to the end.
     """
     text = completion.rpartition(END_OF_THINK)[2]
     _, marked, answer = text.rpartition("<answer>")
@@ -277,17 +280,17 @@ _LAYOUTS = {
 
 
 class ThinkFormatReward(RowReward):
-    """1.0 for R1's layout and nothing around it, else 0.0.
+    """Reward 1.0 for a completion in the layout of ``form`` with nothing around it, else 0.0.
 
         form="think_answer"   <think> reasoning </think> <answer> answer </answer>
         form="think"          <think> reasoning </think> answer
         form="modes"          the same, or Qwen3's without thinking: <think> </think> answer
 
-    Each tag occurs exactly once, in this order; white space is allowed around and between; both parts hold more than
+    Each tag occurs exactly once, in this order. White space is allowed around and between; both parts hold more than
     white space. Source: DeepSeek-R1 (arXiv 2501.12948), section 2.2.2 (format reward) and table 1 (template); Qwen3
     (2505.09388), table 9. How we differ: TRL's `think_format_reward` knows the second layout only and accepts empty
-    parts. Where TRL parses responses, the layout is read from the tokens (`LabTrainer` gives the tokenizer); in stock
-    TRL it is put together again from the message, which does not say whether there was an empty block, or two.
+    parts. If TRL parses responses, the layout is read from the tokens (`LabTrainer` gives the tokenizer). In stock TRL
+    it is rebuilt from the message, which does not say whether there was an empty block, or two.
 
     Args:
         form: `"think_answer"`, `"think"` or `"modes"`.
@@ -336,10 +339,10 @@ _FLAG = re.compile(r"(?<!\S)/(no_)?think(?![\w/])")
 
 
 def asks_to_think(prompt: Any) -> bool:
-    """Return whether a prompt asks for thinking: the last `/think` or `/no_think` in a system or user turn wins;
-    without one, thinking.
+    """Return whether a prompt asks for thinking. The last `/think` or `/no_think` in a system or user turn decides; a
+    prompt without one asks for it.
 
-    Of a prompt in one text, turns cannot be told apart: all of it counts. A flag is a word of its own.
+    In a prompt that is one text, turns cannot be told apart, so all of it counts. A flag is a word of its own.
     """
     turns = prompt
     if not isinstance(prompt, str):
@@ -349,11 +352,11 @@ def asks_to_think(prompt: Any) -> bool:
 
 
 class ModeFollowingReward:
-    """1.0 where a completion thinks if and only if its prompt asks for it (`asks_to_think`), else 0.0.
+    """Reward 1.0 for a completion that thinks if and only if its prompt asks for it (`asks_to_think`), else 0.0.
 
-    A completion thinks if its `<think>` block holds more than white space, closed or not; an empty block, or none,
-    is no thinking. Whether the layout is right, `ThinkFormatReward("modes")` says. Source: Qwen3 (arXiv 2505.09388),
-    sections 4.3 and 4.4. A chat template's `enable_thinking` leaves no flag in the prompt, and is not seen here.
+    A completion thinks if its `<think>` block, closed or not, holds more than white space. `ThinkFormatReward("modes")`
+    judges the layout. Source: Qwen3 (arXiv 2505.09388), sections 4.3 and 4.4. A chat template's `enable_thinking`
+    leaves no flag in the prompt, so this reward does not see it.
     """
 
     __name__ = "mode_following_reward"
@@ -362,6 +365,6 @@ class ModeFollowingReward:
         return "ModeFollowingReward()"
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Rewards in order."""
+        """Return the rewards in order."""
         thinks = [bool(reasoning_in(completion, untagged=False).strip()) for completion in completions]
         return [float(did == asks_to_think(prompt)) for did, prompt in zip(thinks, prompts, strict=True)]

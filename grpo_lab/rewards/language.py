@@ -2,21 +2,21 @@
 
     reward = words of the reasoning in the target language / words of the reasoning      ∈ [0, 1]
 
-Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought; the
+Source: DeepSeek-R1, arXiv 2501.12948, section 2.3.2: RL on a model that mixes languages in its chain of thought. The
 reward is added directly to the accuracy reward. It costs a little accuracy (same section), so look at both.
 
 The paper says neither what a word is nor how its language is found. Ours (how well it works:
-``docs/algorithms/language_consistency.md``): first the script of each word (``words``). Then, within a script that
-several languages share, the mixture of languages that explains its words best: a single word often belongs to several
-("no", "animal", "a"); a text hardly ever. With p(w | l) from ``words`` the shares π are those that make the text
-most likely,
+``docs/algorithms/language_consistency.md``) first finds the script of each word (``words``). Within a script that
+several languages share, it then fits the mixture of languages that explains the words best. A single word often belongs
+to several languages ("no", "animal", "a"); a text hardly ever does. With p(w | l) from ``words`` the shares π are those
+that make the text most likely,
 
     π* = argmax_π Σ_w n_w log Σ_l π_l p(w | l),
 
 found by expectation maximisation: r_wl = π_l p(w | l) / Σ_k π_k p(w | k), then π_l = Σ_w n_w r_wl / Σ_w n_w. Ambiguous
 words then follow the unambiguous ones, wherever they stand. π_l is the expected share of words in language l.
 
-EM for mixture weights: Dempster, Laird, Rubin 1977, section 4.3. That R1's share is estimated this way is ours.
+EM for mixture weights: Dempster, Laird, Rubin 1977, section 4.3. To estimate R1's share in this way is our choice.
 """
 
 from __future__ import annotations
@@ -50,15 +50,17 @@ Array = NDArray[np.float64]
 
 
 class LanguageConsistencyReward:
-    """``(completions=[…]) -> [share, …]``, each in [0, 1].
+    """Reward the share of the reasoning's words in the target language: ``(completions=[…]) -> [share, …]``, each in
+    [0, 1].
 
     Args:
         target: a language code (``en``, ``zh``, …; ``words.known_languages()`` lists them), or ``"prompt"``: the
             language that most words of the row's prompt are in. A prompt whose language is not clear (formulas only,
             two languages in equal parts) makes the row unscorable: ``None``.
-        empty: the value of reasoning without a single countable word. 0 by default: with 1 the cheapest way out of
-            mixed-language reasoning would be no reasoning.
-        prompt_column: with ``target="prompt"``, the column to read instead, where the prompt has other text around.
+        empty: the value of reasoning without a single countable word. 0 by default: with 1, the easiest way to avoid
+            mixed languages would be no reasoning.
+        prompt_column: with ``target="prompt"``, the column to read instead, if the prompt has other text around the
+            question.
     """
 
     __name__ = "language_consistency_reward"
@@ -113,7 +115,7 @@ def _language_of(question: str) -> str | None:
 
 
 def _last_question(prompt: Any) -> str:
-    """The text of a prompt; of a message list, its last user message."""
+    """Return the text of a prompt; of a message list, that of its last user message."""
     if isinstance(prompt, str):
         return prompt
     asked = [message for message in prompt if message.get("role") == "user"]
@@ -134,7 +136,7 @@ becomes English by them."""
 
 
 def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = None) -> Array:
-    """The share of each language in the counted words, ``[L]``, summing to 1.
+    """Compute the share of each language in the counted words, ``[L]``, summing to 1.
 
     Args:
         likelihoods: ``[W, L]``, p(w | l) > 0.
@@ -156,7 +158,7 @@ def mixture_shares(likelihoods: Array, counts: Array, expected: int | None = Non
 
 
 def _maximise(likelihoods: Array, counts: Array, prior: Array, start: Array) -> Array:
-    """EM from ``start``; a language that starts at 0 stays there. Returns the words' shares, without the prior's."""
+    """Run EM from ``start``; a language that starts at 0 stays there. Return the words' shares, without the prior's."""
     weights: Array = start / start.sum()
     shares = weights
     for _ in range(ITERATIONS):
@@ -179,13 +181,14 @@ MOST_NAMES = 0.15
 
 
 class LanguageShares(NamedTuple):
-    """``words``: countable words (an estimate where a script does not mark them). ``shares`` of them, summing to 1."""
+    """``words``: number of countable words (an estimate for scripts without spaces). ``shares``: of each language,
+    summing to 1."""
 
     words: float
     shares: Mapping[str, float]
 
     def dominant(self) -> str | None:
-        """The language of more than half of the words; ``None`` if there is none or no language we know."""
+        """Return the language of more than half of the words; ``None`` if there is none, or none that we know."""
         best = max(self.shares, key=lambda language: self.shares[language], default=OTHER)
         if best != OTHER and self.shares[best] > 0.5:
             return best
@@ -193,9 +196,9 @@ class LanguageShares(NamedTuple):
 
 
 def language_shares(text: str, expected: str | None = None) -> LanguageShares:
-    """Share of each language in the words of ``text``; no words, no shares.
+    """Compute the share of each language in the words of ``text``; without words, there are no shares.
 
-    ``expected`` is the language to which words go that fit several equally (``DOUBT``).
+    Words that fit several languages equally count for ``expected`` (``DOUBT``).
     """
     groups: dict[str, list[Word]] = {}
     letters = 0
@@ -231,7 +234,7 @@ def _within_group(words: Sequence[Word], group: str, expected: str | None) -> di
 
 
 def _words_in(word: Word) -> int:
-    """1, except for a run of an unspaced script: its characters over the characters per word, at least 1."""
+    """Return 1 or, for a run of characters without spaces, its length over the characters per word, at least 1."""
     if word.group not in ("cjk", "thai"):
         return 1
     if word.group == "thai":
@@ -244,10 +247,10 @@ def _words_in(word: Word) -> int:
 
 
 def _sizes_without_foreign_names(groups: Mapping[str, Sequence[Word]]) -> dict[str, float]:
-    """Words of each group, without names in a foreign script: "小明 and John" in Chinese prose says nothing.
+    """Count the words of each group, without names in a foreign script: "小明 and John" in Chinese prose says nothing.
 
-    In a script that is not the text's main one, capitalised words are names unless there is lower-case prose around
-    that explains them; never more than ``MOST_NAMES`` of all words, or prose In Capitals Like This would cost nothing.
+    In a script that is not the text's main one, capitalised words are names unless lower-case prose around explains
+    them. At most ``MOST_NAMES`` of all words are left out, or prose In Capitals Like This would cost nothing.
     """
     sizes = {group: float(sum(map(_words_in, words))) for group, words in groups.items()}
     main = max(sizes, key=lambda group: sizes[group], default=OTHER)

@@ -1,4 +1,4 @@
-"""Kimi k1.5's length reward: of the samples of one problem, short ones over long ones, and never a wrong one praised.
+"""Kimi k1.5's length reward: among the samples of one problem, favour short ones, and never reward a wrong one.
 
     λ_i = 0.5 − (len_i − min_len) / (max_len − min_len)          ∈ [−0.5, 0.5]
     reward_i = λ_i           if sample i is correct
@@ -6,8 +6,8 @@
     reward_i = 0 for all     if max_len = min_len
 
 ``min_len`` and ``max_len`` run over the k samples of the **same problem**, lengths in tokens. Source: Kimi k1.5, arXiv
-2501.12599, section 2.3.3 "Length penalty": added to the task reward with a weight, off at first, then constant. What
-the paper leaves open, and how public code departs from it: ``docs/algorithms/kimi_length_reward.md``.
+2501.12599, section 2.3.3 "Length penalty". There it is added to the task reward with a weight that is 0 at first, then
+constant. What the paper leaves open, and how public code departs from it: ``docs/algorithms/kimi_length_reward.md``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Truncated = Literal["as_is", "wrong", "exclude"]
 
 
 def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float]:
-    """The formula for one group, before any weight.
+    """Compute the length reward of one group, without a weight.
 
     Args:
         lengths: tokens of each of the k samples of one problem.
-        correct: whether each is correct. ``None`` = takes no part: not in min and max, and 0.
+        correct: whether each is correct. ``None``: the sample is left out of min and max, and gets 0.
 
     Returns:
         k numbers in [−0.5, 0.5].
@@ -48,21 +48,22 @@ def kimi_length_reward(lengths: Sequence[int], correct: Sequence[bool | None]) -
 
 
 class KimiLengthReward(GroupReward):
-    """``weight(step) · λ``: the length reward as a group reward, its weight and warm-up included.
+    """The length reward as a group reward, times its own weight, which may have a warm-up: ``weight(step) · reward_i``.
 
-    The values carry the weight: leave its entry in ``reward_weights`` at 1.
+    The values contain the weight already: leave its entry in ``reward_weights`` at 1.
 
     Args:
         weight: a number, or a schedule of ``rewards.schedules`` (also as a mapping). The paper does not give its value.
-        warmup_steps: weight 0 for this many optimizer steps, then ``weight``; 0 where ``weight`` is a schedule.
+        warmup_steps: weight 0 for this many optimizer steps, then ``weight``. Leave it at 0 if ``weight`` is a
+            schedule.
         correctness: the completion reward that says what is correct: its name, or (in stock TRL) the callable.
-        correct_from: a sample is correct if its value is at least this.
-        truncated: what a sample stopped by the token budget counts as. ``as_is``: its length and correctness as they
-            are. ``wrong``: never correct. ``exclude``: not in min and max, reward 0. The last two are refused in stock
-            TRL, which does not say what was truncated.
+        correct_from: a sample is correct if that reward's value is at least this.
+        truncated: how to count a sample that the token budget stopped. ``as_is``: like any other. ``wrong``: never
+            correct. ``exclude``: left out of min and max, reward 0. The last two are refused in stock TRL, which does
+            not say what was truncated.
         num_generations: see ``GroupReward``.
 
-    A sample that the correctness reward calls unscorable (``None``) is not in min and max and gets ``None``.
+    A sample that the correctness reward calls unscorable (``None``) is left out of min and max and gets ``None``.
     """
 
     __name__ = "kimi_length_reward"
@@ -78,7 +79,7 @@ class KimiLengthReward(GroupReward):
     ) -> None:
         inner: Any = correctness
         while isinstance(inner, partial):
-            inner = inner.func  # TRL names it so, too
+            inner = inner.func  # TRL takes a partial's name from there, too
         if not isinstance(correctness, str) and not callable(correctness):
             raise ValueError(f"`correctness` is a reward's name or a reward callable, got {correctness!r}")
         if isinstance(inner, str):
@@ -104,7 +105,7 @@ class KimiLengthReward(GroupReward):
         self.truncated = truncated
 
     def weight_at(self, step: int) -> float:
-        """The weight in force at optimizer step ``step`` (what a trainer logs)."""
+        """Return the weight in force at optimizer step ``step`` (what a trainer logs)."""
         return self.schedule(step)
 
     def needs_progress(self) -> bool:

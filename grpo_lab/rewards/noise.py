@@ -1,13 +1,13 @@
-"""Verdicts that are wrong on purpose: independent flips, and labels that stay wrong. For the noise lab, and for a
-recipe that wants to know what its verifier's mistakes cost.
+"""Rewards that are wrong on purpose, by independent flips or by labels that stay wrong: what do a verifier's mistakes
+cost?
 
-The two are not one thing. A flip is drawn anew for every completion, so a group still tells right from wrong on average
-(arXiv 2604.07666: 15% cost at most 2 points, false positives more than false negatives). A wrong label is a property of
-the prompt: whenever it comes, the same wrong answer is paid, and no average removes it (arXiv 2603.16140: 8 to 10%
-lost whatever the algorithm).
+The two differ. A flip is drawn anew for every completion, so a group still tells right from wrong on average (arXiv
+2604.07666: 15% cost at most 2 points, false positives more than false negatives). A wrong label is a property of the
+prompt: whenever it comes, the same wrong answer is rewarded, and no average removes it (arXiv 2603.16140: 8 to 10% lost
+whatever the algorithm).
 
-Nothing here touches a random state: a draw is a hash of a seed and of what is judged, the same in every process and
-after a resume. Neither measures correctness: put the true reward beside, with weight 0, and the log is by that one.
+No random state is used: a draw is a hash of a seed and of what is judged, the same in every process and after a resume.
+Neither reward measures correctness: add the true reward at weight 0, so that the log has it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LARGEST_SLIP = 9
 
 
 def draw(*of: Any) -> float:
-    """A number in [0, 1) that follows from ``of`` (JSON values, or what has a text) alone."""
+    """Return a number in [0, 1) that depends on ``of`` alone (JSON values, or objects that ``str`` can write)."""
     text = json.dumps(of, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()) / 2**64
 
 
 class _Noisy:
-    """A reward of completions with something done to it."""
+    """Base class of rewards that distort another reward of completions."""
 
     def __init__(self, kind: str, reward: Callable[..., Sequence[float | None]], seed: int) -> None:
         if scope_of(reward) != "completion":
@@ -58,17 +58,17 @@ class _Noisy:
 
 
 class FlippedReward(_Noisy):
-    """Each verdict of ``reward`` independently wrong: 1.0 for a wrong completion with chance ``false_positives``, 0.0
-    for a right one (1 or more) with chance ``false_negatives``; None stays.
+    """Flip each verdict of ``reward`` independently. A wrong completion gets 1.0 with probability ``false_positives``,
+    a right one (1 or more) gets 0.0 with probability ``false_negatives``; None stays.
 
-    Two equal completions of one prompt in one call have draws of their own; so has the same one in another optimizer
-    step (``trainer_state``, which TRL hands over).
+    Two equal completions of one prompt in one call have draws of their own. So has the same completion in another
+    optimizer step (``trainer_state``, which TRL passes).
 
     Args:
-        reward: of completions, such as ``AccuracyReward()``.
-        false_positives: share of the wrong completions that are paid, in [0, 1].
-        false_negatives: share of the right ones that are not, in [0, 1].
-        seed: another one is another noise of the same shares.
+        reward: a reward of completions, such as ``AccuracyReward()``.
+        false_positives: share of the wrong completions that get 1.0, in [0, 1].
+        false_negatives: share of the right completions that get 0.0, in [0, 1].
+        seed: another seed gives other flips at the same rates.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class FlippedReward(_Noisy):
 
 
 class WrongLabelReward(_Noisy):
-    """``reward`` with another gold answer for a share of the prompts, always the same one: the last number of the
-    ``solution`` is off by 1 to 9. Which prompts, and by how much, is a function of the prompt and the seed.
+    """Score with ``reward``, but give a share of the prompts a wrong gold answer, always the same one. The last number
+    of its ``solution`` is off by 1 to 9. Which prompts, and by how much, is a function of the prompt and the seed.
 
     Args:
-        reward: of completions, which reads the column ``solution``.
-        share: of the prompts that have a wrong label, in [0, 1].
-        seed: another one is another choice of prompts.
+        reward: a reward of completions that reads the column ``solution``.
+        share: share of the prompts that have a wrong label, in [0, 1].
+        seed: another seed chooses other prompts.
     """
 
     def __init__(self, reward: Any, *, share: float, seed: int = 0) -> None:
@@ -134,8 +134,8 @@ class WrongLabelReward(_Noisy):
         return draw(self.seed, "wrong", prompt) < self.share
 
     def label(self, prompt: Any, solution: Any) -> Any:
-        """The solution that ``prompt`` is judged by; its own, or a wrong one of the same type. ValueError: a wrong one
-        is due, and the solution has no number."""
+        """Return the solution that ``prompt`` is judged by: its own, or a wrong one of the same type. Raises
+        ValueError if a wrong one is due and the solution has no number."""
         if not self.is_wrong(prompt) or solution is None:
             return solution
         written = number_text(solution) or str(solution)

@@ -1,7 +1,7 @@
-"""Plain arithmetic: what people and models write, put into one form that a reader of expressions knows.
+"""Rewrite arithmetic, as people and models write it, into one plain form that the expression parser reads.
 
-What cannot be put so gets ``§`` beside it, tied by an operator, so that what is left of it is not taken for the whole
-(``17 mod 5 = 2`` is not ``5 = 2``).
+In place of what cannot be rewritten there is a ``§``, tied by an operator to what follows. So the rest is not taken for
+the whole (``17 mod 5 = 2`` is not ``5 = 2``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _factorial(match: re.Match[str]) -> str:
 
 
 def _remainder(match: re.Match[str]) -> str:
-    """``17 / 5 = 3 remainder 2`` says 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not read."""
+    """Rewrite ``17 / 5 = 3 remainder 2`` as 17 = 3·5 + 2; a remainder that is no smaller than the divisor is not
+    read."""
     number, divisor, quotient, rest = match.groups()
     if int(rest) < int(divisor):
         return f"{number} = {quotient}*{divisor}+{rest}"
@@ -103,7 +104,7 @@ _FORMS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
 
 
 def plain(text: str) -> str:
-    """``text`` with what is arithmetic in it in the form that the reader of expressions knows."""
+    """Return ``text`` with its arithmetic in the plain form that the expression parser reads."""
     for pattern, form in _FORMS:
         text = pattern.sub(form, text)
     return text

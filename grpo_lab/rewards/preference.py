@@ -1,9 +1,10 @@
-"""`PreferenceReward`: a reward model of preferences that is kept in training while the policy trains against it.
+"""`PreferenceReward`: a preference reward model that can be trained further while the policy trains against it.
 
-Frozen, it is worth less the farther the policy leaves the completions that it was trained on (over-optimisation, arXiv
-2210.10760). With ``every`` it is trained every so many optimizer steps, with the loss of TRL's RewardTrainer, on
-comparisons of the policy's own current completions *together with* all earlier ones (arXiv 2505.18126). `LabTrainer`
-makes those, and keeps them and the weights in its checkpoints (``trainer.scoring.preference_training``).
+A frozen model is worth less the farther the policy moves from the completions that it was trained on
+(over-optimisation, arXiv 2210.10760). With ``every`` it is trained again after so many optimizer steps, with the loss
+of TRL's RewardTrainer. It learns comparisons of the policy's current completions *together with* all earlier ones
+(arXiv 2505.18126). `LabTrainer` makes these, and saves them with the weights in its checkpoints
+(``trainer.scoring.preference_training``).
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ HEAD = "SequenceClassification"
 
 @dataclass(eq=False)
 class PreferenceReward:
-    """``(prompts=[…], completions=[…]) -> [r, …]``; None for a text that is longer than the model's context.
+    """Reward r by a sequence classifier: ``(prompts=[…], completions=[…]) -> [r, …]``. None for a text longer than the
+    model's context.
 
     Args:
-        model: folder or hub name of a sequence classifier with one label, as the stage ``reward_model`` leaves it.
+        model: folder or hub name of a sequence classifier with one label, as the stage ``reward_model`` saves it.
         judge: name (as logged) of the run's reward that says which of two completions is better; its weight may be 0.
-        every: optimizer steps between two trainings; None freezes the model, which a ``judge`` measures all the same.
-        comparisons: file of JSON lines with the comparisons that it has learned so far.
-        noise: share of fresh comparisons that the judge says the wrong way round.
-        held_out: share of prompts whose comparisons only measure it, here and in the stage ``reward_model``.
+        every: optimizer steps between two trainings. None freezes the model; a ``judge`` then only measures it.
+        comparisons: JSON-lines file of the comparisons that the model has learned so far.
+        noise: share of new comparisons that are turned round, as simulated errors of the judge, in [0, 0.5].
+        held_out: share of prompts whose comparisons only measure the model, here and in the stage ``reward_model``.
         steps: optimizer steps of one training.
-        batch_size: comparisons a step.
+        batch_size: comparisons per step.
         learning_rate: of AdamW, whose moments begin anew with each training.
         seed: of noise and draws.
     """
@@ -55,7 +57,7 @@ class PreferenceReward:
     batch_size: int = 16
     learning_rate: float = 1e-5
     seed: int = 0
-    #: what was scored last, for the trainer that keeps it in training; None outside of one
+    #: (prompt, completion) pairs of the last call; a trainer that trains this model begins it with [], else it is None
     seen: list[tuple[Any, Any]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ class PreferenceReward:
         return self.scores(self.seen)
 
     def scores(self, texts: Sequence[tuple[Any, Any]]) -> list[float | None]:
-        """r of each (prompt, completion)."""
+        """Return r of each (prompt, completion)."""
         import torch
 
         read = [self.ids(*text) for text in texts]
@@ -95,7 +97,7 @@ class PreferenceReward:
         return found
 
     def ids(self, prompt: Any, completion: Any) -> list[int]:
-        """Prompt and completion as TRL's RewardTrainer reads them."""
+        """Return the token ids of prompt and completion as TRL's RewardTrainer makes them."""
         if isinstance(prompt, str):
             end = self.tokenizer.eos_token
             text = prompt + completion
@@ -104,13 +106,13 @@ class PreferenceReward:
         return list(whole["input_ids"])
 
     def forward(self, rows: Sequence[list[int]]) -> Any:
-        """r of each row of ids, ``[B]`` in float32."""
+        """Compute r of each row of ids, ``[B]`` in float32."""
         padded = padded_ids(rows, self.tokenizer.pad_token_id, self.classifier.device)
         return self.classifier(**padded, use_cache=False).logits[:, 0].float()
 
     @cached_property
     def classifier(self) -> Any:
-        """The model, loaded when it is asked for first; without dropout, as in RewardTrainer."""
+        """The model, loaded on first use; without dropout, as in RewardTrainer."""
         from accelerate import PartialState
 
         model = saved_weights(self.model, HEAD)
@@ -118,12 +120,13 @@ class PreferenceReward:
         return model.to(PartialState().device).eval()
 
     def restart(self, model: str) -> None:
-        """Go on with the weights that lie there."""
+        """Replace the weights by those in the folder ``model``, loaded on next use."""
         self.model = model
         self.__dict__.pop("classifier", None)
 
     def fit(self, pairs: Sequence[Pair], step: int) -> None:
-        """Train once on ``pairs``, drawn by seed and step. The global random state is left as it was."""
+        """Train for ``steps`` optimizer steps on ``pairs``, drawn by ``seed`` and ``step``. The global random state
+        is unchanged."""
         import torch
 
         draw = random.Random(f"{self.seed}/{step}")
@@ -141,7 +144,7 @@ class PreferenceReward:
             optimizer.zero_grad()
 
     def pair_accuracy(self, pairs: Sequence[Pair]) -> float | None:
-        """The share of ``pairs`` that it has the right way round, ties as halves; None without any."""
+        """Return the share of ``pairs`` whose chosen completion scores higher, ties as halves; None without any."""
         better, worse = (self.scores([(one["prompt"], one[side]) for one in pairs]) for side in PAIR[1:])
         found = right_way_round(zip(better, worse, strict=True))
         if found:
@@ -149,7 +152,7 @@ class PreferenceReward:
         return None
 
     def earlier(self) -> list[Pair]:
-        """The ``comparisons`` that it may learn."""
+        """Read ``comparisons`` and return those whose prompts are not held out."""
         found = []
         advice = f"a comparison has {', '.join(PAIR)} (setting: comparisons)"
         for _, row in read_json_lines(self.comparisons, _PAIR_FIELDS, advice) if self.comparisons else ():
@@ -158,20 +161,21 @@ class PreferenceReward:
 
 
 def holds_out(prompt: Any, share: float) -> bool:
-    """Return whether this prompt's comparisons are held out from learning. Its digest decides, so the answer is the
-    same in every run and stage."""
+    """Return whether this prompt's comparisons are held out from learning. The prompt's hash decides, so the answer
+    is the same in every run and stage."""
     digest = hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:4], "big") < share * 2**32
 
 
 def right_way_round(scores: Iterable[tuple[Any, Any]]) -> list[float]:
-    """Score each (better, worse): 1 where they are so, ½ for a tie; nothing where one has no score."""
+    """Return for each (better, worse) 1 if their scores are in this order, ½ for a tie, else 0. Pairs that lack a
+    score are left out."""
     known = [pair for pair in scores if None not in pair and not any(map(math.isnan, pair))]
     return [0.5 if better == worse else float(better > worse) for better, worse in known]
 
 
 def orders(judged: Sequence[float], group_size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield for each group all (better, worse), by what the judge said of its completions; NaN is in no pair."""
+    """Yield for each group all pairs (better, worse) of indices, by the judge's scores; NaN is in no pair."""
     for start in range(0, len(judged), group_size):
         group = range(start, start + group_size)
         yield [(one, other) for one in group for other in group if judged[one] > judged[other]]

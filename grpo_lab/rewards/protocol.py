@@ -1,15 +1,15 @@
-"""Protocol of rewards: what one may look at, one completion or the whole group that shares its prompt.
+"""Protocol of rewards: a reward judges single completions, or the whole group of completions that share a prompt.
 
-TRL calls every reward on each rank's *local* rows; a reward that compares the samples of one group would then judge
-half a group wherever a group straddles ranks, and nobody notices. Here a reward states what it needs:
+TRL calls every reward on each rank's *local* rows. Where a group is split over ranks, a reward that compares its
+samples would judge half a group, and nobody would notice. Here a reward states what it needs:
 
-* ``scope = "completion"`` (also: no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
+* ``scope = "completion"`` (or no ``scope`` at all): any TRL reward, ``(prompts, completions, **columns)``.
 * ``scope = "group"``: a ``GroupReward``. ``LabTrainer`` gathers texts, token ids, the other rewards' values and the
-  columns, builds whole groups and calls ``score_group`` on each, the same on every rank.
+  columns. It builds whole groups and calls ``score_group`` on each, the same on every rank.
 
-A team writes one in five lines under ``@group_reward`` (docs/algorithms/group_rewards.md). In stock TRL the same object
-is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or refuses with the reason. Source:
-ours (asked for in trl #3896).
+A function of five lines under ``@group_reward`` is enough (docs/algorithms/group_rewards.md). In stock TRL the same
+object is an ordinary reward function: it rebuilds the groups from runs of equal prompts, or raises ValueError with the
+reason. Source: ours (asked for in trl #3896).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from grpo_lab.verifiers.verdict import checked_scores
 
 
 def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name: str) -> list[tuple[int, int]]:
-    """``(start, size)`` of each group among local rows, from runs of equal prompts.
+    """Return ``(start, size)`` of each group among the local rows, found as runs of equal prompts.
 
-    With ``num_generations`` every run must be a multiple of it (the same question may be drawn twice in a row). Without
-    it, in a single process, all runs must be equally long and longer than 1: no other reading is safe.
+    With ``num_generations`` the length of every run must be a multiple of it, as a question may be drawn twice in a
+    row. Without it there must be one process, and all runs must have one length above 1. Raises ValueError otherwise.
     """
     runs = [len(list(equal)) for _, equal in groupby(prompts)]
     lengths = sorted(set(runs))
@@ -69,7 +69,7 @@ def local_group_sizes(prompts: Sequence[Any], num_generations: int | None, name:
 
 
 def refuse_waiting(call: Any, what: str) -> None:
-    """ValueError for an ``async def``: whole groups are scored one after the other, and nobody awaits."""
+    """Raise ValueError if ``call`` is an ``async def``: it is called synchronously, and nobody would await it."""
     while isinstance(call, partial):
         call = call.func
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(type(call), "__call__", None)):  # noqa: B004
@@ -81,7 +81,7 @@ def refuse_waiting(call: Any, what: str) -> None:
 
 
 def check_requires(requires: Any) -> None:
-    """ValueError unless ``requires`` is a tuple of names; a bare string would be read as its letters."""
+    """Raise ValueError unless ``requires`` holds names; a bare string would be read as its letters."""
     if isinstance(requires, str) or not all(isinstance(name, str) for name in requires):
         raise ValueError(f"`requires` is {requires!r}; it is a tuple of reward names, such as ('accuracy_reward',)")
 
@@ -96,17 +96,17 @@ class Group:
     """All G samples of one prompt, in the order of generation. Lists have length G; lengths are in tokens.
 
     Attributes:
-        prompt: as in the data set: text or message list.
+        prompt: the prompt as in the data set: text or message list.
         completions: the texts.
         completion_ids: token ids without padding.
         lengths: number of completion tokens (``len`` of the ids).
-        truncated: stopped by the token budget, not by an end token; ``None`` = not known (in stock TRL).
-        rewards: the completion-scope rewards' values by reward name, unweighted; ``None`` = unscorable.
-        columns: the data set's columns, one value a sample.
+        truncated: whether the token budget, not an end token, stopped the sample; ``None`` = not known (in stock TRL).
+        rewards: values of the completion-scope rewards by reward name, without weights; ``None`` = unscorable.
+        columns: the data set's columns, one value per sample.
         step, max_steps: training progress in optimizer steps.
-        messages: the completions as TRL has them: texts, or message lists with every turn of a tool rollout
-            (``completions`` holds the last answer's text); ``None`` where a group is made without them.
-        environments: one a sample, where the run has them and the reward asks (``reads_environments``).
+        messages: the completions as TRL passes them: texts, or message lists with every turn of a tool rollout.
+            ``completions`` holds only the last answer's text. ``None`` if the group is made without them.
+        environments: one per sample, if the run has environments and the reward sets ``reads_environments``.
     """
 
     prompt: Any
@@ -136,12 +136,13 @@ class Group:
 
 
 class GroupReward(ABC):
-    """A reward of scope ``group``: implement ``score_group``.
+    """Base class of rewards of scope ``group``; a subclass implements ``score_group``.
 
     Args:
-        num_generations: G, needed in stock TRL with more than one process; with one process it is read off the prompts.
-        sources: completion rewards to call where the run does not supply a name of ``requires`` (always so in stock
-            TRL, which shows no reward the values of another).
+        num_generations: G. Needed in stock TRL with more than one process; with one process it is inferred from the
+            prompts.
+        sources: completion rewards by name, called for names in ``requires`` whose values the run does not supply
+            (never supplied in stock TRL, which shows no reward the values of another).
     """
 
     scope: ClassVar[Scope] = "group"
@@ -175,7 +176,8 @@ class GroupReward(ABC):
         """Return one number per completion of one whole group; ``None`` = unscorable."""
 
     def required(self, name: str, group: Group) -> Values:
-        """The values of reward ``name`` on ``group``: the run's own, else computed by ``sources[name]``."""
+        """Return the values of reward ``name`` on ``group``: the run's own, else those that ``sources[name]``
+        computes."""
         if name in group.rewards:
             return group.rewards[name]
         if name in self.sources:
@@ -200,7 +202,8 @@ class GroupReward(ABC):
         trainer_state: Any = None,
         **columns: Any,
     ) -> Values:
-        """Stock TRL's call on local rows: group them, or say why that is impossible."""
+        """Score local rows, as stock TRL calls a reward. Raises ValueError if whole groups cannot be rebuilt from
+        them."""
         if completion_ids is None:
             raise ValueError(f"{self.name} counts tokens: call it with `completion_ids`, as TRL does")
         if trainer_state is None and self.needs_progress():
@@ -232,13 +235,13 @@ class GroupReward(ABC):
         return score_groups(self, groups)
 
     def needs_progress(self) -> bool:
-        """True where the value depends on the training step, so that a call without it must be refused."""
+        """Return whether the value depends on the training step, so that a call without it must be refused."""
         return False
 
 
 def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bool = False) -> Values:
-    """``score_group`` on every group, checked: G values, each finite, or ``None`` or NaN (unscorable).
-    ``keep_infinite``: an infinite one is handed on."""
+    """Return ``score_group``'s values for all groups, in one list. Raises ValueError unless each group has G values,
+    each finite, ``None`` or NaN (unscorable). ``keep_infinite`` allows infinite ones."""
     who = f"group reward {reward.name!r} (`reward_funcs`)"
     return [
         score
@@ -248,7 +251,8 @@ def score_groups(reward: GroupReward, groups: Sequence[Group], keep_infinite: bo
 
 
 def scope_of(reward: Any) -> Scope:
-    """``reward.scope``, or ``completion`` for everything that does not declare one (any stock TRL reward)."""
+    """Return ``reward.scope``, or ``completion`` if it declares none (any stock TRL reward). Raises ValueError for
+    an unknown scope."""
     scope = getattr(reward, "scope", "completion")
     if scope not in ("completion", "group", "step"):
         raise ValueError(f"reward {reward!r} declares scope {scope!r}; allowed: 'completion', 'group', 'step'")
@@ -258,7 +262,8 @@ def scope_of(reward: Any) -> Scope:
 
 
 class _FunctionReward(GroupReward):
-    """A plain function ``group -> values`` as a ``GroupReward``, pickled by its address, as functions are."""
+    """A ``GroupReward`` that calls a plain function ``group -> values``. It is pickled by its import path, as
+    functions are."""
 
     __qualname__: str
 
@@ -306,11 +311,11 @@ def group_reward(
     sources: Mapping[str, CompletionReward] | None = None,
     reads_environments: bool = False,
 ) -> Any:
-    """Decorator: ``def f(group: Group) -> list[float | None]`` becomes a ``GroupReward`` named ``f``.
+    """Decorator: make a ``GroupReward`` named ``f`` of ``def f(group: Group) -> list[float | None]``.
 
-    ``requires`` names the completion rewards whose values the function reads from ``group.rewards``;
-    ``reads_environments`` gives it ``group.environments``; the others are those of ``GroupReward``. ValueError for an
-    ``async def``, and for what is no function with a name.
+    ``requires`` names the completion rewards whose values the function reads from ``group.rewards``. With
+    ``reads_environments`` it also gets ``group.environments``. The other arguments are those of ``GroupReward``. Raises
+    ValueError for an ``async def``, and for anything but a function with a name.
     """
     check_requires(requires)
 

@@ -1,8 +1,9 @@
-"""Rewards of made rows (Countdown, sorting, proofs), whose answers are checked by a rule; and the coin, a control.
+"""Rewards of generated problems (Countdown, sorting, proofs), whose answers a rule checks; and a random one, as a
+control.
 
-A coin's gain is not a reward's: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing of the answer, as its
-family has seen the problems (arXiv 2507.10532) and clipping favours what the model does anyway (arXiv 2506.10947).
-Train the control with everything else as in the run it is compared with, and report both.
+A gain under a random reward says nothing about rewards: RL on Qwen2.5 lifts MATH-500 even when the reward knows nothing
+of the answer. Its family has seen the problems (arXiv 2507.10532), and clipping favours what the model does anyway
+(arXiv 2506.10947). Train the control with everything else as in the run it is compared with, and report both.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/",
 
 
 class CountdownReward(RowReward):
-    """1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None where a row
-    has no list of numbers or no target, or one that is not whole.
+    """Reward 1.0 for an expression that reaches ``target`` with each of ``numbers`` exactly once, else 0.0. None if a
+    row has no list of numbers or no target, or if one of these is not whole.
 
         reward = 1[value(expression) = target and numbers(expression) = numbers given, as multisets]
 
     The game of the television programme, as in TinyZero (github.com/Jiayi-Pan/TinyZero). How we differ: the expression
-    is read into exact fractions, never by ``eval``; there is no reward for the form alone. Read is the inside of the
-    last ``<answer>``, else the last fenced block, else the last line: ``(3 + 5) * 4``, or ``(3 + 5) * 4 = 32``.
+    is read into exact fractions, never by ``eval``; there is no reward for the form alone. The expression is the last
+    line of the last ``<answer>``, else of the last fenced block, else of the text: ``(3 + 5) * 4``, or
+    ``(3 + 5) * 4 = 32``.
     """
 
     columns = ("numbers", "target")
@@ -44,7 +46,7 @@ class CountdownReward(RowReward):
     def score(self, text: str, *row: Any) -> float | None:
         numbers, target = row
         if target is None or isinstance(numbers, str | bytes) or numbers is None or not len(numbers):
-            return None  # of a text, the digits would be taken for the numbers
+            return None  # in a text, each digit would be taken for a number
         try:
             *given, goal = [Fraction(number) for number in (*numbers, target)]
         except (TypeError, ValueError, ArithmeticError):
@@ -55,7 +57,8 @@ class CountdownReward(RowReward):
 
 
 def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
-    """Return whether ``text`` is an expression, or ``expression = target``, that wins the game."""
+    """Return whether ``text`` is an expression, or ``expression = target``, with this value and each number used
+    once."""
     left, equals, right = text.strip().rstrip(".").strip("$`").partition("=")
     right = right.strip().translate(_SIGNS)
     sign = -1 if right.startswith("-") else 1  # a target below 0
@@ -70,9 +73,9 @@ def reaches(text: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def value_and_numbers(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value, and the numbers in order. ``NotArithmetic`` for anything else than an expression.
+    """Return the exact value of an expression, and its numbers in order. Raises ``NotArithmetic`` for any other text.
 
-    No sign before a number, since the game has none, and no product without its sign.
+    A number has no sign before it, since the game has none. A product needs its sign.
     """
     expression = expression.strip().translate(_SIGNS)
     if len(expression) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(expression):
@@ -106,17 +109,18 @@ KINDS: dict[str, Callable[[list[int], list[float]], float]] = {
 
 
 class SortingReward(RowReward):
-    """Scores how well a completion sorts the prompt's numbers. A lab's reward: two of its kinds can be gamed, and show
-    it.
+    """Score how well a completion sorts the prompt's numbers. It is made to study reward hacking: two of its kinds can
+    be gamed.
 
         distance                       Σ_i 1[o_i = sorted(q)_i]                                           0 … L
         inclusion_ordering             Σ_{x ∈ q} 1[x ∈ o] + Σ_i 1[o_i ≤ o_{i+1}]                           0 … 2L − 1
         inclusion_ordering_multiset    Σ_x min(count_x(q), count_x(o)) + Σ_i 1[o_i ≤ o_{i+1}]              0 … 2L − 1
         exact                          1[o = sorted(q)]                                                  0 or 1
 
-    Reads the integers of a completion in order; fewer or more than the prompt's L earn 0, and a row without numbers
-    None. Source: CS336 lecture 17. Its code has ``inclusion_ordering``, its formula counts with multiplicity: for [4,
-    2, 4, 4] → [0, 2, 4, 6] 7 and 5. A uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
+    The answer o is the integers of a completion in order, q the prompt's numbers. More or fewer integers than the
+    prompt's L earn 0, and a row without numbers gets None. Source: CS336 lecture 17. Its code has
+    ``inclusion_ordering``, its formula counts with multiplicity: for [4, 2, 4, 4] → [0, 2, 4, 6] they give 7 and 5. A
+    uniformly random answer (L = 4 of V = 10) earns 3.03 and 2.86.
 
     Args:
         kind: ``distance``, ``inclusion_ordering``, ``inclusion_ordering_multiset`` or ``exact``.
@@ -158,15 +162,14 @@ _TURNSTILE = re.compile(r"\|-|⊢")
 
 
 class ProofReward(RowReward):
-    """1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``) by natural deduction for propositional logic, else
-    0.0; None where a row's sequent is none.
+    """Reward 1.0 for a proof of the row's ``sequent`` (``p -> q, p |- q``) by natural deduction for propositional
+    logic, else 0.0; None if the ``sequent`` cannot be parsed.
 
         reward = 1[every line follows by its rule, and the last is the goal under no assumption]
 
-    The checker is small, kept here and knows one format (``verifiers.logic``). A proof can be checked where an answer
-    cannot: there is nothing to guess, and as many right texts as there are proofs. Read is the inside of the last
-    ``<answer>``, else the last fenced block, else the text from its last line ``1.`` on, to the first line that is no
-    line of a proof.
+    The checker is our own and reads one format (``verifiers.logic``). A proof cannot be guessed as an answer can, and
+    every correct proof is accepted. It is read from the last ``<answer>``, else the last fenced block, else the text.
+    There it begins at the last line ``1.`` and ends before the first line without a number.
     """
 
     columns = ("sequent",)
@@ -180,7 +183,8 @@ class ProofReward(RowReward):
 
 
 def why_not(completion: str, sequent: str) -> str:
-    """Say what is wrong with the proof in ``completion``; empty where it is one. ``NoFormula``: the sequent is none."""
+    """Return what is wrong with the proof in ``completion``; empty if it is right. Raises ``NoFormula`` if the
+    sequent is none."""
     premises, goal = read_sequent(sequent)
     lines = [line for line in answer_block(completion).splitlines() if line.strip()]
     first = max((place for place, line in enumerate(lines) if _FIRST.match(line)), default=len(lines))
@@ -193,7 +197,7 @@ def why_not(completion: str, sequent: str) -> str:
 
 
 def read_sequent(text: str) -> tuple[list[Formula], Formula]:
-    """``p -> q, p |- q``: premises and goal. ``NoFormula`` for another text."""
+    """Parse ``p -> q, p |- q`` into premises and goal. Raises ``NoFormula`` for another text."""
     sides = _TURNSTILE.split(text)
     if len(sides) != 2:
         raise NoFormula("a sequent is `premises |- goal`")
@@ -201,15 +205,16 @@ def read_sequent(text: str) -> tuple[list[Formula], Formula]:
 
 
 class CoinReward:
-    """1.0 with probability ``p`` for each completion, whatever it says, thrown anew at every call.
+    """Random reward: 1.0 with probability ``p`` for each completion, whatever it says, else 0.0; drawn anew at every
+    call.
 
-    The throws follow from (seed, rank, optimizer step, number of the call in this step): the same run throws the same
-    coins, ranks throw different ones, a resumed run goes on (apart from the checkpoint's own batch where `eval_dataset`
-    throws coins on the way).
+    The draws follow from (seed, rank, optimizer step, number of the call in this step). The same run draws the same
+    values, ranks draw different ones, and a resumed run goes on. An exception is the checkpoint's own batch, if this
+    reward was also called on an `eval_dataset` meanwhile.
 
     Args:
         p: probability of 1.0.
-        seed: another seed, another series of throws. It is the coin's own, apart from the run's.
+        seed: seed of the draws. It is this reward's own, apart from the run's.
     """
 
     __name__ = "coin_reward"
@@ -234,7 +239,7 @@ class CoinReward:
         trainer_state: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """0.0 or 1.0 a completion. Without `trainer_state` (TRL gives it) all calls are of step 0."""
+        """Return 0.0 or 1.0 for each completion. Without `trainer_state` (TRL gives it) all calls count as step 0."""
         if completions is None:
             raise ValueError("CoinReward needs completions=[...]; got none")
         step = int(getattr(trainer_state, "global_step", 0))

@@ -1,7 +1,7 @@
 """A reward's weight as a function of the optimizer step, and of nothing else.
 
-So a resumed run gives at step t what the uninterrupted run gave there. ``step`` counts finished optimizer steps as
-``trainer_state.global_step`` does: the first batch is generated at step 0.
+So a resumed run has at step t the weight that the uninterrupted run had there. ``step`` counts finished optimizer steps
+as ``trainer_state.global_step`` does: the first batch is generated at step 0.
 
 ===============  =============================  ====================================================================
 ``kind``         settings                       weight at ``step``
@@ -31,12 +31,12 @@ Points = Annotated[tuple[tuple[Count, Float], ...], must_be("pairs [step, value]
 
 
 class Schedule:
-    """Base: a picklable, comparable, pure function ``step -> weight``."""
+    """Base class of weight schedules: picklable, comparable, pure functions ``step -> weight``."""
 
     kind: ClassVar[str] = ""
 
     def __call__(self, step: int) -> float:
-        """The weight at ``step`` ≥ 0."""
+        """Return the weight at ``step`` ≥ 0."""
         if isinstance(step, bool) or int(step) != step or step < 0:
             raise ValueError(f"a schedule takes the number of finished optimizer steps, whole and ≥ 0; got {step!r}")
         return self.weight(int(step))
@@ -45,11 +45,11 @@ class Schedule:
         raise NotImplementedError
 
     def in_words(self, factor: float = 1.0) -> str:
-        """``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
+        """Describe ``factor`` · weight over the steps, for people: ``0.5 from step 100 on, 0 before``."""
         raise NotImplementedError
 
     def as_mapping(self) -> dict[str, Any]:
-        """The mapping that ``schedule_from`` turns back into this schedule (for logs and run summaries)."""
+        """Return the mapping that ``schedule_from`` turns back into this schedule (for logs and run summaries)."""
         return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
 
     @property
@@ -59,7 +59,7 @@ class Schedule:
 
     @property
     def is_constant(self) -> bool:
-        """True where the weight does not depend on the step, so that no training progress is needed."""
+        """Whether the weight is the same at every step, so that no training progress is needed."""
         return False
 
 
@@ -154,8 +154,8 @@ _KINDS: dict[str, type[Schedule]] = {kind.kind: kind for kind in (Constant, Warm
 
 
 def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
-    """A number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule → a schedule. ``ValueError``
-    for an unknown kind or setting, a missing setting, a bad value."""
+    """Make a schedule of a number, a mapping ``{"kind": "warmup", "start": 100, "value": 0.5}`` or a schedule.
+    Raises ValueError for an unknown kind or setting, a missing setting, a bad value."""
     if isinstance(spec, Schedule):
         return spec
     if isinstance(spec, (int, float)) and not isinstance(spec, bool):
@@ -174,7 +174,8 @@ def schedule_from(spec: float | Mapping[str, Any] | Schedule) -> Schedule:
 
 
 def weight_in_words(reward: Any, factor: float) -> str:
-    """The weight in force over the steps: ``factor`` (``reward_weights``) times what the reward carries itself."""
+    """Describe the weight in force over the steps: ``factor`` (of ``reward_weights``) times the reward's own weight,
+    if any."""
     own = getattr(reward, "schedule", None)
     if isinstance(own, Schedule):
         return own.in_words(factor)

@@ -1,11 +1,11 @@
-"""Rewards per step: where the steps of a completion end, in tokens, and what each of them is worth.
+"""Rewards per step: at which tokens the steps of a completion end, and what each step is worth.
 
-A step reward is called like any other reward and answers with a list of ``(end_token, score)`` a completion: the index
-(0 = first token of the completion) of the step's last token, ascending, and a finite number, or ``None`` where the step
-cannot be scored. Another form is refused, with the place. ``advantage: process`` makes advantages per token of them
-(DeepSeekMath, arXiv 2402.03300, §4.1.3).
+A step reward is called like any other reward and returns a list of ``(end_token, score)`` for each completion.
+``end_token`` is the index of the step's last token (0 = first token of the completion), ascending. ``score`` is a
+finite number, or ``None`` if the step cannot be scored. Anything else raises ValueError, with the place.
+``advantage: process`` makes advantages per token of the scores (DeepSeekMath, arXiv 2402.03300, §4.1.3).
 
-In stock TRL, which knows numbers per completion only, ``steps_as_outcome(reward)`` is the mean of the step scores.
+Stock TRL knows one number per completion only: there, use ``steps_as_outcome(reward)``, the mean of the step scores.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ TokenIds = Sequence[Sequence[int]]
 
 
 def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: bool) -> StepScores:
-    """Check one completion's steps: ends ascend within its ``tokens``, scores are finite, NaN or ``infinite``.
+    """Check one completion's steps: ends ascend within its ``tokens``, scores are ``None``, finite or NaN (or
+    ``infinite``).
 
-    Ends and scores become Python's own numbers (numpy's and torch's are taken, too).
+    Ends and scores are returned as Python's own numbers (numpy's and torch's are converted).
     """
     steps: StepScores = []
     for step in row:
@@ -43,7 +44,7 @@ def _steps_of(row: Sequence[Any], tokens: int, place: int, name: str, infinite: 
                 "the score a finite number or None"
             ) from error
         if not isinstance(end, bool):
-            with suppress(TypeError):  # what is no whole number is named below
+            with suppress(TypeError):  # anything but a whole number raises below
                 end = operator.index(end)
         last = steps[-1][0] if steps else -1
         if type(end) is not int or not last < end < tokens:
@@ -74,10 +75,11 @@ Splitter = Callable[[str], Sequence[int]]
 
 
 class StepReward(ABC):
-    """A reward of scope ``step``: implement ``score_steps``, which sees what any TRL reward sees."""
+    """Base class of rewards of scope ``step``; a subclass implements ``score_steps``, which gets what any TRL reward
+    gets."""
 
     scope: ClassVar[str] = "step"
-    #: set by ``LabTrainer`` where the reward leaves it ``None``; what token ends are counted with
+    #: counts in tokens where steps end; ``LabTrainer`` sets it if the reward leaves it ``None``
     tokenizer: Any = None
     #: completions with a step that was scored NaN (taken as ``None``), since the object was made
     not_numbers: int = 0
@@ -90,17 +92,18 @@ class StepReward(ABC):
     def score_steps(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> Sequence[Sequence[tuple[int, float | None]]]:
-        """``[[(end_token, score), …], …]``, one list a completion."""
+        """Return ``[[(end_token, score), …], …]``, one list per completion."""
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: TokenIds, **columns: Any
     ) -> list[StepScores]:
-        """``score_steps``, checked. Raises ``ValueError`` naming the completion and the step."""
+        """Call ``score_steps`` and check its result. Raises ValueError that names the completion and the step."""
         scored = self.score_steps(prompts, completions, completion_ids=completion_ids, **columns)
         return self.checked(scored, completion_ids)
 
     def checked(self, scored: Any, completion_ids: TokenIds, keep_infinite: bool = False) -> list[StepScores]:
-        """Check what ``score_steps`` gave; NaN counts as ``None`` (``not_numbers``). ``keep_infinite``: ±∞ stays."""
+        """Check what ``score_steps`` returned. NaN becomes ``None`` (counted in ``not_numbers``). ``keep_infinite``
+        allows ±∞."""
         count = len(completion_ids)
         rows = [
             _listed(row, count, self.name, f" for completion {place}")
@@ -126,7 +129,7 @@ class _FunctionStepReward(StepReward):
             named = named.func
         if not hasattr(named, "__qualname__"):
             named = type(named)
-        self._by_address = named is score  # a partial or an object has none of its own
+        self._by_address = named is score  # a partial or an object has no import path of its own
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(self, name, getattr(named, name))
 
@@ -143,19 +146,20 @@ class _FunctionStepReward(StepReward):
 
 
 def step_reward(score: Callable[..., Any]) -> StepReward:
-    """Decorator: a function ``-> [[(end_token, score), …], …]`` becomes a step reward."""
+    """Decorator: make a step reward of a function that returns ``[[(end_token, score), …], …]``."""
     if not callable(score):
         raise ValueError(f"@step_reward decorates a function, got {score!r}")
     return _FunctionStepReward(score)
 
 
 def by_line(text: str) -> list[int]:
-    """Ends of the lines that hold more than white space, without the space at their ends."""
+    """Return where the non-blank lines end, as character indices before their trailing white space."""
     return _ends(text, r"(\n)")
 
 
 def by_paragraph(text: str) -> list[int]:
-    """Ends of the paragraphs (blank lines part them), without the space at their ends."""
+    """Return where the paragraphs (separated by blank lines) end, as character indices before their trailing white
+    space."""
     return _ends(text, r"(\n\s*\n)")
 
 
@@ -175,10 +179,10 @@ _SPLITTERS: dict[str, Splitter] = {"line": by_line, "paragraph": by_paragraph}
 def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any, to_the_end: bool = True) -> list[int]:
     """Find for each end in characters the index of the token that holds the character before it.
 
-    ``to_the_end``: behind the last step is nothing but white space, so it ends with the completion (and its end token).
+    ``to_the_end``: only white space follows the last step, so that step ends with the completion (and its end token).
 
-    Read off by decoding beginnings of the completion (binary search), so that it holds for every tokenizer, whatever
-    its offsets; special tokens count no character.
+    The search decodes beginnings of the completion (a binary search), so that it works for every tokenizer, whatever
+    its offsets. Special tokens count as no character.
     """
     if not character_ends or not ids:
         return []
@@ -198,7 +202,7 @@ def token_ends(ids: Sequence[int], character_ends: Sequence[int], tokenizer: Any
 
 def steps_as_outcome(reward: StepReward) -> Callable[..., list[float | None]]:
     """Make an ordinary reward of a step reward, for stock TRL: the mean of a completion's step scores, or ``None``
-    where no step was scored. ``ValueError`` if ``reward`` is no step reward."""
+    if no step was scored. Raises ValueError if ``reward`` is no step reward."""
     if not isinstance(reward, StepReward):
         raise ValueError(
             f"`steps_as_outcome` was given {reward!r}; it takes a step reward: a function under `@step_reward`, or an "
@@ -222,10 +226,12 @@ def mean_score(steps: StepScores) -> float | None:
 
 
 class SplitStepReward(StepReward):
-    """Splits texts into steps and scores these: implement ``score_texts`` (or ``score_all``, for all at once).
+    """Base class of step rewards that split texts into steps. A subclass implements ``score_texts`` (or ``score_all``,
+    for all completions at once).
 
     Args:
-        split: ``text -> ends`` in characters, or ``"line"`` (default: every line that is not blank) or ``"paragraph"``.
+        split: function from a text to the character indices where its steps end, or ``"line"`` (default: every line
+            that is not blank), or ``"paragraph"``.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
     """
 
@@ -239,12 +245,12 @@ class SplitStepReward(StepReward):
 
     @abstractmethod
     def score_texts(self, prompt: Any, steps: list[str]) -> Sequence[float | None]:
-        """Return one score a step; ``None`` = not scored."""
+        """Return one score per step; ``None`` = not scored."""
 
     def score_all(
         self, prompts: Sequence[Any], steps: Sequence[list[str]], columns: Mapping[str, Any]
     ) -> Sequence[Sequence[float | None]]:
-        """``score_texts`` of every completion. ``columns``: what TRL hands over besides."""
+        """Call ``score_texts`` for every completion. ``columns``: the other columns that TRL passes."""
         return [self.score_texts(prompt, texts) for prompt, texts in zip(prompts, steps, strict=True)]
 
     def score_steps(
@@ -277,7 +283,8 @@ class SplitStepReward(StepReward):
         return ends
 
     def _placed(self, ids: Sequence[int], text: str, cuts: list[int], scores: Sequence[float | None]) -> StepScores:
-        """Place scores at the tokens where the steps end; of steps that end within one token the worst score counts."""
+        """Place each score at the token where its step ends. If several steps end within one token, the worst score
+        counts."""
         merged: dict[int, float] = {}
         to_the_end = bool(cuts) and not text[cuts[-1] :].strip()
         for end, score in zip(token_ends(ids, cuts, self.tokenizer, to_the_end), scores, strict=bool(ids)):

@@ -1,6 +1,7 @@
-"""``TokenClassificationSteps``: a process reward model of Hugging Face's token-classification kind scores every step.
+"""``TokenClassificationSteps``: score every step by a process reward model, a Hugging Face token classifier.
 
-As in TRL's ``PRMTrainer``: the prompt, then each step and a separator, tokenized part by part, the label on its last.
+The input is that of TRL's ``PRMTrainer``: the prompt, then each step and a separator, tokenized part by part. The label
+of a step is at its last token.
 """
 
 from __future__ import annotations
@@ -13,29 +14,30 @@ from grpo_lab.rewards.steps import SplitStepReward, Splitter, by_line
 
 
 class TokenClassificationSteps(SplitStepReward):
-    """Score of a step = p(good) at its end, in a model that classifies tokens (``AutoModelForTokenClassification``).
+    """Score each step by p(good) at its end, in a model that classifies tokens (``AutoModelForTokenClassification``).
 
-    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens; the answer is placed at the policy's token in
-    which the step ends. Steps are read without the space around them. In a causal model the score of a step depends on
-    nothing after it.
+    The model reads ``prompt + Σ (step + separator)`` in *its own* tokens. The score is placed at the policy's token in
+    which the step ends. White space around a step is removed. In a causal model the score of a step depends on nothing
+    after it.
 
-    Loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused; steps beyond
-    ``max_length`` are not scored (``<name>/beyond_share``). Source: Math-Shepherd (2312.08935), DeepSeekMath §4.1.3.
+    The model is loaded at the first call, a whole copy on every rank. A prompt that leaves no room is refused. Steps
+    beyond ``max_length`` are not scored; their share is logged (``<name>/beyond_share``). Source: Math-Shepherd
+    (2312.08935), DeepSeekMath §4.1.3.
 
     Args:
         model: a folder, a hub name, or a loaded model whose output has ``logits`` ``[B, T, labels]``.
-        model_tokenizer: the reward model's; ``None``: from ``model``, where that is a folder or a hub name.
-        separator: what follows every step, as in the model's training (TRL's default: a newline).
-        split: ``text -> ends`` of the steps in characters, or ``"line"``, ``"paragraph"``.
+        model_tokenizer: the reward model's; ``None``: from ``model``, if that is a folder or a hub name.
+        separator: text behind every step, as in the model's training (TRL's default: a newline).
+        split: function from a text to the character indices where its steps end, or ``"line"``, ``"paragraph"``.
         good: index or name of the label that means a right step.
-        column: data column that the model reads in place of the prompt, where that has a template around it.
-        batch_size: completions a forward.
+        column: data column to read in place of the prompt, if the prompt has a template around the question.
+        batch_size: completions per forward.
         max_length: most tokens that the model reads; ``None``: its own number of positions.
         device: ``None``: the run's own.
         tokenizer: the one that made the completions' token ids; ``None``: the trainer's.
 
     Raises:
-        ValueError: no model there that classifies tokens, a label that it does not have, settings out of range.
+        ValueError: ``model`` is no token classifier, it has no such label, or a setting is out of range.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class TokenClassificationSteps(SplitStepReward):
         return scores
 
     def _read(self, prompt: list[int], steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return one completion as the reward model reads it: ids, and the places of the steps that are not beyond its
-        end."""
+        """Return one completion as the reward model reads it: token ids, and the index of the last token of each
+        step that fits."""
         ids = list(prompt)
         places = []
         for step in steps:
@@ -148,7 +150,7 @@ class TokenClassificationSteps(SplitStepReward):
         return list(self.model_tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _good(self, batch: list[list[int]]) -> list[list[float]]:
-        """p(good) at every token, a list a row."""
+        """Compute p(good) at every token, one list per row."""
         import torch
 
         if self._model is None:
@@ -172,7 +174,7 @@ class TokenClassificationSteps(SplitStepReward):
 
 
 def saved_config(source: str, head: str, instead: str = "") -> Any:
-    """The saved configuration, of a model with such a head."""
+    """Load the configuration of a saved model with such a head."""
     from transformers import AutoConfig
 
     try:
@@ -192,7 +194,7 @@ def saved_config(source: str, head: str, instead: str = "") -> Any:
 
 
 def saved_weights(source: str, head: str) -> Any:
-    """The saved model with such a head, whole."""
+    """Load a saved model with such a head, with all its weights."""
     import transformers
 
     kind = getattr(transformers, f"AutoModelFor{head}")
@@ -203,7 +205,7 @@ def saved_weights(source: str, head: str) -> Any:
 
 
 def padded_ids(rows: Sequence[list[int]], pad: int, device: Any) -> dict[str, Any]:
-    """Make what a model is called with for rows of ids, filled up on the right."""
+    """Pad rows of ids on the right, and return the model's ``input_ids`` and ``attention_mask``."""
     from grpo_lab.batch import padded
 
     return dict(zip(("input_ids", "attention_mask"), padded(rows, pad, device), strict=True))

@@ -1,15 +1,15 @@
-r"""Text → the words that say something about its language, each with its script; and how likely a word is in each
-language that shares its script.
+r"""Split a text into the words that show its language, and compute how likely each is in the languages of its script.
 
-**Words.** "Digits, LaTeX, code and names are neither for nor against": what is left out, and that the neutral places
-hide no prose, docs/algorithms/language_consistency.md says. Every pattern is linear in the length of the text: model
-text is hostile.
+**Words.** Digits, LaTeX, code and names count neither for nor against a language.
+docs/algorithms/language_consistency.md says what is left out, and why no prose can hide there. Every pattern is linear
+in the length of the text: model text is hostile.
 
-A *script group* is a set of scripts that one text in one language mixes as a matter of course (Han and kana). Languages
-in different groups differ in their characters alone.
+A *script group* is a set of scripts that texts of one language commonly mix (Han and kana). Languages in different
+groups are told apart by their characters alone.
 
-**Likelihoods** within a group, p(word | language), unnormalised: wordfreq's frequencies (~20–30 thousand words a
-language); of words that no list knows, lingua's confidences share out the frequency of one just too rare for the lists.
+**Likelihoods** within a group, p(word | language), are unnormalised: wordfreq's frequencies (~20–30 thousand words a
+language). A word in no list gets a frequency just too low for the lists, divided among the languages by lingua's
+confidences.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _UNICODE_NAMES = {group.upper(): group for group in LANGUAGES_OF_GROUP} | dict.f
 
 
 def has_kana(text: str) -> bool:
-    """Return whether a Japanese syllable sign is among the characters (Chinese has none)."""
+    """Return whether the text has a Japanese syllable sign (Chinese has none)."""
     return any("\u3041" <= character <= "\u30ff" for character in text)
 
 
 def known_languages() -> list[str]:
-    """Codes that can be a target."""
+    """Return the language codes that can be a target."""
     return sorted(GROUP_OF_LANGUAGE)
 
 
 class Word(NamedTuple):
-    """A word of a spaced script, or an unbroken run of characters of an unspaced one."""
+    """A word or, in a script without spaces between words, an unbroken run of characters."""
 
     text: str  # case-folded, NFKC
     group: str  # script group
@@ -114,7 +114,7 @@ _CAMEL = re.compile(r"[a-z][A-Z]")
 
 
 def words_of(text: str) -> list[Word]:
-    """The countable words of ``text`` in order. Empty where there are only digits, formulas and signs."""
+    """Return the countable words of ``text`` in order; none if there are only digits, formulas and signs."""
     text = _prose(unicodedata.normalize("NFKC", text).translate(_INVISIBLE))
     words: list[Word] = []
     for match in _TOKEN.finditer(text):
@@ -130,7 +130,7 @@ def words_of(text: str) -> list[Word]:
 
 
 def _prose(text: str) -> str:
-    """``text`` with code and formulas blanked, except what they contain in other scripts and in ``\\text{…}``."""
+    """Blank code and formulas in ``text``, except what they contain in other scripts and in ``\\text{…}``."""
     pieces = _FENCE.split(text)
     text = "".join(piece if at % 2 == 0 else _blank(piece) for at, piece in enumerate(pieces))
     for opener, closer in _PAIRS:  # an opener that is never closed is left as it is
@@ -176,8 +176,8 @@ def _piece_words(piece: str, group: str) -> list[Word]:
 
 
 def _script_runs(token: str) -> list[tuple[str | None, str]]:
-    """``token`` cut where the script changes; ``None`` for digits, underscores and the like. Marks, apostrophes and
-    joiners belong to the letters before them."""
+    """Cut ``token`` where the script changes, into (script group, piece); the group of digits, underscores and the
+    like is ``None``. Marks, apostrophes and joiners belong to the letters before them."""
     runs: list[tuple[str | None, str]] = []
     for letter in token:
         group: str | None = None
@@ -214,7 +214,7 @@ MAX_GUESSED = 250
 
 
 def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
-    """``[W, L + 1]``: p(w | l) for the languages of ``group`` in order, then ``other``."""
+    """Return ``[W, L + 1]``: p(w | l) for the languages of ``group`` in order, then for ``other``."""
     languages = LANGUAGES_OF_GROUP[group]
     if group == "cjk":
         return _run_likelihoods(words, languages)
@@ -233,8 +233,9 @@ def word_likelihoods(words: Sequence[Word], group: str) -> Likelihoods:
 
 
 def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likelihoods:
-    """``[W, L + 1]`` for unbroken runs of Han and kana: a run is in one language, p(run | l) = Π p(character | l).
-    Relative to the run's likeliest language, since only ratios matter and the product of a long run underflows."""
+    """Return ``[W, L + 1]`` for unbroken runs of Han and kana. A run is in one language: p(run | l) = Π p(character
+    | l). Values are relative to the run's likeliest language: only ratios matter, and the product of a long run
+    underflows."""
     tables = [_characters(language) for language in languages]
     logs = np.array([[sum(table.get(c, RARE_CHARACTER) for c in run.text) for table in tables] for run in runs])
     for row, run in enumerate(runs):
@@ -246,8 +247,8 @@ def _run_likelihoods(runs: Sequence[Word], languages: tuple[str, ...]) -> Likeli
 
 @cache
 def _characters(language: str) -> dict[str, float]:
-    """log p(character | language, kind), kind = Han or kana, from the word list. Given the kind, so that Japanese with
-    few kana is not taken for Chinese, where a kana is rare."""
+    """Return log p(character | language, kind) from the word list, with the kind Han or kana. Without the kind,
+    Japanese with few kana would be taken for Chinese, where a kana is rare."""
     frequency: dict[str, float] = {}
     for word, weight in _frequencies(language).items():
         for character in word:
@@ -269,7 +270,7 @@ def _characters(language: str) -> dict[str, float]:
 
 @lru_cache(maxsize=100_000)
 def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
-    """Frequencies, with ``UNSEEN`` for the lists that lack the word; ``None`` where all do."""
+    """Return a word's frequency in each language, ``UNSEEN`` where a list lacks it; ``None`` if all lists do."""
     lists = [_frequencies(language) for language in languages]
     forms = [word]
     if "'" in word:  # French and Italian lists hold the parts of l'homme, the English one don't as a whole
@@ -280,7 +281,7 @@ def _listed(word: str, languages: tuple[str, ...]) -> Likelihoods | None:
 
 @lru_cache(maxsize=100_000)
 def _guessed(word: str, languages: tuple[str, ...]) -> Likelihoods:
-    """Lingua's confidences as frequencies of an unlisted word: mean ``UNSEEN`` over the languages."""
+    """Turn lingua's confidences into frequencies of an unlisted word; their mean over the languages is ``UNSEEN``."""
     values = _detector(languages).compute_language_confidence_values(word)
     confidences = {value.language.iso_code_639_1.name.lower(): value.value for value in values}
     shares: Likelihoods = np.array([confidences[language] for language in languages]) + 0.02

@@ -1,7 +1,7 @@
-"""Verifiers: killable worker processes behind the accuracy and the code reward.
+"""Verifiers of answers and proofs, and the worker processes that can be killed while they compare.
 
-A *bug in a verifier* is an exception (`VerifierError`); *bad model text* is a verdict. Importing this room costs only
-the standard library: math-verify and sympy are imported inside the worker processes, never in the trainer's.
+A *bug in a verifier* is an exception (`VerifierError`); *bad model text* gets a verdict. Importing this package loads
+only the standard library: math-verify and sympy are imported inside the worker processes, never in the trainer's.
 """
 
 from grpo_lab.sandbox.pool import JobOutcome, WorkerPool

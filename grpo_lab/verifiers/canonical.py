@@ -1,5 +1,5 @@
-r"""Canonical spelling of an answer: unicode to LaTeX, wrappers, currency, separators and units off. Linear in its
-length.
+r"""Rewrite an answer in canonical spelling: unicode as LaTeX; without wrappers, currency, separators and units. Linear
+in its length.
 
     "**$\boxed{1{,}234}$.**" -> "1,234"        "−3½ kg" -> "-3\frac{1}{2}"        "\text{Evelyn}." -> "\text{Evelyn}"
 
@@ -85,7 +85,8 @@ _SMALL_WORDS = frozenset(_SMALL_WORDS_WORDS.split())
 
 
 def group_end(text: str, open_brace: int) -> int:
-    """Index just past the `}` that closes the `{` at `open_brace`; -1 where nothing closes it. `\\{` does not count."""
+    """Return the index just past the `}` that closes the `{` at `open_brace`; -1 if nothing closes it. `\\{` does
+    not count."""
     depth = 0
     for brace in _BRACE.finditer(text, open_brace):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -95,7 +96,7 @@ def group_end(text: str, open_brace: int) -> int:
 
 
 def _whole_group(text: str, head: re.Pattern[str]) -> str | None:
-    """The inside of `\\command{...}` when that is all of the text."""
+    """Return the inside of `\\command{...}` if that is all of the text; else None."""
     match = head.match(text)
     if match and text.endswith("}") and group_end(text, match.end() - 1) == len(text):
         return text[match.end() : -1]
@@ -137,7 +138,7 @@ def _with_parentheses(function: re.Match[str]) -> str:
 
 
 def _without_unit(text: str) -> str:
-    """`18 km^2`, `18\\text{ cents}` -> `18`; `28 percent` -> `28\\%`."""
+    """Drop the unit behind a number: `18 km^2`, `18\\text{ cents}` -> `18`; `28 percent` -> `28\\%`."""
     for pattern in (_NUMBER_THEN_TEXT, _NUMBER_THEN_UNIT):
         if match := pattern.fullmatch(text):
             number, unit, _ = match.groups()
@@ -158,7 +159,7 @@ def _without_unit(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def canonical(text: str) -> str:
-    """The canonical spelling described at the top of this module."""
+    """Return the canonical spelling described at the top of this module."""
     if not text.isascii():
         text = in_latex(text)
         text = "".join(chr(ord(c) - 0xFEE0) if "！" <= c <= "～" else c for c in text).translate(_TRANSLATION)
@@ -192,7 +193,7 @@ def canonical(text: str) -> str:
 
 
 def prose_words(text: str) -> list[str]:
-    r"""Words that are language rather than symbols: outside `\text{}`, not commands, functions, `and`, `or`."""
+    r"""Return the words that are language, not symbols: outside `\text{}`, no commands, functions, `and`, `or`."""
     bare = SUPERSCRIPTS.sub(" ", _COMMAND.sub(" ", _GROUP_OF_TEXT.sub(" ", text)))
     names = []
     if r"\begin" not in text:
@@ -202,11 +203,11 @@ def prose_words(text: str) -> list[str]:
 
 
 def inside_text_group(canonical_text: str) -> str | None:
-    r"""The words in a canonical `\text{...}`, None when the answer is not wrapped so."""
+    r"""Return the words in a canonical `\text{...}`; None if the answer is not wrapped so."""
     return _whole_group(canonical_text, _TEXT_HEAD)
 
 
 def text_key(canonical_text: str) -> str:
-    """Key by which two text answers are compared: letters and digits only, without case."""
+    """Return the key by which two text answers are compared: letters and digits only, without case."""
     bare = _TEXT_HEAD.sub("", canonical_text)
     return "".join(c for c in bare if c.isalnum()).casefold()

@@ -1,4 +1,4 @@
-r"""Multiple choice: the letter that an answer names, and what stands behind it.
+r"""Read multiple-choice answers: the letter that an answer names, and the text behind it.
 
 (A) 5 apples     \textbf{(A)}\ 5     A. 5     (\text{A}) 5        -> A, and `5 apples` or `5`
 (A) or (B)       (A) 5 (B) 6         (A) is wrong                 -> no letter: several, or none
@@ -25,7 +25,7 @@ _HEDGED = re.compile(
 
 
 class Choice(NamedTuple):
-    """The letter, what stands behind it, and whether the letter was set as text (`\\textbf{(A)}`)."""
+    """The letter, the text behind it, and whether the letter was set as LaTeX text (`\\textbf{(A)}`)."""
 
     label: str
     behind: str
@@ -33,9 +33,9 @@ class Choice(NamedTuple):
 
 
 def read_choice(text: str) -> Choice | None:
-    """The one choice that a text begins with; None where it begins with none, or names another one, too."""
+    """Return the one choice that a text begins with; None if it begins with none, or names another one, too."""
     if not _MAY_BEGIN.match(text):
-        return None  # what the rest would come to, at a tenth of the time
+        return None  # the code below gives the same, in ten times the time
     head = text[:_HEAD]
     flat = " ".join(_GAP.sub(" ", _WRAPPED.sub(r"\1", head) + text[_HEAD:]).split())
     label = _LABEL.match(flat)

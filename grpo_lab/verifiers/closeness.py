@@ -1,14 +1,14 @@
-r"""Closeness in math-verify's judgement made relative, so that a tiny gold is not equal to everything tiny.
+r"""Make math-verify's numeric closeness relative, so that a tiny gold is not equal to everything tiny.
 
-math-verify rounds to so many decimals, and takes a difference below 1e-15 for none: beside `10^{-9}` every small number
-is right. What it calls equal is looked at again here, and stays equal where
+math-verify rounds to a number of decimals, and ignores a difference below 1e-15: beside `10^{-9}` every small number is
+right. What it calls equal is checked again here, and stays equal if
 
     both sides are exact (`2^{-99}`)       the values agree in `_EXACT` digits
     one holds a decimal (`1.6e-19`)        they agree to six decimals; below 0.1, six from the first significant digit
-    they have variables                    they agree so at points of several magnitudes
+    they have variables                    they agree in this way at points of several magnitudes
 
-Nothing becomes equal here. Decimals are the fractions they write; what has no value (`f(x)`) is left as judged. Runs
-in a worker: it imports sympy.
+This check makes nothing equal. A decimal is the fraction that it writes; what has no value (`f(x)`) is left as judged.
+It runs in a worker: it imports sympy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _OF_POLYNOMIALS = 25
 
 @contextmanager
 def relative_closeness() -> Iterator[None]:
-    """Let math-verify's numeric equality hold where `agree` holds, too, for the block: in lists and matrices as
-    well."""
+    """Within the block, math-verify's numeric equality also requires `agree`, inside lists and matrices, too."""
     from math_verify import grader
 
     absolute = grader.sympy_numeric_eq
@@ -47,7 +46,7 @@ def relative_closeness() -> Iterator[None]:
 
 
 def agree(gold: Any, answer: Any) -> bool:
-    """Return whether two sides that math-verify calls equal have the same value; True where they have none."""
+    """Return whether two sides that math-verify calls equal have the same value; True if they have none."""
     from math_verify.grader import get_pct_val
     from sympy import Expr, Float
 
@@ -62,7 +61,7 @@ def agree(gold: Any, answer: Any) -> bool:
 
 
 def _readings(gold: Any, answer: Any, without_percent: Any) -> list[tuple[Any, Any]]:
-    """Both as they are, and without their percent signs: beside 9, `9%` is 9."""
+    """Return both sides as they are and, if they have percent signs, also without: beside 9, `9%` is 9."""
     bare = (without_percent(gold, gold), without_percent(answer, answer))
     if bare == (gold, answer):
         return [(gold, answer)]
@@ -77,7 +76,7 @@ def _exact(side: Any) -> Any:
 
 
 def _value(side: Any) -> Any:
-    """The number in `_DIGITS` digits, zero where none of them is sure; None where it is no number."""
+    """Evaluate to `_DIGITS` digits; zero if none of them is certain, None if it is no number."""
     from sympy import Integer
 
     value = side.evalf(_DIGITS)
@@ -104,8 +103,8 @@ def _same(gold: Any, answer: Any, decimals: bool) -> bool:
 
 
 def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool) -> bool:
-    """Return whether both sides agree at positive points of several magnitudes: a tiny term shows where the others are
-    tiny (`x + 10^{-20}`)."""
+    """Return whether both sides agree at positive points of several magnitudes. A tiny term (`x + 10^{-20}`) shows
+    only if the others are tiny."""
     from sympy import Rational
 
     polynomial = gold.is_polynomial(*symbols) and answer.is_polynomial(*symbols)
@@ -123,9 +122,9 @@ def _agree_at_points(gold: Any, answer: Any, symbols: list[Any], decimals: bool)
 
 
 def equal_where_real(gold: Any, answer: Any) -> bool:
-    r"""Return whether roots or logarithms of variables are equal wherever they are real numbers, and real in the same
-    places: `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`, nor `\ln x^2` and
-    `2\ln x`."""
+    r"""Return whether roots or logarithms of variables are equal wherever they are real numbers, and real at the
+    same points. So are `\sqrt{1/n}` and `1/\sqrt{n}`, which complex numbers tell apart; not `\sqrt{x^2}` and `x`,
+    nor `\ln x^2` and `2\ln x`."""
     from sympy import Expr, Float, Rational
 
     if not all(isinstance(side, Expr) and _has_root(side) and not side.has(Float) for side in (gold, answer)):

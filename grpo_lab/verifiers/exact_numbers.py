@@ -1,20 +1,20 @@
-r"""Numbers that need no sympy: decimals, fractions, mixed numbers, with the verdict math-verify would give.
+r"""Compare decimals, fractions and mixed numbers without sympy, with the verdict that math-verify would give.
 
     one number   18   -3.5   7/14   \frac{3}{8}   12\frac{3}{5}           several      3, 4     9999.86, 9999\frac{6}{7}
 
-math-verify compares integers exactly and, as soon as one side is a float, both rounded to p decimals
-(`decimals_compared`; its default is always 6, which makes .0000672 equal to .0000673). So
+math-verify compares integers exactly. As soon as one side is a float, it compares both rounded to p decimals
+(`decimals_compared`; math-verify's own default, always 6, makes .0000672 equal to .0000673). So
 
     both decimals: a = b exactly                 -> equal
                    both integers, a != b         -> not equal
-                   |a - b| > 2 * 10^-p           -> not equal  (that round alike: at most 10^-p apart)
+                   |a - b| > 2 * 10^-p           -> not equal  (numbers that round alike: at most 10^-p apart)
                    more than 15 digits           -> undecided
-    both fractions of integers                   -> equal exactly where their values are
+    both fractions of integers                   -> equal exactly if their values are
     the same spelling                            -> equal
-    values further apart than `_FAR`             -> not equal; of several numbers beside one: each further apart
+    values further apart than `_FAR`             -> not equal  (several numbers beside one: if each is)
     otherwise                                    -> undecided: left to math-verify
 
-Nothing is decided here that math-verify would decide otherwise; what is not in this small grammar is undecided.
+Nothing is decided here that math-verify would decide otherwise. What is not in this small grammar is undecided.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _JOINED_AGAIN = re.compile(r",\s*\d{3}(?!\d)", re.ASCII)  # "1, 234" may be 1234
 
 
 def is_plain_number(text: str) -> bool:
-    """True for `18`, `-3`, `1,234.50`, `007`; False for `1/2`, `10%`, `1e5`, `1,23`."""
+    """Return whether a text is a plain number: `18`, `-3`, `1,234.50`, `007`; not `1/2`, `10%`, `1e5`, `1,23`."""
     return _PLAIN_NUMBER.fullmatch(text) is not None
 
 
 def without_thousands(text: str) -> str:
-    """`1,234.5` -> `1234.5`; a comma that parts anything else stays: `3,5`, `(1,2)`."""
+    """Remove thousands commas: `1,234.5` -> `1234.5`. A comma that parts anything else stays: `3,5`, `(1,2)`."""
     if _THOUSANDS.fullmatch(text):
         return text.replace(",", "")
     return text
 
 
 def decimals_compared(gold: str) -> int:
-    """Number of decimals that floats are rounded to: 6, and for a gold below 0.1 six from its first significant
-    digit."""
+    """Return the number of decimals that floats are rounded to: 6, and for a gold below 0.1 six from its first
+    significant digit."""
     small = _ZEROS.fullmatch(gold)
     return 6 + (len(small[1]) if small else 0)
 
 
 def compare_plain_numbers(gold: str, answer: str) -> bool | None:
-    """True or False where the verdict is certain, None where it is math-verify's to give."""
+    """Return whether two plain numbers are equal; None if only math-verify can tell."""
     if max(len(gold), len(answer)) > _MAX_DIGITS or not (is_plain_number(gold) and is_plain_number(answer)):
         return None
     a, b = (Fraction(text.replace(",", "")) for text in (gold, answer))
@@ -72,7 +72,7 @@ def compare_plain_numbers(gold: str, answer: str) -> bool | None:
 
 
 def compare_numbers(gold: str, answer: str) -> bool | None:
-    """Compare numbers as `compare_plain_numbers` does, fractions too. Both in canonical spelling."""
+    """Compare two numbers as `compare_plain_numbers` does, fractions included. Both must be in canonical spelling."""
     plain = compare_plain_numbers(gold, answer)
     if plain is not None:
         return plain
@@ -102,7 +102,7 @@ def _far(a: Fraction, b: Fraction) -> bool:
 
 @lru_cache(maxsize=4096)
 def _value(text: str) -> Fraction | None:
-    """The value of one number; None outside the grammar."""
+    """Return the value of one number; None if it is outside the grammar."""
     if len(text) > _LONGEST:
         return None
     bare = text.removeprefix("-")

@@ -2,10 +2,12 @@
 
     1. p -> q [premise]              a line: number, | for each open assumption, formula, rule with the lines it needs
     2. q -> r [premise]
-    3. | p [assume]                  opens a part that holds under p
+    3. | p [assume]                  opens a subproof, which holds under p
     4. | q [->e 1,3]
     5. | r [->e 2,4]
-    6. p -> r [->i 3-5]              closes it; a-b names such a part by its first and last line
+    6. p -> r [->i 3-5]              closes it; a-b names a subproof by its first and last line
+
+Each rule with the lines m, n and subproofs a-b it needs, and what it derives (A … C: a subproof that derives C from A):
 
     copy n        A                   &i m,n   A & B            &e m    A, or B, of A & B
     vi m          A v B of either     ve m,a-b,c-d   C of A v B, A … C and B … C
@@ -13,12 +15,12 @@
     ~e m,n        # of ~A and A       ~i a-b   ~A of A … #
     #e m          anything of #       ~~e m    A of ~~A          raa a-b   A of ~A … #
 
-A line may rest on earlier lines under no assumption closed since, and on parts closed where it can see them. The proof
-ends with the goal under no assumption. The order of m and n does not matter.
+A line may use earlier lines and closed subproofs, but none from inside a subproof that is closed by now. The proof ends
+with the goal under no assumption. The order of m and n does not matter.
 
-Formulas: a letter but v; ``#`` or ⊥, the false one; ``~A`` or ¬, ``A & B`` or ∧, ``A v B`` or ∨, ``A -> B`` or →, the
-closest first. A chain of one sign needs no brackets: ``(p & q) & r``, ``p -> (q -> r)``. A formula is a tuple:
-``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
+Formulas: a letter but v; ``#`` or ⊥, which is false; ``~A`` or ¬, ``A & B`` or ∧, ``A v B`` or ∨, ``A -> B`` or →, from
+the tightest binding on. A chain of one sign needs no brackets: ``(p & q) & r``, ``p -> (q -> r)``. A formula is a
+tuple: ``("p",)``, ``("#",)``, ``("~", A)``, ``("&", A, B)``, ``("v", A, B)``, ``("->", A, B)``.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ _SPELLED = str.maketrans({"∧": "&", "∨": "v", "¬": "~", "⊥": "#"})
 
 
 class NoFormula(ValueError):
-    """The text is no formula, or one too large."""
+    """Raised for a text that is no formula, or one too large."""
 
 
 def read(text: str) -> Formula:
-    """The formula that all of ``text`` is."""
+    """Parse all of ``text`` as one formula."""
     if len(text) > MOST_CHARACTERS_OF_A_FORMULA:
         raise NoFormula(f"longer than {MOST_CHARACTERS_OF_A_FORMULA} characters")
     tokens = []
@@ -119,13 +121,13 @@ def atoms(formula: Formula) -> set[str]:
 
 
 class NotAProof(ValueError):
-    """Why a text is no proof of the sequent, with the line."""
+    """Raised for a text that is no proof of the sequent; the message says why, with the line."""
 
 
 @dataclass
 class _Part:
-    """An assumption and what was derived under it; the outermost one has no assumption. ``closed``: (first, last line)
-    of the parts closed in it → assumption, last formula."""
+    """An assumption and what was derived under it; the outermost part has no assumption. ``closed`` maps each
+    subproof closed in it, by (first, last line), to (assumption, last formula)."""
 
     first: int
     lines: dict[int, Formula] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class _Part:
 
 
 def check(text: str, premises: Sequence[Formula], goal: Formula) -> None:
-    """Raises ``NotAProof`` unless ``text`` proves ``goal`` from ``premises``."""
+    """Raise ``NotAProof`` unless ``text`` proves ``goal`` from ``premises``."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not 0 < len(lines) <= MOST_LINES:
         raise NotAProof(f"{len(lines)} lines; 1 to {MOST_LINES} are read")

@@ -1,8 +1,9 @@
-"""Are two answers equal? Text by its letters, numbers by arithmetic, everything else by math-verify in a worker.
+"""Decide whether two answers are equal: text by its letters, numbers by arithmetic, all else by math-verify in a
+worker.
 
 canonical spelling -> kind of gold: unusable -> UNPARSEABLE_GOLD
                                     text     -> same letters and digits?
-                                    number   -> `exact_numbers`, where that is certain (fractions too)
+                                    number   -> `exact_numbers`, if that is certain (fractions too)
                                     math     -> math-verify, once it accepts the gold as an answer to itself
 """
 
@@ -43,7 +44,7 @@ _COMPARED = {same: MathVerdict(Verdict.EQUAL if same else Verdict.NOT_EQUAL, "ex
 
 
 class GoldKind(Enum):
-    """Kind of comparison of a gold answer; see `kind_of_gold`."""
+    """How a gold answer is compared; see `kind_of_gold`."""
 
     NUMBER = "number"
     TEXT = "text"
@@ -73,14 +74,14 @@ def kind_of_gold(gold: str) -> GoldKind:
 
 
 def names_choice(gold: str) -> bool:
-    """Return whether a gold is a choice: its letter, with or without what stands behind it."""
+    """Return whether a gold is one of several choices: its letter, with or without the text behind it."""
     spelled = canonical(gold)
     return kind_of_gold(spelled) is GoldKind.TEXT and _choice_of(spelled) is not None
 
 
 def _same_choice(gold: str, answer: str) -> bool:
-    """Return whether both name one choice: its letter, unless the numbers behind it differ; or what stands behind the
-    gold's letter, where the answer has none."""
+    """Return whether gold and answer name the same choice: the same letter, unless the numbers behind it differ. An
+    answer without a letter is compared with the text behind the gold's letter."""
     wanted = _choice_of(gold)
     given = _choice_of(answer)
     if wanted is None:
@@ -113,10 +114,10 @@ def _other_number(one: str, other: str) -> bool:
 
 
 class MathVerifier:
-    """Compares (gold, answer) pairs of answer strings; bad text ends in a verdict, never in an exception or a hang.
+    """Compares (gold, answer) pairs of answer strings; bad text leads to a verdict, never to an exception or a hang.
 
-    ``fast_path``: compare numbers and fractions without a worker where that is certain. Never changes a verdict.
-    ``limits``, ``workers``: of the ``WorkerPool``. Picklable and usable from any thread, as that is.
+    ``fast_path``: compare numbers and fractions without a worker if that is certain. Never changes a verdict.
+    ``limits``, ``workers``: those of the ``WorkerPool``. Like the pool, it is picklable and usable from any thread.
     """
 
     def __init__(self, *, fast_path: bool = True, limits: Limits | None = None, workers: int | None = None) -> None:
@@ -132,7 +133,7 @@ class MathVerifier:
         self.pool.close()
 
     def warm_up(self, golds: Sequence[str]) -> None:
-        """Starts math-verify's imports beside this process, where one of these golds may need it."""
+        """Start math-verify's imports in a worker process if one of these golds may need it."""
         spelled = (self._spelled(gold) for gold in golds)
         if any(kind_of_gold(gold) is GoldKind.MATH and compare_numbers(gold, gold) is None for gold in spelled):
             self.pool.warm_up()
@@ -155,17 +156,19 @@ class MathVerifier:
         return [judged for key in keys if (judged := decided[key]) is not None]
 
     def _read(self, gold: str, answer: str) -> tuple[str, str]:
-        """Both in canonical spelling, and a gold that is not text read together with its answer."""
+        """Return both in canonical spelling; a gold that is not text is read together with its answer
+        (`read_together`)."""
         gold = self._spelled(gold)
         answer = self._spelled(answer)
         if _FIGURES.fullmatch(gold) and _FIGURES.fullmatch(answer):
-            return gold, answer  # what the rest would come to, at a twentieth of the time
+            return gold, answer  # the code below gives the same, in twenty times the time
         if max(len(gold), len(answer)) > MOST_CHARACTERS or inside_text_group(gold) is not None:
             return gold, answer
         return read_together(gold, answer)
 
     def _spelled(self, text: str) -> str:
-        """Canonical, unless the text is so long that it is refused anyway (4: wrappers and spaces may go)."""
+        """Return the canonical spelling; a text that is refused anyway for its length stays as it is (4: wrappers
+        and spaces may go)."""
         if _FIGURES.fullmatch(text):
             return text
         if len(text) <= 4 * MOST_CHARACTERS:
@@ -173,7 +176,7 @@ class MathVerifier:
         return text
 
     def _decide_here(self, gold: str, answer: str) -> MathVerdict | None:
-        """The verdict where no worker is needed; None where one is."""
+        """Return the verdict if no worker is needed for it; else None."""
         same = None
         if self.fast_path:
             same = compare_plain_numbers(gold, answer)
@@ -202,8 +205,8 @@ class MathVerifier:
 
 
 def _parse(expression: str, letter_units: bool = False) -> list[Any]:
-    """A canonical spelling as one piece of LaTeX: math-verify's own search for an answer in prose is not used, nor its
-    list of units, which has the single letters t, d, c, …"""
+    """Parse a canonical spelling as one piece of LaTeX. math-verify's own search for an answer in prose is not used,
+    nor its list of units, which has the single letters t, d, c, …"""
     from math_verify import LatexExtractionConfig, parse
 
     config = LatexExtractionConfig()
@@ -220,7 +223,8 @@ def _verify(gold: list[Any], answer: list[Any], decimals: int) -> bool:
 
 
 def _named_alike(answer: Any, gold: list[Any]) -> Any:
-    """The answer with the gold's symbols for those of the same name: what `2 i` and `2i` assume of i differs."""
+    """Replace the answer's symbols by the gold's of the same name, as sympy assumes different things of i in `2 i`
+    and `2i`."""
     symbols = {symbol.name: symbol for one in gold for symbol in getattr(one, "free_symbols", ())}
     own = getattr(answer, "free_symbols", ())
     other = {symbol: symbols[symbol.name] for symbol in own if symbols.get(symbol.name, symbol) != symbol}
@@ -231,7 +235,7 @@ def _named_alike(answer: Any, gold: list[Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _usable_gold(gold: str) -> list[Any]:
-    """The parsed gold, empty unless it is accepted as an answer to itself (1/0, for one, is not)."""
+    """Parse a gold; return an empty list unless it is accepted as an answer to itself (1/0, for one, is not)."""
     parsed = _parse(gold)
     if parsed and _verify(parsed, parsed, decimals_compared(gold)):
         return parsed
@@ -239,7 +243,7 @@ def _usable_gold(gold: str) -> list[Any]:
 
 
 def compare_in_worker(job: dict[str, str]) -> dict[str, str]:
-    """Runs in a worker: `{"gold", "answer"}` -> `{"verdict", "reason"}` by math-verify's judgement."""
+    """Compare `{"gold", "answer"}` with math-verify and return `{"verdict", "reason"}`. Runs in a worker."""
     gold = _usable_gold(job["gold"])
     if not gold:
         return {"verdict": "unparseable_gold", "reason": "math-verify cannot read the gold answer"}

@@ -1,11 +1,11 @@
-r"""Notations of numbers that LaTeX does not know, put into ones that it does.
+r"""Rewrite notations of numbers that LaTeX does not know into ones that it does.
 
     1.5e-3 -> 0.0015        1E+6 -> 1000000         5e-324 -> 5\times10^{-324}
     10⁻⁹, 10^-9 -> 10^{-9}  1.5 x 10^{-3} -> 1.5\times 10^{-3}
     0.1\overline{6}, 0.1\dot{6} -> \frac{1}{6}     0.(3) -> \frac{1}{3}, but 0.1(6) is a product
     \log_e 2 -> \ln 2       \varnothing, \{\} -> \emptyset
 
-`2e-3` may be 0.002 or, with Euler's number, 2e - 3: `as_scientific` says which, beside what it is compared with.
+`2e-3` may be 0.002 or, with Euler's number, 2e - 3: `as_scientific` decides by the text that it is compared with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST_ZEROS = 30
 
 
 def in_latex(text: str) -> str:
-    """The notations described at the top of this module in LaTeX's; what is open to doubt stays as it is."""
+    """Rewrite the notations described at the top of this module in LaTeX; an ambiguous one stays as it is."""
     text = SUPERSCRIPTS.sub(lambda power: "^{" + power[0].translate(_SMALL).lstrip("+") + "}", text)
     if "^" in text:
         text = _X_FOR_TIMES.sub(r"\\times ", _BARE_NEGATIVE_POWER.sub(r"^{\1}", text))
@@ -69,8 +69,8 @@ def _without_e(number: re.Match[str]) -> str:
 
 
 def ungrouped(text: str, commas: bool) -> str:
-    """`1.234.567`, `1.234,56`, `1 234,5`, `1_000_000` in plain digits, with `commas` also `12,34,567`; others as they
-    are: `1.234` is a decimal, and `12,34` a decimal or a list."""
+    """Remove the digit grouping of `1.234.567`, `1.234,56`, `1 234,5`, `1_000_000` and, with `commas`, of
+    `12,34,567`. Other texts stay: `1.234` is a decimal, and `12,34` a decimal or a list."""
     if _DOTS.fullmatch(text):
         return text.replace(".", "").replace(",", ".")
     if _SPACES.fullmatch(text):
@@ -83,7 +83,7 @@ def ungrouped(text: str, commas: bool) -> str:
 
 
 def as_scientific(text: str, other: str, value: Fraction | None) -> str:
-    """`2e-3` as 0.002 beside a text without Euler's number, or with a `value` that this is nearer to than 2e - 3."""
+    """Write `2e-3` as 0.002, unless `other` has Euler's number or its `value` is nearer to 2e - 3 than to 0.002."""
     found = _OPEN_TO_DOUBT.fullmatch(text)
     if found is None or text == other:
         return text

@@ -1,8 +1,9 @@
-r"""Numbers as they are written in running text: figures with scale words, number words, fractions in words.
+r"""Read numbers as running text writes them: figures with scale words, number words, fractions in words.
 
     "12 million"  "1.5 billion"  "3 dozen"  "5k"  "two hundred and five"  "half a million"  "3 and a half"  "two-thirds"
 
-Read from a place in a text as far as it goes, at most `_MOST_WORDS` words; what follows is the caller's.
+A number is read from a place in a text as far as it goes, at most `_MOST_WORDS` words. What follows is left to the
+caller.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ VALUE_WORDS = frozenset({*_ONES, *_TENS, *_POWERS, *_COUNTS, *_PARTS, "hundred",
 
 @dataclass(frozen=True)
 class Quantity:
-    """`value` (of `35%`: 35), where it ends in the text, and how it is written. `plain`: figures alone, `1,234.5`;
-    `part`: ends in a fraction word; `suffix`: in a letter (`5k`), which in a formula would be a variable."""
+    """A number in a text: its `value` (35 of `35%`), where it ends, and how it is written. `plain`: figures alone,
+    `1,234.5`. `part`: ends in a fraction word. `suffix`: ends in a letter (`5k`), which in a formula would be a
+    variable."""
 
     value: Fraction
     end: int
@@ -70,18 +72,18 @@ class Quantity:
 
 
 def value_of_sign(sign: str) -> Fraction:
-    """1/2 of `½`."""
+    """Return the value of a fraction sign: 1/2 of `½`."""
     return Fraction(unicodedata.numeric(sign)).limit_denominator(8)
 
 
 def is_value_word(word: str) -> bool:
-    """True for a word that says how much, not of what: `million`, `dozen`, `thirds`; it is no unit."""
+    """Return whether a word says how much, not of what (it is no unit): `million`, `dozen`, `thirds`."""
     word = word.lower()
     return word in VALUE_WORDS or word.removesuffix("s") in VALUE_WORDS
 
 
 def read_quantity(text: str, start: int = 0) -> Quantity | None:
-    """The quantity that begins at `start`, read as far as it goes; None where none begins there."""
+    """Return the quantity that begins at `start`, read as far as it goes; None if none begins there."""
     sign = _SIGN.match(text, start)
     begin = sign.end() if sign else start
     money = _CURRENCY.match(text, begin)
@@ -100,7 +102,8 @@ def read_quantity(text: str, start: int = 0) -> Quantity | None:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """The value of a text that is one quantity through and through, without a percent sign or a letter at its end."""
+    """Return the value of a text that is one quantity and nothing else, without a percent sign or a letter at its
+    end."""
     found = read_quantity(text)
     if found is None or found.end != len(text) or found.percent or found.suffix:
         return None
@@ -108,7 +111,7 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def in_digits(value: Fraction) -> str:
-    r"""`12000000`, `2.5`, `\frac{2}{3}`: a decimal where one of at most 12 places is exact."""
+    r"""Write a value as `12000000`, `2.5` or `\frac{2}{3}`: a decimal if one of at most 12 places is exact."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**12
@@ -158,7 +161,8 @@ def _fraction_of(match: re.Match[str]) -> Fraction:
 
 
 class _Reader:
-    """Number words from a place on; `current` is the group below the next scale word, `total` what lies above it."""
+    """Read number words from a place on. `current` is the group below the next scale word, `total` what lies above
+    it."""
 
     def __init__(self, text: str, first: Fraction | None, end: int, plain: bool) -> None:
         self.text = text
@@ -192,7 +196,8 @@ class _Reader:
         return Quantity(self.total + (self.current or 0), self.end, plain=self.plain, part=self.part)
 
     def _joined(self, word: re.Match[str]) -> bool:
-        """`and a half`, `and 3/4` after a number; `and` between the groups of one number; `a` before a scale word."""
+        """Take `and a half` after a number, `and` between the groups of one number, or `point` with its digits;
+        False for others."""
         name = word[1].lower()
         if name == "point" and self.last in ("one", "ten"):
             return self._point(word.end())
@@ -229,7 +234,7 @@ class _Reader:
         return True
 
     def _takes(self, name: str, end: int) -> bool:
-        """Takes one word into the number; False where it does not go on with it."""
+        """Take one word into the number; return False if the word does not continue it."""
         single = name if name in _COUNTS else name.removesuffix("s")
         taken = self._small(name) or self._larger(single) or self._part_of(name, end) or self._article(name, end)
         if taken:
@@ -269,7 +274,8 @@ class _Reader:
         return True
 
     def _part_of(self, name: str, end: int) -> bool:
-        """`two thirds`, `a half`, `half (of) a`; `3 quarters` are three coins unless `3 quarters of` something."""
+        """Take a fraction word: `two thirds`, `a half`, `half (of) a`. `3 quarters` are three coins unless `of`
+        something follows."""
         one = {"halves": "half"}.get(name, name.removesuffix("s"))
         if one not in _PARTS or self.part:
             return False

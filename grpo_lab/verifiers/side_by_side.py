@@ -1,4 +1,4 @@
-r"""Reading of a gold and an answer before they are compared: number words as figures, percents, one answer or many.
+r"""Prepare a gold and an answer for comparison: number words as figures, percents, one answer or many.
 
     gold 12000000   answer "12\text{ million}"               -> 12000000
     gold 35         answer "35.0\%"                          -> 35.0     (0.35 beside a gold of 0.35)
@@ -84,7 +84,7 @@ def in_figures(text: str, letters: bool = False, unit: Fraction = Fraction(1)) -
 
 
 def _flat(text: str) -> str:
-    """Without text groups and LaTeX's spaces."""
+    """Replace text groups by their words, and LaTeX's spaces by plain ones."""
     return " ".join(_SPACE.sub(" ", _TEXT_GROUP.sub(_with_spaces, text)).split())
 
 
@@ -93,12 +93,13 @@ def _with_spaces(group: re.Match[str]) -> str:
 
 
 def _is_latex(number: str) -> bool:
-    r"""Figures that math-verify reads by itself: `\frac{1}{2}`, `1/2`, `3\frac{1}{2}`."""
+    r"""Return whether math-verify reads these figures by itself: `\frac{1}{2}`, `1/2`, `3\frac{1}{2}`."""
     return not re.search(r"[A-Za-z]", _COMMAND.sub("", number)) and not re.search(r"\d\s+\d", number)
 
 
 def _share(flat: str) -> str | None:
-    """`8 out of 10 apples` as the fraction it is; `8 of 10` and `1 in 5` only where they are one: 8 <= 10."""
+    """Write `8 out of 10 apples` as the fraction it is. `8 of 10` and `1 in 5` are read only if they are one:
+    `8 <= 10`."""
     found = _SHARE.fullmatch(flat)
     if found is None:
         return None
@@ -112,8 +113,8 @@ def _share(flat: str) -> str | None:
 
 
 def read_together(gold: str, answer: str) -> tuple[str, str]:
-    """Both as they are to be compared: in figures, percents beside numbers, units off beside a plain number, beside
-    which `x = 18` is 18, `12,5` 12.5 and `20 km/h` 20. Lists stay lists."""
+    """Return gold and answer as they are to be compared: in figures, and percents as numbers beside a number. Beside
+    a gold that is a plain number, `x = 18` is 18, `12,5` is 12.5 and `20 km/h` is 20. Lists stay lists."""
     if is_plain_number(gold):
         answer = ungrouped(answer, commas=True)
     elif is_plain_number(answer):
@@ -135,7 +136,7 @@ def read_together(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _percents(gold: str, answer: str) -> tuple[str, str]:
-    r"""`35\%` stands for 35 and for 0.35: beside a number it is read as the one that is nearer to it."""
+    r"""Replace percents by numbers: `35\%` stands for 35 and for 0.35, and beside a number the nearer one is read."""
     of_gold = _PERCENT.fullmatch(gold)
     of_answer = _PERCENT.fullmatch(answer)
     if of_gold and of_answer:
@@ -163,7 +164,8 @@ def _last_side(answer: str) -> str:
 
 
 def _without_compound_unit(text: str, letters: bool = False) -> str:
-    r"""`20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also `5 N`."""
+    r"""Drop a compound unit: `20 km/h` -> `20`, `5 \mathrm{m}/\mathrm{s}^2` -> `5`; with `letters` also a single
+    one, `5 N`."""
     found = read_quantity(text)
     if found is None or not found.plain:
         return text
@@ -182,7 +184,7 @@ def _without_compound_unit(text: str, letters: bool = False) -> str:
 
 
 def parts_of(answer: str) -> list[str]:
-    r"""The answers in an answer: split at `and`, `;`, `\quad` and before a further equation, outside of brackets."""
+    r"""Split an answer into its answers: at `and`, `;`, `\quad` and before a further equation, outside of brackets."""
     if r"\begin" in answer:
         return [answer]
     parts = []
@@ -206,7 +208,7 @@ def parts_of(answer: str) -> list[str]:
 
 
 def is_many(gold: str, answer: str) -> bool:
-    """True where the gold is one value and the answer gives several, or several numbers with words between them."""
+    """Return whether the gold is one value and the answer gives several, or several numbers with words between them."""
     value = exact_value(gold)
     if value is None and (_BRACKETS.search(gold) or len(parts_of(gold)) > 1):
         return False

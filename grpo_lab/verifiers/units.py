@@ -1,11 +1,11 @@
-r"""Units, and upright symbols that are none: what is dropped behind a number, and what is part of it.
+r"""Tell units behind a number, which are dropped, from upright symbols, which are part of the expression.
 
     5\,\mathrm{m}   \sqrt{3}\text{ cm}   12 ways        a number and its unit
     3+4\mathrm{i}   \mathrm{e}^2   2\mathrm{x}          symbols, set upright: i, e, x
     \mathrm{sin}\,x   2\boldsymbol{\pi}                 a function, a constant
 
-A single upright letter is a unit only where one can stand: the letter of a unit, behind a number that no variable is
-part of, and nothing but further units behind it. `i`, `e`, `x` and `\pi` never are.
+A single upright letter is a unit only if it abbreviates one, stands behind a number without variables, and is followed
+by nothing but further units. `i`, `e`, `x` and `\pi` never are units.
 """
 
 from __future__ import annotations
@@ -73,19 +73,22 @@ _WORDS_AT_END = re.compile(
 
 
 def is_unit_word(word: str) -> bool:
-    """True for a word that may follow a number as what it counts: no function, no `million`, not one or two letters."""
+    """Return whether a word may follow a number as what it counts: no function, no `million`, not one or two
+    letters."""
     if word in UNITS or word in SPACED_UNITS:
         return True
     return len(word) >= 3 and word.lower() not in FUNCTIONS and not says_how_much(word)
 
 
 def says_how_much(word: str) -> bool:
-    """True for `million`, `dozen`, `thirds`; but `quarters`, of figures, are coins."""
+    """Return whether a word says how much: `million`, `dozen`, `thirds`. `quarters` does not: behind figures they
+    are coins."""
     return is_value_word(word) and word.lower() not in ("quarter", "quarters")
 
 
 def without_upright(text: str) -> str:
-    r"""`3+4\mathrm{i}` -> `3+4i`, `\mathrm{sin}\,x` -> `\sin \,x`; text and units stay: `5\mathrm{m}`, `\text{(C)}`."""
+    r"""Set upright symbols as plain ones: `3+4\mathrm{i}` -> `3+4i`, `\mathrm{sin}\,x` -> `\sin \,x`. Text and units
+    stay: `5\mathrm{m}`, `\text{(C)}`."""
     if "\\" not in text:
         return text
     return _UPRIGHT.sub(_read_upright, _SWITCHED.sub(r"\\math\1{\2}", text))
@@ -117,7 +120,7 @@ def _read_upright(group: re.Match[str]) -> str:
 
 
 def _unit_can_stand(letter: str, before: str, after: str, gap: bool) -> bool:
-    """Return whether a single upright letter is a unit where it stands."""
+    """Return whether a single upright letter between `before` and `after` is a unit."""
     value = _GAP_AT_END.sub("", before)
     gap = gap or value != before
     if letter not in (_UPRIGHT_LETTERS | _LETTERS_AFTER_A_GAP if gap else _UPRIGHT_LETTERS):
@@ -147,9 +150,10 @@ def _ends_in_unit(value: str) -> bool:
 
 
 def without_unit_at_end(expression: str, letters: bool = False) -> str:
-    r"""`\sqrt{3}\text{ cm}^2` -> `\sqrt{3}`, `\frac{1}{2} hours` -> `\frac{1}{2}`; `\frac{x}{2} c` and `2t` stay.
+    r"""Drop a unit at the end: `\sqrt{3}\text{ cm}^2` -> `\sqrt{3}`, `\frac{1}{2} hours` -> `\frac{1}{2}`;
+    `\frac{x}{2} c` and `2t` stay.
 
-    `letters`: also a single letter of a unit after a gap, where no variable can be meant: `\sqrt{3} m`.
+    `letters`: also drop a single letter of a unit after a gap, if no variable can be meant: `\sqrt{3} m`.
     """
     if len(expression) > 2 * _LOOKED_AT:
         return expression

@@ -1,4 +1,4 @@
-"""Verdicts that a mathematical comparison can come to, and what a score is: a number or None, correct from 1 on."""
+"""Verdicts of a mathematical comparison, and checks of scores: a score is a number or None, and correct from 1 on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Verdict(StrEnum):
-    """The seven ends of a comparison. Only `EQUAL` earns a reward; `UNPARSEABLE_GOLD` and `UNJUDGED` leave a row
+    """The seven outcomes of a comparison. Only `EQUAL` earns a reward; `UNPARSEABLE_GOLD` and `UNJUDGED` leave a row
     unscored. `UNJUDGED`: its worker was killed from outside twice, or the batch had no time left."""
 
     EQUAL = "equal"
@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class MathVerdict:
-    """`verdict`, and in words why (`reason`: which rule decided, or what went wrong)."""
+    """A `verdict` and, in words, its `reason`: which rule decided, or what went wrong."""
 
     verdict: Verdict
     reason: str
@@ -40,8 +40,9 @@ CORRECT_FROM = 1.0
 
 
 def as_number(value: Any) -> float | None:
-    """A score as Python's own float (numpy's and torch's numbers are taken, too), ±inf where it is too large for one;
-    None stays. TypeError, ValueError, RuntimeError: it is no number; text is none, even if it could be read as one."""
+    """Convert a score to a Python float (numpy's and torch's numbers, too), ±inf if it is too large for one; None
+    stays. Raises TypeError, ValueError or RuntimeError if it is no number. Text is none, even if it could be read as
+    one."""
     if value is None:
         return None
     if isinstance(value, str | bytes):
@@ -55,8 +56,9 @@ def as_number(value: Any) -> float | None:
 def checked_scores(
     values: Any, count: int, who: str, *, infinite: bool = False, nan: bool = True
 ) -> list[float | None]:
-    """Check what ``who`` returned for ``count`` completions: a number or None each. ``infinite``, ``nan``: ±inf, NaN is
-    handed on. ``ValueError``: in one line who, what was seen and where, what is allowed."""
+    """Check what ``who`` returned for ``count`` completions, a number or None each, and return it as floats.
+    ``infinite`` and ``nan`` allow ±inf and NaN. Raises ValueError that says in one line who returned what, where,
+    and what is allowed."""
     try:
         number = None
         if not isinstance(values, str | bytes | Mapping | Set):

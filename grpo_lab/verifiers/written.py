@@ -1,4 +1,4 @@
-"""Values as the file writes them: a gold is text, and a number that was read is no longer what stands there.
+"""Keep values as the file writes them: a gold is text, and a parsed number may print otherwise than it was written.
 
 0.00005 -> "0.00005"  (Python: 5e-05)     0.10 -> "0.10"     12345678901234567.0 -> all of its digits
 numpy.float32(0.1) -> "0.1"               Decimal("1E+3") -> "1000"          Fraction(1, 3) -> "1/3"
@@ -19,7 +19,8 @@ _LONGEST = 4000
 
 
 class WrittenFloat(float):
-    """A float, and in ``text`` how it was written. ``WrittenFloat("0.10")``; with ``value``, that of another width."""
+    """A float that keeps in ``text`` how it was written: ``WrittenFloat("0.10")``. ``value``: the number itself, if
+    it was read in another precision."""
 
     __slots__ = ("text",)
     text: str
@@ -34,14 +35,14 @@ class WrittenFloat(float):
 
 
 def whole_number(text: str) -> int | str:
-    """The integer that ``text`` writes; the text itself where it is longer than Python reads."""
+    """Return the integer that ``text`` writes; the text itself if it is longer than Python reads."""
     if len(text) <= _LONGEST:
         return int(text)
     return text
 
 
 def number_text(value: Any) -> str | None:
-    """A finite number of Python, numpy or torch in digits, without an exponent where it was not written with one;
+    """Write a finite number of Python, numpy or torch in digits, without an exponent unless it was written with one.
     None for anything else, truth values included."""
     if isinstance(value, WrittenFloat):
         if math.isfinite(value) or value.text[-1:].isdigit():
@@ -67,7 +68,7 @@ def number_text(value: Any) -> str | None:
 
 
 def _of_array(value: Any) -> str | None:
-    """Write a number of numpy or torch: the shortest digits that are this number in its own width."""
+    """Write a number of numpy or torch in the fewest digits that are this number in its own precision."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value if value.element_size() != 2 else value.float()).numpy()
@@ -93,7 +94,7 @@ def _in_digits(number: Decimal) -> str:
 
 
 def written(value: Any) -> str:
-    """Any value as its file writes it: text as it is, numbers in their digits, what else there is as JSON."""
+    """Write any value as its file does: text as it is, numbers in their digits, everything else as JSON."""
     if isinstance(value, str):
         return value
     return _json(value)

@@ -1,1 +1,1 @@
-"""Answers of mathematics: found in a completion, read, compared."""
+"""Find the final answer in a completion of a mathematics problem, and compare it with the gold answer."""

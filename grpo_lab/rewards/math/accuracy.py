@@ -1,12 +1,13 @@
 r"""AccuracyReward: 1.0 for the right final answer, 0.0 for any other text, None where the gold cannot be scored.
 
-Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equality by math-verify. Unlike in TRL's
-`accuracy_reward` the answer is read from its marker (of the model's *own* answer where a base model runs on), and
-compared in processes that can be killed; a number hardly ever needs them. See docs/algorithms/accuracy_reward.md.
+Source: DeepSeek-R1 (arXiv 2501.12948, section 2.2.2, accuracy rewards); equality by math-verify. Unlike TRL's
+`accuracy_reward`, it reads the answer behind its marker, such as `\boxed{}`. What a base model writes after its *own*
+answer (a new task, another turn) is not read. Comparisons run in processes that can be killed; numbers hardly ever need
+them. See docs/algorithms/accuracy_reward.md.
 
 The gold in the `solution` column is a bare answer, GSM8K's `... #### 18`, or a full solution with `\boxed{}`.
 
-``HashesReward`` and ``BoxedReward`` pay as other projects do, to compare with.
+``HashesReward`` and ``BoxedReward`` score as other projects do, for comparison.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _UNTRUE = MathVerdict(Verdict.NOT_EQUAL, "an equation whose sides differ")
 
 
 def gold_answer(solution: Any) -> str | None:
-    """The answer a solution ends with, or None where there is none. Whether it can be compared with anything is the
-    verifier's to say (`kind_of_gold`)."""
+    """Return the answer that a solution ends with, or None if it has none. The verifier decides later whether that
+    answer can be compared with anything (`kind_of_gold`)."""
     if not isinstance(solution, str):
         return number_text(solution)
     if not solution.strip():
@@ -63,7 +64,8 @@ def gold_answer(solution: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of one completion: what was read on both sides, the verdict with its reason, the reward."""
+    """The judgement of one completion: gold and answer as they were read, the answer's marker, the verdict with its
+    reason."""
 
     gold: str | None
     answer: str | None
@@ -82,7 +84,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GoldReport:
-    """Report of `check_golds`: `unusable` holds (row, solution, reason) of every gold that rejects its own answer."""
+    """Report of `check_golds`: `unusable` holds (row, solution, reason) of every gold that does not equal itself."""
 
     total: int
     unusable: list[tuple[int, Any, str]]
@@ -100,20 +102,20 @@ class GoldReport:
 
 
 class AccuracyReward:
-    """Is the completion's final answer the gold answer?
+    """Reward 1.0 if the completion's final answer equals the gold answer, else 0.0; None if the gold cannot be scored.
 
     Args:
         mode: `"strict"` reads marked answers only; `"lenient"` falls back to the last number (or formula).
         fast_path: compare numbers and fractions without a worker process. Never changes a verdict.
-        timeout_s: processor seconds for one comparison (and six times that on the clock); then the answer is wrong.
+        timeout_s: CPU seconds for one comparison (and six times that in wall-clock time). An answer over it is wrong.
         memory_bytes: memory limit of a worker.
-        batch_s: seconds that each worker may lose, for every thousand comparisons begun, to answers that end at their
-            limit. After half of it an answer has a tenth of its time; after all of it none is begun. Those that are not
-            judged so are None, and counted as `unjudged`.
+        batch_s: seconds that each worker may spend, per thousand comparisons begun, on answers that reach their limit.
+            After half of these seconds an answer has a tenth of its time; after all of them no comparison is begun. An
+            answer that is not judged for this reason gets None and is counted as `unjudged`.
         workers: number of worker processes; None: half of the cores, at most 4. They start on first need.
 
-    An answer whose worker was killed from outside (as when the machine's memory runs out) is judged once more, alone,
-    and then None.
+    If a worker is killed from outside (as when the machine's memory runs out), its answer is judged once more, alone.
+    If that fails, too, it gets None.
 
     `counts` tallies verdicts since construction (keys: values of `Verdict`, and `no_answer`).
     """
@@ -153,7 +155,8 @@ class AccuracyReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards in order. Of `prompts` only what they count in is read (`asked_unit`). Shares go to `log_metric`."""
+        """Return the rewards in order. A prompt is read only for the unit that it asks for (`asked_unit`). Shares of
+        verdicts go to `log_metric`."""
         if completions is None:
             raise ValueError("AccuracyReward needs completions=[...]; got none")
         if solution is None:
@@ -175,8 +178,8 @@ class AccuracyReward:
     def judge(
         self, completions: Sequence[Any], solutions: Sequence[Any], prompts: Sequence[Any] | None = None
     ) -> list[Judgement]:
-        """Judge completions, and say what was read and why it was judged so; for reports and for a look at wrong
-        answers."""
+        """Judge completions, and return for each what was read and the reason of its verdict. It serves reports, and
+        whoever inspects wrong answers."""
         if prompts is None:
             questions = [""] * len(completions)
         else:
@@ -202,11 +205,11 @@ class AccuracyReward:
         return found
 
     def read(self, completion: str) -> Answer | None:
-        """The answer that is compared; None where the completion gives none."""
+        """Return the answer that is compared with the gold; None if the completion gives none."""
         return extract_answer(completion, self.mode)
 
     def check_golds(self, solutions: Sequence[Any]) -> GoldReport:
-        """Every gold against itself, before training: a gold that its own verifier rejects can never be earned."""
+        """Compare every gold with itself, before training. No completion can earn a gold that does not equal itself."""
         golds = [gold_answer(solution) for solution in solutions]
         verdicts = iter(self._verifier.compare([(gold, gold) for gold in golds if gold]))
         found = [next(verdicts) if gold else _NO_GOLD for gold in golds]
@@ -214,8 +217,8 @@ class AccuracyReward:
         return GoldReport(total=len(golds), unusable=rejected)
 
     def warm_up(self, solution: Sequence[Any]) -> None:
-        """Starts the worker's imports, where one of these golds may need one, and returns at once. `LabTrainer` does it
-        before it loads a model, so that the first batch does not wait."""
+        """Start the worker's imports if one of these golds may need a worker, and return at once. `LabTrainer` calls
+        this before it loads a model, so that the first batch does not wait."""
         golds = _once(gold_answer, solution)
         self._verifier.warm_up([gold for gold in golds if gold])
 
@@ -225,21 +228,22 @@ class AccuracyReward:
 
 
 def _once(read: Callable[[Any], T], texts: Sequence[Any]) -> list[T]:
-    """`read` of each, called once for equal texts: a group shares its gold, and may repeat its completions."""
+    """Apply `read` to each text, once for equal texts: a group shares its gold, and may repeat its completions."""
     known: dict[str, T] = {text: read(text) for text in dict.fromkeys(t for t in texts if isinstance(t, str))}
     return [known[text] if isinstance(text, str) else read(text) for text in texts]
 
 
 def _beside(gold: str, answer: Answer) -> str:
-    """Choose what of the answer is compared: with its letter beside a choice, `(A) 5 apples`; else what stands behind
-    it."""
+    """Return the part of the answer to compare: all of it, `(A) 5 apples`, if the gold is a choice; else without the
+    letter."""
     if answer.labelled and names_choice(gold):
         return answer.labelled
     return answer.text
 
 
 def _readings(gold: str, answer: str, unit: Fraction | None) -> list[tuple[str, str]]:
-    """(gold, answer) as written; where the question asks for dozens, also as so many dozens: `7 dozen` as 7."""
+    """Return the pairs (gold, answer) to compare: as written and, if the question asks for a unit such as dozens,
+    also counted in it (`7 dozen` as 7)."""
     if unit is None or len(answer) > 200:
         return [(gold, answer)]
     counted, given = (in_figures(canonical(text), letters=True, unit=unit) for text in (gold, answer))
@@ -261,12 +265,12 @@ def _judgement(gold: str | None, answer: Answer | None, found: list[MathVerdict]
 
 
 class HashesReward(RowReward):
-    """verl's strict GSM8K score (`compute_score`, verl/utils/reward_score/gsm8k.py): 1.0 where the number after `#### `
-    is the gold answer, letter by letter, else 0.0.
+    """verl's strict GSM8K score (`compute_score`, verl/utils/reward_score/gsm8k.py): 1.0 if the number after `#### ` is
+    the gold answer, character by character, else 0.0.
 
     So `#### 18.0`, `#### $18` and `####18` earn 0 with a gold of 18 (`AccuracyReward`: 1), as does a right answer in a
-    box: it measures the format as much as the mathematics (docs/reproduce.md). `take`: which `#### number` of a
-    completion counts, `"last"` (verl since 2025) or `"first"` (before).
+    box. The score measures the format as much as the mathematics (docs/reproduce.md). `take` says which `#### number`
+    of a completion counts: `"last"` (verl since 2025) or `"first"` (before).
     """
 
     columns = ("solution",)
@@ -278,7 +282,7 @@ class HashesReward(RowReward):
         self.take = take
 
     def score(self, text: str, *row: Any) -> float | None:
-        """None where the gold is empty. `solution` is the number alone (`load_gsm8k`)."""
+        """Return None if the gold is empty. `solution` must be the number alone, as from `load_gsm8k`."""
         gold = row[0] if isinstance(row[0], str) else number_text(row[0])
         expected = without_thousands((gold or "").strip())
         if not expected:
@@ -288,16 +292,17 @@ class HashesReward(RowReward):
 
 
 class BoxedReward(AccuracyReward):
-    r"""Judges as `AccuracyReward`: 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another one, `unreadable`
-    for a completion without a box. No other marker counts, thinking tags are not looked at, run-on text is not cut.
+    r"""Reward 1.0 for the gold answer in the last `\boxed{}`, 0.0 for another answer, `unreadable` without a box.
+    Equality is judged as by `AccuracyReward`. No other marker counts, thinking tags are ignored, run-on text is not
+    cut.
 
     Sources: `boxed_reward_fn` of sail-sg/understand-r1-zero; ServiceNow/TapeAgents, examples/rl_gsm8k (-1 where no
-    answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number), and
-    a completion cut at its length limit earns what its box earns (there 0 and -1).
+    answer can be read). Unlike there, equality is math-verify's (TapeAgents compares the box's first whole number). A
+    completion cut at its length limit earns what its box earns (in these projects 0 and -1).
 
     Args:
         unreadable: reward of a completion without a (closed, filled) box: 0.0, or below to teach the format.
-        fast_path: as in `AccuracyReward`, like the others.
+        fast_path: as in `AccuracyReward`, and so are the arguments after it.
     """
 
     def __init__(

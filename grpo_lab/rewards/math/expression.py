@@ -1,4 +1,4 @@
-"""The one expression that a few words state: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
+"""Find the one expression that a short text states: `18 eggs` -> `18`, `The largest $n$ is 34` -> `34`.
 
 A number is read with all that belongs to it, since what follows may change its value, or make it one of several:
 
@@ -98,8 +98,8 @@ _MARKDOWN = " \t\r\n*_`>"
 
 
 def asked_unit(question: str) -> Fraction | None:
-    """Unit in which a question wants its answer counted: 12 for `How many dozen eggs …?`, 1000 for `How much, in
-    thousands, …?`."""
+    """Return the unit in which a question asks for its answer: 12 for `How many dozen eggs …?`, 1000 for
+    `How much, in thousands, …?`, None without one."""
     found = _ASKED.search(question)
     if found is None:
         return None
@@ -107,7 +107,8 @@ def asked_unit(question: str) -> Fraction | None:
 
 
 def whole_number(text: str, start: int, end: int) -> int:
-    """Find where the number `text[start:end]` ends with all that belongs to it; `end` where nothing does."""
+    """Return the index where the number `text[start:end]` ends, together with all that belongs to it (`12 million`);
+    `end` if nothing does."""
     read = read_quantity(text, start)
     if read is not None and not read.plain:
         end = max(end, read.end)
@@ -126,7 +127,8 @@ def whole_number(text: str, start: int, end: int) -> int:
 
 
 def number_in_words(text: str) -> str | None:
-    """The text, where it is a number written in words, alone or with what it counts: `five thousand`, `three eggs`."""
+    """Return the text if it is a number in words, alone or with what it counts: `five thousand`, `three eggs`. Else
+    None."""
     text = text.strip()
     if not text[:1].isalpha() or not any(is_value_word(word) for word in text.replace("-", " ").split()[:3]):
         return None
@@ -137,13 +139,14 @@ def number_in_words(text: str) -> str | None:
 
 
 def stated_in_words(content: str) -> str | None:
-    """A number in words, alone or after the last verb: `five thousand`, `The total is half a million`."""
+    """Return a number in words that stands alone or after the last verb: `five thousand`,
+    `The total is half a million`."""
     content = content.strip(" \t\n*_.\"'")
     return number_in_words(content) or number_in_words(_VERB.split(content)[-1])
 
 
 class Span(NamedTuple):
-    """A stretch of mathematics between delimiters: `text[start:end]`, and its inside."""
+    """A formula in a text: `text[start:end]` with its delimiters, and its `inside` without them."""
 
     start: int
     end: int
@@ -151,7 +154,7 @@ class Span(NamedTuple):
 
 
 def math_spans(text: str) -> list[Span]:
-    r"""`$..$`, `$$..$$`, `\(..\)`, `\[..\]`, in order. A pair of dollar signs around prose is money."""
+    r"""Find `$..$`, `$$..$$`, `\(..\)` and `\[..\]`, in order. A pair of dollar signs around prose is money."""
     spans: list[Span] = []
     opened: tuple[str, int, int] | None = None
     for token in _SPAN_TOKEN.finditer(text):
@@ -172,20 +175,21 @@ def math_spans(text: str) -> list[Span]:
 
 
 def is_expression(text: str) -> bool:
-    """True when the text is one expression through and through: no sentence around it."""
+    """Return whether all of the text is one expression, without a sentence around it."""
     read = 0 < len(text) <= _MAX_EXPRESSION and any(map(str.isalnum, text)) and "?" not in text
     return read and not prose_words(text)
 
 
 def joined(parts: list[str]) -> str:
-    """Several answers as one list, each once, in order."""
+    """Join answers into one comma-separated list, each once, in order."""
     return ", ".join(dict.fromkeys(part.strip() for part in parts))
 
 
 @lru_cache(maxsize=1024)
 def stated_expression(content: str) -> str | None:
-    """The one expression that a short text states, None where it states none or leaves a choice. In order: all of it;
-    what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only expression in it."""
+    """Return the one expression that a short text states; None if it states none or several. It tries in order: all
+    of the text; what it begins with (`18 because ...`); what follows its last `is`, `=` or `:`; the only expression
+    in it."""
     content = content.strip(_MARKDOWN).rstrip(".")
     if _FIGURES.fullmatch(content):
         return content
@@ -216,7 +220,7 @@ def _whole_or_leading(content: str) -> str | None:
 
 
 def _leading_number(content: str) -> str | None:
-    """The number a text begins with, and all that belongs to it; `minus 5` and `negative 5` are -5."""
+    """Return the number that a text begins with, and all that belongs to it; `minus 5` and `negative 5` are -5."""
     leading = _LEADING.match(content)
     if leading:
         return content[: whole_number(content, 0, leading.end())]
@@ -228,7 +232,8 @@ def _leading_number(content: str) -> str | None:
 
 
 def _with_what_follows(content: str, span: Span) -> str:
-    """The inside of a span, `12 million` for `$12$ million`, `8 out of 10` for `$8$ out of $10$`."""
+    """Return the inside of a span with what belongs to it: `12 million` for `$12$ million`, `8 out of 10` for
+    `$8$ out of $10$`."""
     inside = span.inside.strip()
     if _PERCENT_AFTER.match(content, span.end):
         return inside + r"\%"
@@ -252,7 +257,7 @@ def _after_last_verb(content: str) -> str | None:
 
 
 def expressions_in(text: str) -> list[tuple[int, str]]:
-    """(end position, expression) of every math span, and of every number outside of spans, in order."""
+    """Return (end position, expression) of every math span, and of every number outside of spans, in order."""
     spans = math_spans(text)
     found = [
         (span.end, span.inside.strip() + (r"\%" if _PERCENT_AFTER.match(text, span.end) else "")) for span in spans
@@ -265,7 +270,8 @@ def expressions_in(text: str) -> list[tuple[int, str]]:
 
 
 def _numbers(text: str, start: int, stop: int) -> list[tuple[int, str]]:
-    """Every number in `text[start:stop]`, `12 million` and `8 out of 10` as one."""
+    """Return (end position, text) of every number in `text[start:stop]`; `12 million` and `8 out of 10` are one
+    number each."""
     found: list[tuple[int, str]] = []
     done = start
     for match in NUMBER.finditer(text, start, stop):

@@ -1,6 +1,7 @@
-"""Extraction of the part of a completion that is its answer.
+"""Extract the final answer from a completion.
 
-Five rules (docs/algorithms/accuracy_reward.md, "What is read"); all scans are linear in the length of the completion.
+It follows five rules (docs/algorithms/accuracy_reward.md, "What is read"). All scans are linear in the length of the
+completion.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ _LONGEST_READ = 4000
 
 
 def is_heading(line: str, before: str) -> bool:
-    """Return whether `line`, after the hashes and `before`, is one: `#### Step 1`, `#### 1. Add`, `#### 2. Multiply`
-    after an item 1. `#### 30. Jeff walks ...` with no item 29 before it is the answer 30."""
+    """Return whether a `line` behind `####` is a heading and no answer: `#### Step 1`, `#### 1. Add`,
+    `#### 2. Multiply` if the text `before` has an item 1. `#### 30. Jeff walks ...` with no item 29 before it is the
+    answer 30."""
     if line.startswith("#") or _HEADING.match(line):
         return True
     numbered = _NUMBERED.match(line)
@@ -70,7 +72,8 @@ def is_heading(line: str, before: str) -> bool:
 
 
 def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
-    """Outermost closed boxes, by one pass with a stack: start and end of the command, start and end of its inside."""
+    """Find the outermost closed boxes, in one pass with a stack. Each is (start, end) of the command, (start, end)
+    of its inside."""
     first = min((place for head in ("\\boxed", "\\fbox") if (place := text.find(head)) >= 0), default=-1)
     if first < 0:
         return []
@@ -107,8 +110,8 @@ def closed_boxes(text: str) -> list[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """`text` as written, the `marker` that led to it, its place `[start, end)`; `weak`: plain words after a phrase;
-    `labelled`: all of it, where it begins with the letter of a choice, `(A) 5 apples`."""
+    """One answer in a completion: its `text`, the `marker` that led to it, its place `[start, end)`. `weak`: it is
+    plain words, no expression. `labelled`: all of it, if it begins with the letter of a choice, `(A) 5 apples`."""
 
     text: str
     marker: Marker
@@ -119,7 +122,7 @@ class Answer:
 
 
 def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
-    """The model's own final answer in a completion, or None where it gives none."""
+    """Return the model's own final answer in a completion, or None if it gives none."""
     text = _after_thinking(completion)
     if text is None and mode == "strict":
         return None
@@ -136,7 +139,8 @@ def extract_answer(completion: str, mode: Mode = "strict") -> Answer | None:
 
 
 def _after_thinking(completion: str) -> str | None:
-    """Return what follows the (first) closed thinking; None while thinking is still open."""
+    """Return the text after the (first) closed thinking block; None if it is never closed and no answer comes before
+    it."""
     _, closed, text = completion.partition(END_OF_THINK)
     if not closed:
         opened = completion.find(THINK)
@@ -160,7 +164,8 @@ def _markers(text: str) -> list[Answer]:
 
 
 def _untagged_markers(text: str) -> list[Answer]:
-    r"""All but `<answer>`, in order. What overlaps with a box is the box's: "answer is $\boxed{5}$"."""
+    r"""Find the answers of all markers but `<answer>`, in order. In "answer is $\boxed{5}$" both markers overlap,
+    and only the box counts."""
     boxes = boxed_answers(text)
     starts = [box.start for box in boxes]
     found = list(boxes)
@@ -221,7 +226,7 @@ def _last_resort(text: str) -> Answer | None:
 
 
 def _answer_tags(text: str) -> list[Answer]:
-    """`<answer>` blocks; the last may be open (engines cut the stop string `</answer>` off)."""
+    """Find the answers in `<answer>` blocks. The last may lack `</answer>`, as engines cut a stop string off."""
     found = []
     start = text.find("<answer>")
     while start != -1:
@@ -246,7 +251,7 @@ def _answer_tags(text: str) -> list[Answer]:
 
 
 def _read(content: str) -> str:
-    """The expression that the content of a firm marker states, or its words as they are."""
+    """Return the expression that the content of a box or tag states, or its words as they are."""
     if len(content) > _LONGEST_READ:
         return content.strip()
     said = _behind_label(content)
@@ -254,7 +259,7 @@ def _read(content: str) -> str:
 
 
 def _labelled(content: str) -> str | None:
-    """The content, where a choice's letter stands before something: `(A) 5 apples`."""
+    """Return the content if a choice's letter stands before something, as in `(A) 5 apples`; else None."""
     content = content.strip()
     if len(content) <= _WINDOW and _behind_label(content) != content:
         return content
@@ -271,7 +276,7 @@ def _behind_label(content: str) -> str:
 
 
 def boxed_answers(text: str) -> list[Answer]:
-    """Outermost closed boxes with something in them."""
+    """Find the answers in the outermost closed boxes that are not empty."""
     boxes = [(a, b, text[inside:end]) for a, b, inside, end in _first_and_last(closed_boxes(text))]
     return [
         Answer(_read(inside), "boxed", start, end, labelled=_labelled(inside))
@@ -305,7 +310,8 @@ def _phrases(text: str) -> list[Answer]:
 
 
 def _stated(content: str, marker: Marker, start: int, content_start: int) -> list[Answer]:
-    """The answer in a marker's content: what it states, or a few plain words (weak); else it is no marker."""
+    """Return the answer that a marker's content states, or its few plain words (weak); an empty list if it has
+    neither."""
     said = _behind_label(content)
     answer = stated_expression(said)
     words = content.strip(" \t*_.\"'")
@@ -319,7 +325,7 @@ def _stated(content: str, marker: Marker, start: int, content_start: int) -> lis
 
 
 def _line(text: str, start: int) -> str:
-    """Cut the text at the end of the line, or to a new task within it."""
+    """Return the rest of the line, up to a new task that begins within it."""
     window = text[start : start + _WINDOW].partition("\n")[0]
     task = _TASK_IN_LINE.search(window)
     if task:
@@ -328,14 +334,15 @@ def _line(text: str, start: int) -> str:
 
 
 def _first_and_last(places: list[T]) -> list[T]:
-    """Only the first answers (run-on) and the last ones (the final answer) matter: bounds the work on hostile text."""
+    """Keep the first places (run-on text is found by them) and the last ones (the final answer). It bounds the work
+    on hostile text."""
     if len(places) <= 2 * _KEPT:
         return places
     return places[:_KEPT] + places[-_KEPT:]
 
 
 def _sentence(window: str) -> str:
-    """Up to the end of the sentence or line; a displayed formula to its own end."""
+    """Return the first sentence or line of `window`; a displayed formula is kept to its own end."""
     display = _DISPLAY.match(window)
     if display:
         end = window.find(_DISPLAY_END[display[0]], display.end())

@@ -1,4 +1,4 @@
-"""Run-on text, where a completion stops being the model's own answer: another turn begins, or a new task that it sets
+"""Find run-on text: after its own answer, a completion goes on with another turn, or with a new task that it sets
 itself."""
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _TURN_SIGNS = "<| </ <s> <eos <pad <start <end <bos inst] sys> user human instru
 
 
 def next_turn_start(text: str) -> int:
-    """Find where somebody else's turn begins after the model has said something; `len(text)` if nowhere."""
+    """Return the index where somebody else's turn begins, after the model has said something; `len(text)` if
+    nowhere."""
     lower = text.lower()  # what `_NEXT_TURN` finds holds one of these; most texts do not
     if text.isascii() and not any(sign in lower for sign in _TURN_SIGNS.split()):
         return len(text)
@@ -67,7 +68,8 @@ def _asks_a_question(line: str) -> bool:
 
 
 def run_on_start(text: str, answer_end: int) -> int:
-    """Index at which the run-on begins, searched from the end of the first answer; `len(text)` without a run-on."""
+    """Return the index at which the run-on begins, searched from the end of the first answer; `len(text)` if there
+    is none."""
     control = _CONTROL.search(text, answer_end)
     limit = control.start() if control else len(text)
     if _opens_new_task(text[answer_end : min(limit, answer_end + _LOOK_AHEAD)].partition("\n")[0]):
